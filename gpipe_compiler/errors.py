@@ -1,0 +1,91 @@
+"""Every error this project raises on purpose: what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The command's exit codes."""
+
+    DONE = 0
+    MODEL = 1
+    USAGE = 2
+    VALIDATION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLocation:
+    """A line of the user's program: absolute path (or a name such as `<stdin>`), line from 1."""
+
+    file: str
+    line: int
+    function: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class GPipeCompilerError(Exception):
+    """The root of the hierarchy.
+
+    Args:
+        problem: what is wrong, in one sentence.
+        location: the user's line that causes it, where one is known.
+        hint: what the user can do about it.
+    """
+
+    exit_code = ExitCode.MODEL
+
+    def __init__(
+        self, problem: str, *, location: SourceLocation | None = None, hint: str = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.location = location
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = f"{self.location}: " if self.location else ""
+        advice = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"{where}{self.problem}{advice}"
+
+
+class UsageError(GPipeCompilerError):
+    """The command line or an argument of the API makes no sense, whatever the model."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ModelError(GPipeCompilerError):
+    """The model file, its factory or its example inputs are at fault."""
+
+
+class TraceError(GPipeCompilerError):
+    """The model cannot be traced into a graph."""
+
+
+class IllegalGraphError(GPipeCompilerError):
+    """A graph breaks the rules of `ir/legality.py`; all violations are listed at once."""
+
+    def __init__(self, stage: str, violations: Sequence[str]) -> None:
+        listing = "\n".join(f"  - {violation}" for violation in violations)
+        super().__init__(f"the graph is illegal after {stage}:\n{listing}")
+        self.violations = tuple(violations)
+
+
+class PlanError(GPipeCompilerError):
+    """No plan satisfies what was asked for: more stages than ops, a batch that does not split."""
+
+
+class EmitError(GPipeCompilerError):
+    """The package cannot be written."""
+
+
+class ValidationError(GPipeCompilerError):
+    """The emitted package does not reproduce the original model."""
+
+    exit_code = ExitCode.VALIDATION

@@ -1,0 +1,1 @@
+"""Turns a model into a Graph."""

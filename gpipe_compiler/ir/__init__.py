@@ -1,0 +1,53 @@
+"""The intermediate representation: Graph, Op and Value, what is legal, how it prints and runs."""
+
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
+from gpipe_compiler.ir.graph import (
+    Autocast,
+    Block,
+    Call,
+    Context,
+    FunctionCall,
+    Graph,
+    Loss,
+    MethodCall,
+    Mode,
+    ModuleCall,
+    ModuleSpec,
+    NoGrad,
+    Op,
+    RegionCall,
+    Result,
+    State,
+    StateKind,
+    Value,
+    ValueKind,
+)
+from gpipe_compiler.runtime.spec import Input, Reduction
+
+__all__ = [
+    "Argument",
+    "Autocast",
+    "Block",
+    "ByMode",
+    "Call",
+    "Context",
+    "FunctionCall",
+    "Graph",
+    "Input",
+    "Loss",
+    "MethodCall",
+    "Mode",
+    "ModuleCall",
+    "ModuleSpec",
+    "NoGrad",
+    "Op",
+    "Reduction",
+    "Ref",
+    "RegionCall",
+    "Result",
+    "State",
+    "StateKind",
+    "StateRef",
+    "Value",
+    "ValueKind",
+]

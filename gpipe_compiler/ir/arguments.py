@@ -1,0 +1,97 @@
+"""What may stand as an argument of a call in the graph, and how to walk over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value of this name, made by an earlier op or given as an input of the graph."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """The parameter, buffer or constant of this (original, canonical) name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ByMode:
+    """One argument in train mode, another in eval mode.
+
+    `ByMode(True, False)` is the module's own `self.training`.
+    """
+
+    train: Argument
+    evaluation: Argument
+
+
+Argument: TypeAlias = Any
+"""A `Ref`, `StateRef` or `ByMode`; a constant (None, bool, int, float, complex, str, torch.dtype,
+torch.device, torch.layout, torch.memory_format, Ellipsis); or a tuple, list, dict or slice of
+arguments."""
+
+Leaf: TypeAlias = Any
+
+
+def map_argument(function: Callable[[Leaf], Argument], argument: Argument) -> Argument:
+    """The same argument with `function` applied to every leaf (refs and constants).
+
+    `ByMode` counts as a container: both of its sides are mapped.
+    """
+    match argument:
+        case ByMode(train=train, evaluation=evaluation):
+            return ByMode(map_argument(function, train), map_argument(function, evaluation))
+        case tuple():
+            return tuple(map_argument(function, item) for item in argument)
+        case list():
+            return [map_argument(function, item) for item in argument]
+        case dict():
+            return {key: map_argument(function, item) for key, item in argument.items()}
+        case slice(start=start, stop=stop, step=step):
+            return slice(
+                map_argument(function, start),
+                map_argument(function, stop),
+                map_argument(function, step),
+            )
+        case _:
+            return function(argument)
+
+
+def leaves(argument: Argument) -> Iterator[Leaf]:
+    """Every leaf of an argument, in order; both sides of a `ByMode`."""
+    match argument:
+        case ByMode(train=train, evaluation=evaluation):
+            yield from leaves(train)
+            yield from leaves(evaluation)
+        case tuple() | list():
+            for item in argument:
+                yield from leaves(item)
+        case dict():
+            for item in argument.values():
+                yield from leaves(item)
+        case slice(start=start, stop=stop, step=step):
+            for item in (start, stop, step):
+                yield from leaves(item)
+        case _:
+            yield argument
+
+
+def value_names(argument: Argument) -> Iterator[str]:
+    """The names of the values that an argument reads."""
+    for leaf in leaves(argument):
+        if isinstance(leaf, Ref):
+            yield leaf.name
+
+
+def state_names(argument: Argument) -> Iterator[str]:
+    """The names of the parameters, buffers and constants that an argument reads."""
+    for leaf in leaves(argument):
+        if isinstance(leaf, StateRef):
+            yield leaf.name

@@ -1,0 +1,353 @@
+"""The graph: ops in topological order over named values.
+
+A graph is what every frontend produces and every pass reads. It is frozen: a pass that transforms
+returns a new graph, an analysis returns a table keyed by name. What is legal stands in
+`legality.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.ir.arguments import Argument, value_names
+from gpipe_compiler.ir.arguments import state_names as state_names_of
+from gpipe_compiler.runtime.spec import Input, Reduction
+
+
+class Mode(Enum):
+    """When an op runs: always, or only in train or only in eval mode."""
+
+    ALWAYS = "always"
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class ValueKind(Enum):
+    """What a value is at run time."""
+
+    TENSOR = "tensor"
+    SCALAR = "scalar"
+    """A Python number computed from shapes, such as the batch size."""
+    OTHER = "other"
+    """Anything else (a `torch.Size`, a cache object): it never crosses a cut."""
+
+
+class StateKind(Enum):
+    """What a tensor of the model is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    """A tensor the model's code closes over; it is in no state_dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is known of a named value, at the graph's batch size.
+
+    Attributes:
+        shape: sizes at batch size `Graph.batch_size`; () for anything but tensors.
+        dtype: None for anything but tensors.
+        batch_dim: the dimension that grows in proportion to the batch, None if no dimension does.
+        splittable: False where the batch shows in several dimensions or not in proportion to it
+            (a B x B matrix), so that the value cannot be cut into micro-batches.
+        requires_grad: whether autograd tracks it when training.
+        storage: values of one number share memory (views, in-place results). -1 for non-tensors.
+    """
+
+    name: str
+    kind: ValueKind
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    batch_dim: int | None = None
+    splittable: bool = True
+    requires_grad: bool = False
+    storage: int = -1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements, views counted as if they were contiguous."""
+        if self.dtype is None:
+            return 0
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter, buffer or constant of the model, under its original name.
+
+    Attributes:
+        name: canonical: the first name that `named_parameters()` or `named_buffers()` gives.
+        aliases: further names of the same tensor (tied weights).
+        persistent: whether `state_dict()` holds it.
+    """
+
+    name: str
+    kind: StateKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    persistent: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """A torch.nn module that an op calls, and how to construct it anew.
+
+    Attributes:
+        path: where the model keeps it, such as `layer1.0.conv1`.
+        args, kwargs: constructor arguments as a person would write them, defaults left out.
+        state: the module's own names (`weight`) to canonical state names (`layer1.0.conv1.weight`).
+    """
+
+    path: str
+    cls: type[nn.Module]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    state: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """`function(*args, **kwargs)`: of torch, torch.nn.functional, operator, builtins, torch.ops."""
+
+    function: Callable[..., object]
+    args: tuple[Argument, ...] = ()
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCall:
+    """`args[0].method(*args[1:], **kwargs)`."""
+
+    method: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """`self.<module>(*args, **kwargs)`; `module` is the path of a `ModuleSpec`."""
+
+    module: str
+    args: tuple[Argument, ...] = ()
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The body of a region: its own input names, ops, and what it returns."""
+
+    inputs: tuple[str, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoGrad:
+    """`with torch.no_grad():`, or `torch.enable_grad()` when `enabled`."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """`with torch.autocast(device_type, dtype, enabled):`."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+
+
+Context: TypeAlias = NoGrad | Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCall:
+    """A block that runs whole inside a context; `args` bind to `body.inputs` in order.
+
+    The result is the tuple of `body.outputs`.
+    """
+
+    context: Context
+    body: Block
+    args: tuple[Argument, ...] = ()
+
+    @property
+    def kwargs(self) -> Mapping[str, Argument]:
+        """A region takes none."""
+        return {}
+
+
+Call: TypeAlias = FunctionCall | MethodCall | ModuleCall | RegionCall
+
+Result: TypeAlias = "str | tuple[Result, ...] | None"
+"""What a call's return value is bound to: a value's name, None where nothing reads it, or a
+(nested) tuple to unpack into: `("out", ("h", "c"))` for an LSTM."""
+
+
+def result_names(result: Result) -> Iterator[str]:
+    """The value names in a result, in order."""
+    if isinstance(result, str):
+        yield result
+    elif isinstance(result, tuple):
+        for item in result:
+            yield from result_names(item)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One step of the model.
+
+    Attributes:
+        name: unique in the graph; also the name of its value when it has one.
+        result: the names its return value is bound to.
+        source: the user's line, None where the frontend does not know it.
+        module: path of the module whose forward makes the call ("" is the model itself).
+        origin: the frontend's own node (a torch.fx.Node), for messages only.
+    """
+
+    name: str
+    call: Call
+    result: Result
+    source: SourceLocation | None = None
+    module: str = ""
+    mode: Mode = Mode.ALWAYS
+    origin: object = field(default=None, repr=False)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The values it makes."""
+        return tuple(result_names(self.result))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The values it reads, each once, in order of first use."""
+        call = self.call
+        return tuple(dict.fromkeys((*value_names(call.args), *value_names(dict(call.kwargs)))))
+
+    def states(self, modules: Mapping[str, ModuleSpec]) -> tuple[str, ...]:
+        """The canonical names of the parameters, buffers and constants it reads or writes."""
+        call = self.call
+        names = [*state_names_of(call.args), *state_names_of(dict(call.kwargs))]
+        if isinstance(call, ModuleCall):
+            names.extend(modules[call.module].state.values())
+        if isinstance(call, RegionCall):
+            for inner in call.body.ops:
+                names.extend(inner.states(modules))
+            names.extend(state_names_of(call.body.outputs))
+        return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The scalar value that training minimises."""
+
+    value: str
+    reduction: Reduction = Reduction.MEAN
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A traced model.
+
+    Attributes:
+        outputs: what the model returns: tuples, lists and dicts with a `Ref` at every tensor; the
+            loss stands apart in `loss` (also where the model itself returns it).
+        values: by name; empty until `passes.shapes` has run, complete afterwards.
+        batch_size: the batch size of the shapes in `values`.
+        tensors: the model's own tensors by canonical state name (on meta for a meta model).
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    ops: tuple[Op, ...]
+    outputs: Argument
+    state: Mapping[str, State]
+    modules: Mapping[str, ModuleSpec]
+    batch_size: int
+    loss: Loss | None = None
+    values: Mapping[str, Value] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def op_of(self) -> Mapping[str, Op]:
+        """Ops by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def producer(self) -> Mapping[str, Op]:
+        """The op that makes each value; inputs of the graph have none."""
+        return {name: op for op in self.ops for name in op.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[Op, ...]]:
+        """The ops that read each value, in order."""
+        table: dict[str, list[Op]] = {}
+        for op in self.ops:
+            for name in op.inputs:
+                table.setdefault(name, []).append(op)
+        return {name: tuple(ops) for name, ops in table.items()}
+
+    @cached_property
+    def output_values(self) -> tuple[str, ...]:
+        """The values the model returns, each once; the loss is not among them."""
+        return tuple(dict.fromkeys(value_names(self.outputs)))
+
+    @cached_property
+    def loss_only(self) -> frozenset[str]:
+        """Names of the ops that serve only the loss.
+
+        They make no output of the model, so inference does without them; they run in the last
+        stage. Empty where the loss is all that the model returns.
+        """
+        if self.loss is None or not self.output_values:
+            return frozenset()
+        return self.ancestors((self.loss.value,)) - self.ancestors(self.output_values)
+
+    def ancestors(self, names: Iterable[str]) -> frozenset[str]:
+        """Names of the ops that these values are computed from.
+
+        Writes in place are no edges here: a pass that needs them asks `passes.effects`.
+        """
+        found: set[str] = set()
+        pending = list(names)
+        while pending:
+            op = self.producer.get(pending.pop())
+            if op is not None and op.name not in found:
+                found.add(op.name)
+                pending.extend(op.inputs)
+        return frozenset(found)
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(
+            torch.Size(state.shape).numel()
+            for state in self.state.values()
+            if state.kind is StateKind.PARAMETER
+        )
+
+    def replace(self, **changes: object) -> Graph:
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # checked by replace
+
+    def __str__(self) -> str:
+        from gpipe_compiler.ir.printing import format_graph
+
+        return format_graph(self)

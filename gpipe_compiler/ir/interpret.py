@@ -1,0 +1,142 @@
+"""Runs a graph op by op, on real, meta or fake tensors.
+
+Passes observe ops through it, and frontends are held against the eager model with it. Emitted
+packages do not use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, map_argument
+from gpipe_compiler.ir.graph import (
+    Autocast,
+    Call,
+    Context,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Mode,
+    ModuleCall,
+    ModuleSpec,
+    NoGrad,
+    Op,
+    RegionCall,
+    Result,
+)
+
+Observer = Callable[[Op, Callable[[], Any]], Any]
+"""Gets each op and a function that runs it; returns what the function returned."""
+
+
+def construct(spec: ModuleSpec, *, training: bool = True) -> nn.Module:
+    """The module that a spec describes, without memory (on the meta device)."""
+    with torch.device("meta"):
+        module = spec.cls(*spec.args, **spec.kwargs)
+    return module.train(training)
+
+
+@dataclass
+class Interpreter:
+    """Evaluates the calls of a graph.
+
+    Attributes:
+        tensors: the tensor to use for each state of the graph; in-place writes reach these.
+        training: which side of `ByMode` is taken, and which guarded ops run.
+    """
+
+    graph: Graph
+    tensors: Mapping[str, torch.Tensor]
+    training: bool = True
+    _modules: dict[str, nn.Module] = field(default_factory=dict)
+
+    def run(self, inputs: Mapping[str, object], observer: Observer | None = None) -> dict[str, Any]:
+        """Every value of the graph by name, given its inputs by name."""
+        environment: dict[str, Any] = dict(inputs)
+        for op in self.graph.ops:
+            if self.runs(op):
+                self._step(op, environment, observer)
+        return environment
+
+    def runs(self, op: Op) -> bool:
+        """Whether the op runs in this mode."""
+        return op.mode is Mode.ALWAYS or (op.mode is Mode.TRAIN) == self.training
+
+    def _step(self, op: Op, environment: dict[str, Any], observer: Observer | None) -> None:
+        def execute() -> Any:
+            return self.call(op.call, environment)
+
+        returned = execute() if observer is None else observer(op, execute)
+        bind(op.result, returned, environment)
+
+    def call(self, call: Call, environment: Mapping[str, Any]) -> Any:
+        """What one call returns, its references looked up in `environment`."""
+        args = self.resolve(call.args, environment)
+        kwargs = self.resolve(dict(call.kwargs), environment)
+        match call:
+            case FunctionCall():
+                return call.function(*args, **kwargs)
+            case MethodCall():
+                return getattr(args[0], call.method)(*args[1:], **kwargs)
+            case ModuleCall():
+                return self._call_module(call.module, args, kwargs)
+            case RegionCall():
+                inner = dict(zip(call.body.inputs, args, strict=True))
+                with enter(call.context):
+                    for op in call.body.ops:
+                        if self.runs(op):
+                            self._step(op, inner, None)
+                return self.resolve(call.body.outputs, inner)
+
+    def resolve(self, argument: Argument, environment: Mapping[str, Any]) -> Any:
+        """An argument with every reference replaced by what it stands for."""
+        if isinstance(argument, ByMode):
+            side = argument.train if self.training else argument.evaluation
+            return self.resolve(side, environment)
+        if isinstance(argument, tuple):
+            return tuple(self.resolve(item, environment) for item in argument)
+        if isinstance(argument, list):
+            return [self.resolve(item, environment) for item in argument]
+        if isinstance(argument, dict):
+            return {key: self.resolve(item, environment) for key, item in argument.items()}
+
+        def look_up(leaf: object) -> object:
+            if isinstance(leaf, Ref):
+                return environment[leaf.name]
+            if isinstance(leaf, StateRef):
+                return self.tensors[leaf.name]
+            return leaf
+
+        return map_argument(look_up, argument)
+
+    def _call_module(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        spec = self.graph.modules[path]
+        if path not in self._modules:
+            self._modules[path] = construct(spec)
+        module = self._modules[path].train(self.training)
+        own = {local: self.tensors[name] for local, name in spec.state.items()}
+        return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
+
+
+def enter(context: Context) -> contextlib.AbstractContextManager[Any]:
+    """The torch context manager that a region runs in."""
+    match context:
+        case NoGrad(enabled=enabled):
+            return torch.set_grad_enabled(enabled)
+        case Autocast():
+            return torch.autocast(context.device_type, context.dtype, context.enabled)
+
+
+def bind(result: Result, returned: Any, environment: dict[str, Any]) -> None:
+    """Unpacks what a call returned into the names of its result."""
+    if isinstance(result, str):
+        environment[result] = returned
+    elif isinstance(result, tuple):
+        for target, item in zip(result, returned, strict=True):
+            bind(target, item, environment)

@@ -1,0 +1,126 @@
+"""How a graph prints: one line per op, as close to Python as names allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
+from gpipe_compiler.ir.graph import (
+    Call,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Mode,
+    ModuleCall,
+    Op,
+    RegionCall,
+    Result,
+    Value,
+    ValueKind,
+)
+
+
+def format_argument(argument: Argument) -> str:
+    """An argument as one would type it; state names stand in angle brackets."""
+    match argument:
+        case Ref(name=name):
+            return str(name)
+        case StateRef(name=name):
+            return f"<{name}>"
+        case ByMode(train=True, evaluation=False):
+            return "training"
+        case ByMode(train=train, evaluation=evaluation):
+            return f"{format_argument(train)} if training else {format_argument(evaluation)}"
+        case tuple():
+            items = ", ".join(map(format_argument, argument))
+            return f"({items},)" if len(argument) == 1 else f"({items})"
+        case list():
+            return f"[{', '.join(map(format_argument, argument))}]"
+        case dict():
+            return (
+                "{"
+                + ", ".join(f"{key!r}: {format_argument(item)}" for key, item in argument.items())
+                + "}"
+            )
+        case slice(start=start, stop=stop, step=step):
+            parts = ", ".join(map(format_argument, (start, stop, step)))
+            return f"slice({parts})"
+        case _:
+            return repr(argument)
+
+
+def format_arguments(args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> str:
+    """The inside of a call's parentheses."""
+    return ", ".join(
+        [*map(format_argument, args), *(f"{key}={format_argument(v)}" for key, v in kwargs.items())]
+    )
+
+
+def function_label(function: Callable[..., object]) -> str:
+    """A short name for a function: `torch.relu`, `operator.add`, `aten.relu.default`."""
+    module = getattr(function, "__module__", "") or ""
+    name = getattr(function, "__name__", None) or str(function)
+    if module.startswith(("torch._ops", "torch._C")) or not module:
+        return name if "." in name else str(function)
+    return f"{module.removeprefix('_')}.{name}"
+
+
+def format_call(call: Call) -> str:
+    """A call without its result."""
+    match call:
+        case FunctionCall():
+            return f"{function_label(call.function)}({format_arguments(call.args, call.kwargs)})"
+        case MethodCall():
+            receiver, *rest = call.args
+            inside = format_arguments(tuple(rest), call.kwargs)
+            return f"{format_argument(receiver)}.{call.method}({inside})"
+        case ModuleCall():
+            return f"self.{call.module}({format_arguments(call.args, call.kwargs)})"
+        case RegionCall():
+            inner = "; ".join(format_op(op) for op in call.body.ops)
+            return f"{call.context}[{inner}]({format_arguments(call.args, {})})"
+
+
+def format_result(result: Result) -> str:
+    """The left-hand side of an assignment."""
+    match result:
+        case None:
+            return "_"
+        case str(name):
+            return name
+        case tuple():
+            items = ", ".join(map(format_result, result))
+            return f"({items},)" if len(result) == 1 else f"({items})"
+
+
+def format_op(op: Op) -> str:
+    """An op on one line, without types."""
+    guard = "" if op.mode is Mode.ALWAYS else f"[{op.mode.value}] "
+    return f"{guard}{format_result(op.result)} = {format_call(op.call)}"
+
+
+def format_value(value: Value) -> str:
+    """A value's type, such as `8x64x56x56 float32`; the batch dimension is starred."""
+    if value.kind is not ValueKind.TENSOR:
+        return value.kind.value
+    sizes = "x".join(
+        f"{size}*" if index == value.batch_dim else str(size)
+        for index, size in enumerate(value.shape)
+    )
+    return f"{sizes or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
+
+
+def format_graph(graph: Graph) -> str:
+    """The whole graph, one op a line, with types where they are known and source lines."""
+    lines = [f"graph {graph.name} (batch {graph.batch_size})"]
+    lines.extend(
+        f"  input {source.name}{' (batched)' if source.batched else ''}" for source in graph.inputs
+    )
+    for op in graph.ops:
+        types = ", ".join(format_value(graph.values[n]) for n in op.outputs if n in graph.values)
+        where = f"  # {op.source}" if op.source else ""
+        lines.append(f"  {format_op(op)}{'  : ' + types if types else ''}{where}")
+    lines.append(f"  return {format_argument(graph.outputs)}")
+    if graph.loss is not None:
+        lines.append(f"  loss {graph.loss.value} ({graph.loss.reduction.value} of micro-batches)")
+    return "\n".join(lines)

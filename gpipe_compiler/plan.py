@@ -1,0 +1,177 @@
+"""The Plan: which op runs in which stage, what crosses between stages, and what to expect.
+
+A plan is data. It prints, it compares, and it goes to JSON and back; the graph it was made from
+travels with it but is no part of the JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
+from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
+
+FORMAT = 1
+"""The version of the JSON; a reader refuses any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a plan.
+
+    Attributes:
+        ops: the ops it runs, in order, duplicates included; those that serve only the loss last.
+        duplicates: those of `ops` that other stages compute as well, instead of receiving them.
+        inputs: inputs of the graph and boundary values that it takes.
+        outputs: values that it hands on: to later stages, to the caller, to its own loss.
+        state: canonical names of the parameters, buffers and constants that it owns.
+        forward_s, backward_s: predicted seconds of one micro-batch.
+        receive_bytes: boundary bytes of one micro-batch that it takes from earlier stages.
+        gradient_bytes: bytes of gradients that it sends back for them.
+        saved_bytes: what autograd keeps for one micro-batch in flight.
+    """
+
+    index: int
+    ops: tuple[str, ...]
+    duplicates: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    receive_bytes: int
+    gradient_bytes: int
+    parameter_bytes: int
+    parameter_count: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a training step (or one mini-batch of inference) is expected to take.
+
+    Attributes:
+        step_s: simulated seconds of one mini-batch.
+        bottleneck_s: seconds of one micro-batch on the busiest device.
+        bubble: the share of device time spent waiting, 0 to 1.
+        lower_bound_s: no plan of this graph with so many stages takes less.
+        proved: whether the cut is known to be optimal.
+        peak_bytes: for every stage, weights, gradients and what autograd keeps, at the peak.
+    """
+
+    step_s: float
+    bottleneck_s: float
+    bubble: float
+    lower_bound_s: float
+    proved: bool
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one, as a share of the lower bound."""
+        if self.proved or self.lower_bound_s <= 0:
+            return 0.0
+        return self.step_s / self.lower_bound_s - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph cut into stages, with a schedule and a prediction.
+
+    Attributes:
+        training: whether the package trains, or only infers.
+        batch_size: samples in the mini-batch planned for; `microbatches` divides it.
+        orders: each device's compute actions.
+        cost_source: how op times were found, in words.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    schedule: ScheduleKind
+    microbatches: int
+    batch_size: int
+    training: bool
+    orders: Orders
+    cluster: Cluster
+    cost_source: str
+    prediction: Prediction
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in one micro-batch."""
+        return self.batch_size // self.microbatches
+
+    def to_json(self) -> str:
+        """The plan as JSON text, without its graph."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["graph"]
+        fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        fields["crossings"] = [
+            dataclasses.asdict(crossing) | {"dtype": str(crossing.dtype).removeprefix("torch.")}
+            for crossing in self.crossings
+        ]
+        fields["schedule"] = self.schedule.value
+        fields["orders"] = [format_order(order) for order in self.orders]
+        fields["cluster"] = dataclasses.asdict(self.cluster)
+        fields["prediction"] = dataclasses.asdict(self.prediction) | {"gap": self.prediction.gap}
+        return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, graph: Graph | None = None) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ModelError: when the text is no plan, or one of another version.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            version = fields.pop("format")
+            if version != FORMAT:
+                raise ModelError(
+                    f"the plan has format {version}, this program reads {FORMAT}",
+                    hint="compile the package again with this version",
+                )
+            return cls(**_typed(fields), graph=graph)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"this is no plan: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        from gpipe_compiler.report.text import format_plan
+
+        return format_plan(self)
+
+
+def _typed(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON values of a plan's fields as the types of the fields."""
+    prediction = dict(fields["prediction"])
+    prediction.pop("gap")
+    return fields | {
+        "stages": tuple(Stage(**_tuples(stage)) for stage in fields["stages"]),
+        "crossings": tuple(
+            Crossing(**_tuples(crossing) | {"dtype": getattr(torch, crossing["dtype"])})
+            for crossing in fields["crossings"]
+        ),
+        "schedule": ScheduleKind(fields["schedule"]),
+        "orders": tuple(parse_order(order) for order in fields["orders"]),
+        "cluster": Cluster(
+            Device(**fields["cluster"]["device"]), Link(**fields["cluster"]["link"])
+        ),
+        "prediction": Prediction(**_tuples(prediction)),
+    }
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }

@@ -1,0 +1,1 @@
+"""Shows plans to people."""

@@ -1,0 +1,100 @@
+"""What a device does: compute actions and transfers, how they print and parse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """The part of a stage's work."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+_COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One stage's forward or backward of one micro-batch; prints as `2F0`."""
+
+    stage: int
+    phase: Phase
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.phase.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Compute:
+        """The action that prints as `text`.
+
+        Raises:
+            ValueError: when no action prints so.
+        """
+        match = _COMPUTE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no action: expected stage, F or B, micro-batch (2F0)")
+        return cls(int(match[1]), Phase(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A boundary value of one micro-batch on its way from stage to stage.
+
+    `gradient` marks the gradient of the value, which runs the other way: its source is the stage
+    that used the value, its target the stage that made it.
+    """
+
+    value: str
+    microbatch: int
+    source: int
+    target: int
+    gradient: bool = False
+
+    def __str__(self) -> str:
+        mark = "'" if self.gradient else ""
+        return f"{self.value}{mark}[{self.microbatch}] {self.source}>{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The sending half of a transfer."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"send {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """The receiving half of a transfer."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"receive {self.transfer}"
+
+
+Action = Compute | Send | Receive
+
+Orders = tuple[tuple[Compute, ...], ...]
+"""For every device, its compute actions in order: what a schedule is."""
+
+Programs = tuple[tuple[Action, ...], ...]
+"""For every device, all its actions in order: a schedule after lowering."""
+
+
+def parse_order(text: str) -> tuple[Compute, ...]:
+    """The actions of one device from their printed form, separated by white space."""
+    return tuple(Compute.parse(word) for word in text.split())
+
+
+def format_order(order: Iterable[Compute]) -> str:
+    """The actions of one device on one line."""
+    return " ".join(map(str, order))

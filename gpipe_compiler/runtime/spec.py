@@ -1,0 +1,140 @@
+"""The facts of a pipeline that its engine needs; an emitted `schedule.py` writes them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+import torch
+
+
+class ScheduleKind(Enum):
+    """The schedules that the runtime can generate, by the name a user types."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+
+
+class Reduction(Enum):
+    """How the loss of a mini-batch follows from those of its micro-batches."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that the caller passes to the pipeline.
+
+    Attributes:
+        path: where it stands in the call: ("args", 0), ("kwargs", "mask"), ("target",); further
+            keys and indices lead into nested tuples, lists and dicts.
+        batched: whether dimension 0 is the batch, so that it is split into micro-batches.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    batched: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A boundary value: made in one stage, used in later ones.
+
+    An input of the pipeline that later stages use is a crossing from stage 0.
+
+    Attributes:
+        shape: sizes for one micro-batch of `PipelineSpec.microbatch_size` samples.
+        batch_dim: the dimension that grows in proportion to the micro-batch, None if none does.
+        gradient: whether a gradient comes back from every target.
+    """
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = 0
+    gradient: bool = True
+
+    def shape_for(self, samples: int, microbatch_size: int) -> tuple[int, ...]:
+        """Sizes for a micro-batch of `samples`, given the size that `shape` is for."""
+        if self.batch_dim is None:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.batch_dim] = sizes[self.batch_dim] * samples // microbatch_size
+        return tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of a tensor in the structure that the pipeline returns."""
+
+    value: str
+    batch_dim: int | None = 0
+
+
+Structure: TypeAlias = Any
+"""Tuples, lists and dicts (nested) of `Leaf` and constants."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """How the engine calls one stage, and what the stage's state is called in the model.
+
+    `forward(*inputs)` returns one tensor for one output, otherwise a tuple in the order of
+    `outputs`. The last stage of a pipeline with a loss that is no output of the model also has
+    `loss(*loss_inputs)`, whose arguments are inputs or outputs of that stage.
+
+    Attributes:
+        module: the class of the stage, constructed without arguments.
+        state: the stage's own state names (`layer1_0_conv1.weight`) to the model's
+            (`layer1.0.conv1.weight`).
+        random_ops: for each random op of one forward (then of `loss`), in the order the stage runs
+            them, its number in the whole model.
+    """
+
+    module: type[torch.nn.Module]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: Mapping[str, str] = field(default_factory=dict)
+    loss_inputs: tuple[str, ...] = ()
+    random_ops: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """Which value is minimised, and how micro-batches combine.
+
+    `separate` tells whether it comes from the last stage's `loss` method, and not from `forward`.
+    """
+
+    value: str
+    reduction: Reduction
+    separate: bool
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """Everything about a pipeline but its weights.
+
+    Attributes:
+        orders: for the default schedule, micro-batch count and one device per stage, each device's
+            actions as `0F0 0F1 ...`.
+        microbatch_size: samples in a micro-batch, as planned; the shapes of crossings are for it.
+        aliases: further names of tied parameters to the canonical ones.
+    """
+
+    name: str
+    stages: tuple[StageSpec, ...]
+    inputs: tuple[Input, ...]
+    crossings: tuple[Crossing, ...]
+    outputs: Structure
+    loss: LossSpec | None
+    schedule: ScheduleKind
+    microbatches: int
+    microbatch_size: int
+    orders: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Passes: plain functions that annotate or transform a Graph, one file each."""
