@@ -86,7 +86,7 @@ def format_result(result: Result) -> str:
     match result:
         case None:
             return "_"
-        case str(name):
+        case str() as name:
             return name
         case tuple():
             items = ", ".join(map(format_result, result))

@@ -1,1 +1,1 @@
-"""Schedules: generators of actions, lowering to transfers, and the proof that nobody waits for ever."""
+"""Schedules: generators of actions, lowering to transfers, and the proof that nobody hangs."""

@@ -1,0 +1,51 @@
+"""What is to be compiled: a model, one example call, and how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LossFunction = Callable[[object, object], torch.Tensor]
+"""`loss_fn(output, target)`, as the user's file offers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Where the user's own file stands, for the hooks that a package imports at run time.
+
+    Attributes:
+        file: absolute path of the file, or None for an importable module.
+        module: dotted name of the module, "" for a file.
+        names: which of `train_data`, `make_optimizer` it offers.
+    """
+
+    file: Path | None
+    module: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model and all that is known about how it is called.
+
+    Attributes:
+        args, kwargs: one example call; tensors may stand inside nested tuples, lists and dicts,
+            everything that is no tensor is part of the traced program.
+        target: what `loss_fn` compares the output with; any nest of tensors, or None.
+        loss_fn: None where the model returns its own loss (a dict or dataclass with `loss`), or
+            has none; training is then validated with the sum of squares of the outputs.
+        training: whether a loss is traced at all.
+    """
+
+    name: str
+    model: nn.Module
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    target: object = None
+    loss_fn: LossFunction | None = None
+    training: bool = True
+    hooks: Hooks | None = None
