@@ -83,14 +83,12 @@ def format_call(call: Call) -> str:
 
 def format_result(result: Result) -> str:
     """The left-hand side of an assignment."""
-    match result:
-        case None:
-            return "_"
-        case str() as name:
-            return name
-        case tuple():
-            items = ", ".join(map(format_result, result))
-            return f"({items},)" if len(result) == 1 else f"({items})"
+    if result is None:
+        return "_"
+    if isinstance(result, str):
+        return result
+    items = ", ".join(format_result(item) for item in result)
+    return f"({items},)" if len(result) == 1 else f"({items})"
 
 
 def format_op(op: Op) -> str:
