@@ -100,7 +100,7 @@ def format_op(op: Op) -> str:
 def format_value(value: Value) -> str:
     """A value's type, such as `8x64x56x56 float32`; the batch dimension is starred."""
     if value.kind is not ValueKind.TENSOR:
-        return value.kind.value
+        return str(value.kind.value)
     sizes = "x".join(
         f"{size}*" if index == value.batch_dim else str(size)
         for index, size in enumerate(value.shape)
