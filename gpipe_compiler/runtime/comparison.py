@@ -1,0 +1,160 @@
+"""Tensors of a pipeline held against those of a reference, kind by kind.
+
+Tolerance, for fp32. Pipeline and reference run the same operators on the same micro-batches; what
+may differ is the order of sums (of gradients over consumers and micro-batches) and the kernel that
+a library picks for other strides or thread counts. Each costs a few units in the last place
+(2**-24 = 6e-8), which a deep network amplifies: ResNet-50 at initialisation about a thousandfold.
+A tensor passes when its largest difference is at most `RELATIVE` = 1e-3 of its own largest entry,
+plus `FLOOR` = 1e-6 of the largest entry of its kind (gradients that are zero but for rounding, such
+as that of a bias before a BatchNorm). A dropped term is far outside: a missing micro-batch of M
+costs 1/M of the gradient, a missing skip or a doubled tied gradient a factor of order one.
+Integers and booleans must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+RELATIVE = 1e-3
+FLOOR = 1e-6
+
+
+class Kind(Enum):
+    """What is compared; the value is the prefix of its tensors in a reference file."""
+
+    OUTPUT = "output"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    BUFFER = "buffer"
+    WEIGHT = "weight"
+
+
+Tensors = Mapping[Kind, Mapping[str, torch.Tensor]]
+"""For every kind, its tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one kind of tensor compares.
+
+    Attributes:
+        compared: how many tensors.
+        largest_difference: the largest absolute difference of any.
+        relative: the largest difference as a share of what its tensor was measured by.
+        tolerance: what `relative` may be at most.
+        worst: the name of the tensor with the largest `relative`.
+        faults: what is wrong beyond tolerance: missing, other shape, too far off.
+    """
+
+    what: str
+    compared: int
+    largest_difference: float
+    relative: float
+    tolerance: float
+    worst: str
+    faults: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+
+def compare(actual: Tensors, expected: Tensors) -> tuple[Row, ...]:
+    """A row for every kind that the reference holds."""
+    return tuple(
+        _row(kind, actual.get(kind, {}), expected[kind], _scales(kind, expected))
+        for kind in Kind
+        if expected.get(kind)
+    )
+
+
+def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors under the names that a reference file gives them."""
+    return {
+        f"{kind.value}/{name}": tensor.detach().cpu().contiguous()
+        for kind, group in tensors.items()
+        for name, tensor in group.items()
+    }
+
+
+def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
+    """The inverse of `pack`."""
+    tensors: dict[Kind, dict[str, torch.Tensor]] = {}
+    for key, tensor in packed.items():
+        kind, name = key.split("/", 1)
+        tensors.setdefault(Kind(kind), {})[name] = tensor
+    return tensors
+
+
+def _scales(kind: Kind, expected: Tensors) -> dict[str, float]:
+    """What each tensor's difference is measured by.
+
+    A weight after the step is measured by its gradient, since the step moved it by that (learning
+    rate 1), so that an update gone missing is not hidden by the weight's own size; rounding of the
+    weight itself is allowed for.
+    """
+    group = expected[kind]
+    measured_by = expected.get(Kind.GRADIENT, {}) if kind is Kind.WEIGHT else group
+    floor = FLOOR / RELATIVE * max(map(_magnitude, measured_by.values()), default=0.0)
+    rounding = 4 * torch.finfo(torch.float32).eps / RELATIVE
+    scales = {}
+    for name, tensor in group.items():
+        own = _magnitude(measured_by[name]) if name in measured_by else 0.0
+        scales[name] = own + floor
+        if kind is Kind.WEIGHT:
+            scales[name] += rounding * _magnitude(tensor)
+    return scales
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def _row(
+    kind: Kind,
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float],
+) -> Row:
+    faults = list(_mismatches(actual, expected))
+    largest, relative, worst = 0.0, 0.0, ""
+    for name in expected.keys() & actual.keys():
+        if actual[name].shape != expected[name].shape:
+            continue
+        difference = _difference(actual[name], expected[name])
+        share = difference / scales[name] if difference else 0.0
+        largest = max(largest, difference)
+        if share >= relative:
+            relative, worst = share, name
+        exact = not expected[name].dtype.is_floating_point
+        if not share <= (0.0 if exact else RELATIVE):
+            faults.append(f"{name} differs by {difference:.3g}, {share:.3g} of its size")
+    return Row(kind.value, len(expected), largest, relative, RELATIVE, worst, tuple(faults))
+
+
+def _mismatches(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> Iterable[str]:
+    for name in sorted(expected.keys() - actual.keys()):
+        yield f"{name} is missing"
+    for name in sorted(actual.keys() - expected.keys()):
+        yield f"{name} is not in the reference"
+    for name in sorted(expected.keys() & actual.keys()):
+        if actual[name].shape != expected[name].shape:
+            yield f"{name} has shape {tuple(actual[name].shape)}, not {tuple(expected[name].shape)}"
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where one is not finite and the other differs."""
+    if not actual.numel():
+        return 0.0
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    left, right = actual.detach().cpu().to(wide), expected.detach().cpu().to(wide)
+    same = (left == right) | (left.isnan() & right.isnan())
+    difference = torch.where(same, torch.zeros_like(left.abs()), (left - right).abs())
+    return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
