@@ -17,6 +17,7 @@ import torch
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 
@@ -92,6 +93,7 @@ class Plan:
         batch_size: samples in the mini-batch planned for; `microbatches` divides it.
         orders: each device's compute actions.
         cost_source: how op times were found, in words.
+        noted: what stands in the JSON about each op, for people; see `ops`.
     """
 
     name: str
@@ -106,11 +108,17 @@ class Plan:
     cost_source: str
     prediction: Prediction
     graph: Graph | None = field(default=None, compare=False, repr=False)
+    noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def microbatch_size(self) -> int:
         """Samples in one micro-batch."""
         return self.batch_size // self.microbatches
+
+    @property
+    def ops(self) -> tuple[OpNote, ...]:
+        """A note on every op, in order: from the graph, or from the JSON; none in older JSON."""
+        return self.noted if self.graph is None else list_ops(self.graph)
 
     def to_json(self) -> str:
         """The plan as JSON text, without its graph."""
@@ -125,6 +133,7 @@ class Plan:
         fields["orders"] = [format_order(order) for order in self.orders]
         fields["cluster"] = dataclasses.asdict(self.cluster)
         fields["prediction"] = dataclasses.asdict(self.prediction) | {"gap": self.prediction.gap}
+        fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
         return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
 
     @classmethod
@@ -168,6 +177,7 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
             Device(**fields["cluster"]["device"]), Link(**fields["cluster"]["link"])
         ),
         "prediction": Prediction(**_tuples(prediction)),
+        "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
     }
 
 
