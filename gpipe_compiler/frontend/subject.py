@@ -28,6 +28,15 @@ class Hooks:
     names: frozenset[str]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Example:
+    """The tensors of one example call, as the user's file gives them."""
+
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    target: object = None
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A model and all that is known about how it is called.
@@ -39,6 +48,8 @@ class Subject:
         loss_fn: None where the model returns its own loss (a dict or dataclass with `loss`), or
             has none; training is then validated with the sum of squares of the outputs.
         training: whether a loss is traced at all.
+        example: the real tensors of the call where `args`, `kwargs` and `target` were moved to meta
+            because the model stands there; None everywhere else.
     """
 
     name: str
@@ -49,3 +60,4 @@ class Subject:
     loss_fn: LossFunction | None = None
     training: bool = True
     hooks: Hooks | None = None
+    example: Example | None = None
