@@ -1,0 +1,94 @@
+"""A multi-layer perceptron that reads scikit-learn's handwritten digits (8x8 pixels, 10 classes).
+
+gpipe-compile examples/mlp_digits.py --stages 4
+python mlp_digits_x4/run.py train --steps 440
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+PIXELS = 64
+CLASSES = 10
+HIDDEN = 128
+LAYERS = 4
+BATCH = 64
+TEST_IMAGES = 360
+EPOCHS = 20
+SEED = 0
+
+
+class DigitReader(nn.Module):
+    """Pixels (batch, 64), each from 0 to 1, to class scores (batch, 10)."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        widths = [PIXELS] + [hidden] * layers
+        self.hidden = nn.ModuleList(
+            nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(widths)
+        )
+        self.scores = nn.Linear(hidden, CLASSES)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = pixels
+        for layer in self.hidden:
+            x = F.relu(layer(x))
+        return self.scores(x)
+
+
+def build_model(hidden: int = HIDDEN, layers: int = LAYERS) -> nn.Module:
+    torch.manual_seed(SEED)
+    return DigitReader(hidden, layers)
+
+
+def example_inputs() -> Tensor:
+    return training_set()[0][:BATCH]
+
+
+def example_target() -> Tensor:
+    return training_set()[1][:BATCH]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def make_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def train_data() -> Iterator[tuple[Tensor, Tensor]]:
+    """`EPOCHS` passes over the training set, shuffled the same way in every run."""
+    pixels, digits = training_set()
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(EPOCHS):
+        order = torch.randperm(len(digits), generator=generator)
+        for rows in order.split(BATCH):
+            if len(rows) == BATCH:
+                yield pixels[rows], digits[rows]
+
+
+def training_set() -> tuple[Tensor, Tensor]:
+    """All images but those of the test set."""
+    pixels, digits = _digits()
+    return pixels[TEST_IMAGES:], digits[TEST_IMAGES:]
+
+
+def test_set() -> tuple[Tensor, Tensor]:
+    """`TEST_IMAGES` images that training never sees."""
+    pixels, digits = _digits()
+    return pixels[:TEST_IMAGES], digits[:TEST_IMAGES]
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    """All 1797 images, from 0 to 1, in an order that mixes the writers."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(SEED))
+    pixels = torch.tensor(data.data, dtype=torch.float32) / 16
+    return pixels[order], torch.tensor(data.target)[order]
