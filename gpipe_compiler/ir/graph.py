@@ -272,6 +272,8 @@ class Graph:
         values: by name; empty until `passes.shapes` has run, complete afterwards.
         batch_size: the batch size of the shapes in `values`.
         tensors: the model's own tensors by canonical state name (on meta for a meta model).
+        example: one example tensor for every input, by name (meta will do); passes read its sizes
+            and dtype, and its dimension 0 is the batch where the input is batched.
     """
 
     name: str
@@ -284,6 +286,7 @@ class Graph:
     loss: Loss | None = None
     values: Mapping[str, Value] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    example: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def op_of(self) -> Mapping[str, Op]:

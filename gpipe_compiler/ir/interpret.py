@@ -64,6 +64,16 @@ class Interpreter:
                 self._step(op, environment, observer)
         return environment
 
+    def prepare(self) -> Interpreter:
+        """Itself, with every module constructed now instead of at its first call.
+
+        To be called before a fake-tensor mode is entered, which would slow construction down.
+        """
+        for path, spec in self.graph.modules.items():
+            if path not in self._modules:
+                self._modules[path] = construct(spec)
+        return self
+
     def runs(self, op: Op) -> bool:
         """Whether the op runs in this mode."""
         return op.mode is Mode.ALWAYS or (op.mode is Mode.TRAIN) == self.training
