@@ -1,0 +1,210 @@
+"""The time of a step under a schedule.
+
+The cost model, which the cut minimises and the report quotes:
+
+- A stage computes on its device, one action at a time, in the order the schedule fixes.
+- What a stage receives for one micro-batch comes through its *port*, one micro-batch after the
+  other, in latency + bytes / bandwidth for every value; a value is counted once for every stage
+  that receives it, whichever stage sends it. Gradients of received values leave through the same
+  port in the other direction. Both directions work at once, and besides the devices' computing.
+- Stages stand in a line: stage i receives a micro-batch when stage i-1 has computed it, and i-1
+  gets its gradients when i has sent them. (Values that come from further back are there already;
+  stages that could run side by side are taken to run one after the other.)
+
+So one micro-batch passes the machines receive 0, forward 0, receive 1, forward 1, ... and then
+backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the order of every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch in one stage.
+
+    Attributes:
+        receive_s: what comes through its port before `forward_s` can start.
+        gradient_s: what leaves through its port after `backward_s`.
+    """
+
+    forward_s: float
+    backward_s: float = 0.0
+    receive_s: float = 0.0
+    gradient_s: float = 0.0
+
+
+class Lane(Enum):
+    """Where a span of time is spent."""
+
+    DEVICE = "device"
+    RECEIVE = "receive"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action's time: on the device numbered `device`, or on the port of the action's stage."""
+
+    lane: Lane
+    device: int
+    action: Compute
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step takes.
+
+    Attributes:
+        step_s: from the first action's start to the last action's end, transfers included.
+        busy_s: for every device, seconds spent computing.
+        timeline: every span that takes time on a port, and every action of a device, in the
+            order they are worked out (which is topological, not chronological).
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    timeline: tuple[Span, ...]
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """For every device, seconds spent waiting."""
+        return tuple(self.step_s - busy for busy in self.busy_s)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all devices' time spent waiting, 0 to 1."""
+        whole = self.step_s * len(self.busy_s)
+        return 1.0 - sum(self.busy_s) / whole if whole > 0 else 0.0
+
+
+def topological(orders: Orders) -> tuple[tuple[int, Compute], ...]:
+    """All (device, action) pairs, every action after those it waits for.
+
+    Raises:
+        PlanError: when some device would wait for ever, or an action is missing.
+    """
+    last_stage = max((action.stage for order in orders for action in order), default=-1)
+    done: set[Compute] = set()
+    position = [0] * len(orders)
+    found: list[tuple[int, Compute]] = []
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(orders):
+            while position[device] < len(order):
+                action = order[position[device]]
+                needed = _needed(action, last_stage)
+                if needed is not None and needed not in done:
+                    break
+                done.add(action)
+                found.append((device, action))
+                position[device] += 1
+                moved = True
+    if len(found) < sum(map(len, orders)):
+        device = next(d for d, order in enumerate(orders) if position[d] < len(order))
+        stuck = orders[device][position[device]]
+        raise PlanError(f"device {device} would wait for ever before {stuck}")
+    return tuple(found)
+
+
+def _needed(action: Compute, last_stage: int) -> Compute | None:
+    """The action of a neighbouring stage whose result this one waits for."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.phase is Phase.FORWARD:
+        return Compute(stage - 1, Phase.FORWARD, microbatch) if stage else None
+    if stage == last_stage:
+        return Compute(stage, Phase.FORWARD, microbatch)
+    return Compute(stage + 1, Phase.BACKWARD, microbatch)
+
+
+def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:
+    """Works out when every action of a schedule starts and ends.
+
+    Args:
+        orders: each device's actions; devices may hold several stages, which then share it.
+        times: one per stage; transfers between stages of one device are up to the caller to
+            count as nothing.
+
+    Raises:
+        PlanError: when some device would wait for ever.
+    """
+    device_free = [0.0] * len(orders)
+    busy = [0.0] * len(orders)
+    receive_free = [0.0] * len(times)
+    gradient_free = [0.0] * len(times)
+    ready: dict[Compute, float] = {}
+    timeline: list[Span] = []
+    last_stage = len(times) - 1
+    for device, action in topological(orders):
+        stage = times[action.stage]
+        needed = _needed(action, last_stage)
+        arrival = ready[needed] if needed is not None else 0.0
+        forward = action.phase is Phase.FORWARD
+        if forward and stage.receive_s > 0:
+            start = max(arrival, receive_free[action.stage])
+            arrival = receive_free[action.stage] = start + stage.receive_s
+            timeline.append(Span(Lane.RECEIVE, device, action, start, arrival))
+        duration = stage.forward_s if forward else stage.backward_s
+        start = max(arrival, device_free[device])
+        end = device_free[device] = start + duration
+        busy[device] += duration
+        timeline.append(Span(Lane.DEVICE, device, action, start, end))
+        if not forward and stage.gradient_s > 0:
+            start = max(end, gradient_free[action.stage])
+            end = gradient_free[action.stage] = start + stage.gradient_s
+            timeline.append(Span(Lane.GRADIENT, device, action, start, end))
+        ready[action] = end
+    step = max((span.end_s for span in timeline), default=0.0)
+    return Simulation(step, tuple(busy), tuple(timeline))
+
+
+def fill_drain_time(times: Sequence[StageTimes], microbatches: int) -> float:
+    """The step of GPipe, or of inference where backward takes no time, in closed form.
+
+    Equal jobs pass a line of machines in sum + (M - 1) x slowest machine; the forward line is
+    through before the backward line starts.
+    """
+    forward = [machine for t in times for machine in (t.receive_s, t.forward_s)]
+    backward = [machine for t in times for machine in (t.backward_s, t.gradient_s)]
+    return (
+        sum(forward)
+        + sum(backward)
+        + (microbatches - 1) * (max(forward, default=0.0) + max(backward, default=0.0))
+    )
+
+
+def one_f_one_b_bound(times: Sequence[StageTimes], microbatches: int) -> float:
+    """A step of 1F1B (one stage a device) takes no less than this.
+
+    For every stage s: the way of the first micro-batch to it; its w warm-up forwards, or the
+    first micro-batch's round trip through the later stages, whichever is longer; the steady
+    phase; the same at the end; and the way of the last gradient back to stage 0.
+    """
+    stages = len(times)
+    bound = 0.0
+    way = 0.0  # to this stage's forward, and from its backward to the start
+    rest = sum(t.forward_s + t.backward_s + t.receive_s + t.gradient_s for t in times)
+    for index, t in enumerate(times):
+        way += t.receive_s + t.gradient_s
+        own = t.forward_s + t.backward_s
+        rest -= own + t.receive_s + t.gradient_s
+        warm = min(microbatches, stages - index)
+        start = max(warm * t.forward_s, t.forward_s + rest)
+        end = max(warm * t.backward_s, t.backward_s + rest)
+        if microbatches > warm:
+            inner = start + (microbatches - warm) * own + end
+        else:
+            inner = max(start + warm * t.backward_s, warm * t.forward_s + end)
+        port = (microbatches - 1) * max(t.receive_s, t.gradient_s)
+        bound = max(bound, way + inner, way + own + rest + port)
+        way += own
+    return bound
