@@ -1,0 +1,217 @@
+"""The example call of a model: from `example_inputs()` or from `--input`, checked and on meta."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
+from gpipe_compiler.frontend.user_code import definition
+
+Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
+"""Positional and keyword arguments of one call."""
+
+_SPEC = re.compile(r"(?:(?P<name>\w+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+_FORMS = "a tensor, a tuple of positional arguments, a dict of keyword arguments, or (args, kwargs)"
+
+
+def parse_inputs(specs: Sequence[str]) -> Call:
+    """Random tensors for `--input` arguments, positional ones in order, `NAME=...` by name.
+
+    Floating point tensors are normally distributed; integers and booleans are 0 or 1, which is in
+    range for any embedding with two entries and any index.
+
+    Raises:
+        UsageError: when one is not of the form `[NAME=]SIZExSIZE...[:DTYPE]`, or is empty.
+    """
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    for spec in specs:
+        match = _SPEC.fullmatch(spec)
+        if match is None:
+            raise UsageError(
+                f"--input {spec!r} gives no shape",
+                hint="write sizes and a dtype: 32x3x224x224:float32, or mask=32x128:bool",
+            )
+        tensor = _random_tensor(spec, match["sizes"], match["dtype"] or "float32")
+        name = match["name"]
+        if name is None:
+            args.append(tensor)
+        elif name in kwargs:
+            raise UsageError(f"--input names {name!r} twice")
+        else:
+            kwargs[name] = tensor
+    return tuple(args), kwargs
+
+
+def _random_tensor(spec: str, sizes: str, dtype_name: str) -> torch.Tensor:
+    shape = tuple(int(size) for size in sizes.split("x"))
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            f"--input {spec!r}: torch has no dtype {dtype_name!r}",
+            hint="such as float32, bfloat16, int64 or bool",
+        )
+    if 0 in shape:
+        raise UsageError(f"--input {spec!r} is an empty batch", hint="every size is at least 1")
+    if dtype.is_floating_point or dtype.is_complex:
+        # randn does not draw every dtype (float8), so the draw is in one that it does.
+        drawn = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+        return drawn.to(dtype)
+    return torch.randint(0, 2, shape).to(dtype)
+
+
+def normal_form(given: object, location: SourceLocation | None) -> Call:
+    """What `example_inputs()` returns, as one call.
+
+    Raises:
+        ModelError: when it is of no legal form, holds no tensor, or an empty one.
+    """
+    match given:
+        case torch.Tensor():
+            call: Call = (given,), {}
+        case (tuple() as args, Mapping() as kwargs):
+            call = args, _keywords(kwargs, location)
+        case tuple():
+            call = given, {}
+        case Mapping():
+            call = (), _keywords(given, location)
+        case _:
+            hint = "return tuple(...) of it" if isinstance(given, list) else ""
+            raise ModelError(
+                f"example_inputs() returns {_a(given)}, not {_FORMS}",
+                location=location,
+                hint=hint or f"return {_FORMS}",
+            )
+    check_tensors(call, "example_inputs()", location)
+    return call
+
+
+def _keywords(given: Mapping[object, object], location: SourceLocation | None) -> dict[str, object]:
+    keywords: dict[str, object] = {}
+    for key, item in given.items():
+        if not isinstance(key, str):
+            raise ModelError(
+                f"example_inputs() returns a dict with the key {key!r}, which names no argument",
+                location=location,
+                hint="keys are the names of the arguments of forward",
+            )
+        keywords[key] = item
+    return keywords
+
+
+def _a(thing: object) -> str:
+    if thing is None:
+        return "None"
+    name = type(thing).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def leaves(nest: object, path: str) -> Iterator[tuple[str, object]]:
+    """The leaves of nested tuples, lists and dicts, each with its path for messages."""
+    if isinstance(nest, (tuple, list)):
+        for index, item in enumerate(nest):
+            yield from leaves(item, f"{path}[{index}]")
+    elif isinstance(nest, Mapping):
+        for key, item in nest.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    else:
+        yield path, nest
+
+
+def tensors(nest: object) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    return [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, torch.Tensor)]
+
+
+def check_tensors(nest: object, what: str, location: SourceLocation | None) -> None:
+    """Refuses an example without tensors, with an empty one, or with arrays in place of them.
+
+    Raises:
+        ModelError: for any of these.
+    """
+    found = False
+    for path, leaf in leaves(nest, ""):
+        if isinstance(leaf, torch.Tensor):
+            found = True
+            if leaf.numel() == 0:
+                raise ModelError(
+                    f"{what} is an empty batch: a tensor of shape {tuple(leaf.shape)}",
+                    location=location,
+                    hint="give at least one sample, better as many as a mini-batch will have",
+                )
+        elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+            raise ModelError(
+                f"{what} holds a NumPy array at {path}, not a tensor",
+                location=location,
+                hint="wrap it in torch.from_numpy(...)",
+            )
+    if not found:
+        raise ModelError(
+            f"{what} holds no tensor",
+            location=location,
+            hint="a pipeline splits tensors along dimension 0, so there has to be one",
+        )
+
+
+def check_call(model: nn.Module, call: Call, what: str) -> None:
+    """Refuses a call that does not fit the signature of the model's forward.
+
+    Raises:
+        ModelError: with the line where forward is defined.
+    """
+    args, kwargs = call
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return  # not written in Python: only the call itself can tell
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join(signature.parameters)
+        raise ModelError(
+            f"{what} does not fit {type(model).__name__}.forward({names}): {error}",
+            location=definition(type(model).forward),
+            hint="a tuple gives positional arguments, a dict keyword arguments",
+        ) from error
+
+
+def check_batch(call: Call, target: object, origin: str, location: SourceLocation | None) -> None:
+    """Refuses a target that has clearly another number of samples than the inputs.
+
+    Raises:
+        ModelError: when all inputs agree on dimension 0, all targets agree on theirs, and the one
+            is no multiple of the other (a target may be flattened over time steps).
+    """
+    sizes = {tensor.shape[0] for tensor in tensors(call) if tensor.ndim}
+    target_sizes = {tensor.shape[0] for tensor in tensors(target) if tensor.ndim}
+    if len(sizes) != 1 or len(target_sizes) != 1:
+        return
+    samples, targets = sizes.pop(), target_sizes.pop()
+    if targets % samples:
+        raise ModelError(
+            f"{origin} has {targets} targets, but the example has {samples} samples",
+            location=location,
+            hint="give both the same batch size, or add example_target() to match",
+        )
+
+
+def on_meta(nest: object) -> object:
+    """The same nest with every tensor on meta."""
+    if isinstance(nest, torch.Tensor):
+        return nest.to("meta")
+    if isinstance(nest, tuple):
+        moved = tuple(on_meta(item) for item in nest)
+        # A namedtuple takes its fields one by one.
+        named = hasattr(nest, "_fields")
+        return type(nest)(*moved) if named else moved  # type: ignore[arg-type]  # mypy sees tuple
+    if isinstance(nest, list):
+        return [on_meta(item) for item in nest]
+    if isinstance(nest, Mapping):
+        return {key: on_meta(item) for key, item in nest.items()}
+    return nest

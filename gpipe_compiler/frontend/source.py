@@ -1,0 +1,236 @@
+"""Loads what is to be compiled: a model file (or module) and what it offers.
+
+A model file offers `build_model()` and `example_inputs()`, and where it is to be trained also
+`loss_fn(output, target)`, `example_target()`, `make_optimizer(params)` and `train_data()`. The file
+runs as an ordinary module; nothing of it is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from gpipe_compiler.errors import ModelError, SourceLocation
+from gpipe_compiler.frontend.examples import (
+    Call,
+    check_batch,
+    check_call,
+    check_tensors,
+    normal_form,
+    on_meta,
+    parse_inputs,
+    tensors,
+)
+from gpipe_compiler.frontend.subject import Example, Hooks, Subject
+from gpipe_compiler.frontend.user_code import (
+    ModelSpec,
+    call_user_code,
+    definition,
+    import_user_code,
+)
+
+DEFAULT_FACTORY = "build_model"
+_HOOKS = ("train_data", "make_optimizer")
+_OFFERS = (DEFAULT_FACTORY, "example_inputs", "example_target", "loss_fn", *_HOOKS)
+
+
+def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) -> Subject:
+    """The model that `model` names, built, with one example call.
+
+    Args:
+        model: `model.py`, `model.py:factory` or `package.module:factory`, where the current
+            directory is importable; `build_model` where no factory is named.
+        input_specs: `[NAME=]32x3x224x224:float32` each: random tensors that replace
+            `example_inputs()`.
+        training: whether the loss and its target are wanted.
+
+    Raises:
+        UsageError: when an argument makes no sense.
+        ModelError: when the user's file is at fault, with its line.
+    """
+    spec = ModelSpec.parse(model)
+    given = parse_inputs(input_specs) if input_specs else None
+    module = import_user_code(spec)
+    home = Path(module.__file__).parent if module.__file__ else Path.cwd()
+    built = _build(spec, module, home)
+    call = _example_call(spec, module, home) if given is None else given
+    check_call(built, call, "example_inputs()" if given is None else "--input")
+    loss_fn = _offered(module, "loss_fn") if training else None
+    target = _target(module, home, call) if loss_fn is not None else None
+    subject = Subject(
+        name=spec.stem,
+        model=built,
+        args=call[0],
+        kwargs=call[1],
+        target=target,
+        loss_fn=loss_fn,  # type: ignore[arg-type]  # what the user's file holds is untyped
+        training=training,
+        hooks=Hooks(
+            file=spec.file,
+            module=spec.module,
+            names=frozenset(name for name in _HOOKS if _offered(module, name) is not None),
+        ),
+    )
+    return _same_device(subject)
+
+
+def _offered(module: ModuleType, name: str) -> Callable[..., object] | None:
+    """The function of this name in the user's file, None where there is none.
+
+    Raises:
+        ModelError: when the name is there but cannot be called.
+    """
+    function = getattr(module, name, None)
+    if function is None:
+        return None
+    if not callable(function):
+        raise ModelError(
+            f"{name} in {module.__file__} is {type(function).__name__}, not a function",
+            hint=f"define it as a function: def {name}(...)",
+        )
+    return function  # type: ignore[no-any-return]  # what the user's file holds is untyped
+
+
+def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:
+    name = spec.factory or DEFAULT_FACTORY
+    factory = getattr(module, name, None)
+    if factory is None:
+        raise _no_factory(spec, module, name)
+    if isinstance(factory, nn.Module):
+        return factory
+    if not callable(factory):
+        raise ModelError(
+            f"{name} in {spec.where} is {type(factory).__name__}, not a function",
+            hint=f"define it as a function that returns the model: def {name}()",
+        )
+    location = definition(factory)
+    _takes_nothing(factory, name, location)
+    built = call_user_code(factory, f"{name}()", home)
+    if not isinstance(built, nn.Module):
+        returned = "None" if built is None else f"{type(built).__name__}"
+        raise ModelError(
+            f"{name}() returns {returned}, not a torch.nn.Module",
+            location=location,
+            hint="does it end in `return model`?" if built is None else "return the model itself",
+        )
+    return built
+
+
+def _takes_nothing(
+    function: Callable[..., object], name: str, location: SourceLocation | None
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # not written in Python: only the call itself can tell
+    needed = [
+        p.name
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ModelError(
+            f"{name}() needs arguments that have no default: {', '.join(needed)}",
+            location=location,
+            hint="give them defaults, or name a factory that takes no arguments",
+        )
+
+
+def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:
+    found = [
+        key
+        for key, item in vars(module).items()
+        if callable(item)
+        and not key.startswith("_")
+        and key not in _OFFERS
+        and getattr(item, "__module__", None) == module.__name__
+    ]
+    if not found:
+        hint = f"define {name}() in it, a function that returns the model"
+    else:
+        example = f"{spec.where}:{found[0]}"
+        hint = f"it has {', '.join(found)}; choose one that builds the model: {example}"
+    location = SourceLocation(str(spec.file), 1) if spec.file else None
+    return ModelError(f"there is no {name}() in {spec.where}", location=location, hint=hint)
+
+
+def _example_call(spec: ModelSpec, module: ModuleType, home: Path) -> Call:
+    function = _offered(module, "example_inputs")
+    if function is None:
+        raise ModelError(
+            f"there is no example_inputs() in {spec.where}",
+            location=SourceLocation(str(spec.file), 1) if spec.file else None,
+            hint="define it, or give the shape of a mini-batch: --input 32x3x224x224:float32",
+        )
+    location = definition(function)
+    _takes_nothing(function, "example_inputs", location)
+    return normal_form(call_user_code(function, "example_inputs()", home), location)
+
+
+def _target(module: ModuleType, home: Path, call: Call) -> object:
+    """What `loss_fn` compares the output with: `example_target()`, or the first batch's."""
+    function = _offered(module, "example_target")
+    if function is not None:
+        location = definition(function)
+        _takes_nothing(function, "example_target", location)
+        target = call_user_code(function, "example_target()", home)
+        origin = "example_target()"
+    else:
+        target, location = _first_target(module, home)
+        origin = "train_data()"
+    check_tensors(target, origin, location)
+    check_batch(call, target, origin, location)
+    return target
+
+
+def _first_target(module: ModuleType, home: Path) -> tuple[object, SourceLocation | None]:
+    data = _offered(module, "train_data")
+    if data is None:
+        raise ModelError(
+            "there is a loss_fn(output, target), but no example_target() to call it with",
+            location=definition(module.loss_fn),
+            hint="define example_target(), or train_data() that yields (inputs, target) batches",
+        )
+    location = definition(data)
+    _takes_nothing(data, "train_data", location)
+
+    def first_batch() -> object:
+        batches = data()
+        return next(iter(batches), None)  # type: ignore[call-overload]  # an iterable, or it raises
+
+    batch = call_user_code(first_batch, "train_data()", home)
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        what = "no batch" if batch is None else f"a {type(batch).__name__}"
+        raise ModelError(
+            f"train_data() yields {what}, not pairs (inputs, target)",
+            location=location,
+            hint="yield (inputs, target), with inputs as in example_inputs()",
+        )
+    return batch[1], location
+
+
+def _same_device(subject: Subject) -> Subject:
+    """The subject with its example call on meta where the model stands there."""
+    example = (subject.args, subject.kwargs, subject.target)
+    meta_example = [tensor for tensor in tensors(example) if tensor.is_meta]
+    if not any(parameter.is_meta for parameter in subject.model.parameters()):
+        if meta_example and next(subject.model.parameters(), None) is not None:
+            raise ModelError(
+                "the example is on the meta device, but the model is not",
+                hint="build the model under `with torch.device('meta')` too, or give real tensors",
+            )
+        return subject
+    if len(meta_example) == len(tensors(example)):
+        return subject
+    return dataclasses.replace(
+        subject,
+        args=tuple(on_meta(item) for item in subject.args),
+        kwargs={name: on_meta(item) for name, item in subject.kwargs.items()},
+        target=on_meta(subject.target),
+        example=None if meta_example else Example(*example),
+    )

@@ -1,0 +1,243 @@
+"""Imports the user's file and calls its functions; what goes wrong there is told by its line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A MODEL argument: `model.py`, `model.py:factory`, `package.module:factory`.
+
+    Attributes:
+        file: absolute path, None for an importable module.
+        module: dotted name, "" for a file.
+        factory: the function that builds the model, "" where the argument names none.
+    """
+
+    file: Path | None
+    module: str
+    factory: str
+
+    @classmethod
+    def parse(cls, text: str) -> ModelSpec:
+        """The model that a user means by `text`.
+
+        Raises:
+            UsageError: when `text` is no such argument, or names a file that does not exist.
+        """
+        head, colon, factory = text.rpartition(":")
+        if not colon:
+            head, factory = text, ""
+        if not head or (colon and not factory.isidentifier()):
+            raise UsageError(
+                f"{text!r} names no model",
+                hint="write model.py, model.py:factory or package.module:factory",
+            )
+        path = Path(head)
+        if path.suffix == ".py" or path.exists() or os.sep in head:
+            return cls(_existing_file(path), "", factory)
+        if not all(part.isidentifier() for part in head.split(".")):
+            raise UsageError(f"{head!r} is neither a Python file nor the name of a module")
+        return cls(None, head, factory)
+
+    @property
+    def stem(self) -> str:
+        """A short name for the model."""
+        if self.file is not None:
+            return self.file.stem
+        return self.factory or self.module.rpartition(".")[2]
+
+    @property
+    def where(self) -> str:
+        """The file or module, for messages."""
+        return str(self.file) if self.file is not None else self.module
+
+
+def _existing_file(path: Path) -> Path:
+    if path.is_file():
+        return path.resolve()
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a directory, not a Python file",
+            hint=f"name the file that builds the model, such as {path / 'model.py'}",
+        )
+    nearby = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    listing = f"; {path.parent.resolve()} has {', '.join(nearby[:8])}" if nearby else ""
+    raise UsageError(
+        f"there is no file {path}{listing}", hint="check the path, it is relative to here"
+    )
+
+
+def import_user_code(spec: ModelSpec) -> ModuleType:
+    """Runs the user's file, or imports the module.
+
+    As when Python runs a script, the file's folder (for a module, the current directory) stays on
+    `sys.path`: functions of the file may import its neighbours later on.
+
+    Raises:
+        ModelError: when that fails, with the line of the user's program that does.
+    """
+    if spec.file is None:
+        _importable(Path.cwd())
+        with located(f"the import of {spec.module}", Path.cwd()):
+            try:
+                return importlib.import_module(spec.module)
+            except ModuleNotFoundError as error:
+                if error.name and f"{spec.module}.".startswith(f"{error.name}."):
+                    raise _no_module(spec.module, error.name) from error
+                raise
+    _importable(spec.file.parent)
+    return _run_file(spec.file)
+
+
+def _importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _no_module(module: str, missing: str) -> UsageError:
+    file = Path(*module.split(".")).with_suffix(".py")
+    hint = (
+        f"to compile the file of that name write {file}"
+        if file.is_file()
+        else "the current directory and the installed packages were searched"
+    )
+    return UsageError(f"there is no module {missing}", hint=hint)
+
+
+def _run_file(file: Path) -> ModuleType:
+    name = _module_name(file)
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
+        raise ModelError(f"{file} is no Python source file", hint="its name should end in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    # dataclasses, pickle and inspect look a class's module up by its name while the file runs.
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    linecache.checkcache(str(file))
+    try:
+        with located(f"running {file.name}", file.parent):
+            module_spec.loader.exec_module(module)
+    except GPipeCompilerError:
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+def _module_name(file: Path) -> str:
+    """The file's own stem, so that its classes pickle, unless that is another module's name."""
+    stem = file.stem
+    loaded = sys.modules.get(stem)
+    same = loaded is not None and getattr(loaded, "__file__", None) == str(file)
+    taken = stem in sys.stdlib_module_names or (loaded is not None and not same)
+    if stem.isidentifier() and not taken:
+        return stem
+    return "_model_" + "".join(c if c.isalnum() else "_" for c in stem)
+
+
+def call_user_code(function: Callable[[], T], what: str, home: Path) -> T:
+    """Calls a function of the user's file.
+
+    Raises:
+        ModelError: when it raises, with the last of the user's lines on the way.
+    """
+    with located(what, home):
+        return function()
+
+
+@contextlib.contextmanager
+def located(what: str, home: Path) -> Iterator[None]:
+    """Turns whatever the user's code raises inside into a `ModelError` with the user's line.
+
+    Args:
+        what: the doing that fails, a noun: "running model.py", "build_model()".
+        home: the folder of the user's program, whose lines are the user's.
+    """
+    try:
+        yield
+    except GPipeCompilerError:
+        raise
+    except SyntaxError as error:
+        raise _syntax_error(error) from error
+    except SystemExit as error:
+        raise ModelError(
+            f"{what} ends the program with exit({error.code!r})",
+            location=user_line(error, home),
+            hint='put what only a script should do under `if __name__ == "__main__":`',
+        ) from error
+    except ImportError as error:
+        raise ModelError(
+            f"{what} fails: {error}", location=user_line(error, home), hint=_import_hint(error)
+        ) from error
+    except Exception as error:  # the user's code may raise anything
+        raise ModelError(
+            f"{what} raises {type(error).__name__}: {_first_line(error)}",
+            location=user_line(error, home),
+            hint="the line is the last of your own; run the file with Python to see all of it",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or "(no message)"
+
+
+def _syntax_error(error: SyntaxError) -> ModelError:
+    text = (error.text or "").strip()
+    location = SourceLocation(error.filename or "<unknown>", error.lineno or 1, code=text)
+    shown = f" in `{text}`" if text else ""
+    return ModelError(
+        f"this is no valid Python: {error.msg}{shown}",
+        location=location,
+        hint=f"this is Python {sys.version_info.major}.{sys.version_info.minor}",
+    )
+
+
+def _import_hint(error: ImportError) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"install it into this environment ({sys.executable} -m pip install {package})"
+    return "the module is there, but not that name in it; check its version"
+
+
+def user_line(error: BaseException, home: Path) -> SourceLocation | None:
+    """The innermost line of the user's program in a traceback; None where there is none.
+
+    The user's program is what lies under `home` and is no installed package.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(home) and "site-packages" not in path.parts:
+            return SourceLocation(
+                frame.filename, frame.lineno or 1, frame.name, (frame.line or "").strip()
+            )
+    return None
+
+
+def definition(function: object) -> SourceLocation | None:
+    """Where a function or class of the user's stands; None for what is not written in Python."""
+    try:
+        code = inspect.unwrap(function) if callable(function) else function
+        file = inspect.getsourcefile(code)  # type: ignore[arg-type]  # raises TypeError for the rest
+        line = inspect.getsourcelines(code)[1]  # type: ignore[arg-type]  # as above
+    except (OSError, TypeError):
+        return None
+    return SourceLocation(file, line, getattr(code, "__qualname__", "")) if file else None
