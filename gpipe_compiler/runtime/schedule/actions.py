@@ -81,7 +81,21 @@ class Receive:
         return f"receive {self.transfer}"
 
 
-Action = Compute | Send | Receive
+@dataclass(frozen=True, slots=True)
+class SharedSum:
+    """The gradients of a parameter that several stages own become their sum, on every owner.
+
+    A step that the devices of all owners take together.
+    """
+
+    parameter: str
+    stages: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"sum {self.parameter} over {','.join(map(str, self.stages))}"
+
+
+Action = Compute | Send | Receive | SharedSum
 
 Orders = tuple[tuple[Compute, ...], ...]
 """For every device, its compute actions in order: what a schedule is."""

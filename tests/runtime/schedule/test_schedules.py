@@ -1,0 +1,233 @@
+"""The generators draw the diagrams of their docstrings; lowering is proved for any crossings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
+from gpipe_compiler.runtime.schedule import forward_only, gpipe, lower, one_f_one_b, prove
+from gpipe_compiler.runtime.schedule.actions import (
+    Compute,
+    Phase,
+    Receive,
+    Send,
+    SharedSum,
+    Transfer,
+    parse_order,
+)
+from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime.spec import Crossing
+
+
+def crossing(value: str, source: int, targets: Sequence[int], gradient: bool = True) -> Crossing:
+    return Crossing(value, source, tuple(targets), (2, 3), torch.float32, gradient=gradient)
+
+
+def chain(stages: int) -> list[Crossing]:
+    return [crossing(f"v{s}", s, (s + 1,)) for s in range(stages - 1)]
+
+
+GENERATORS = [gpipe, one_f_one_b, forward_only]
+
+
+@pytest.mark.parametrize(("generator", "microbatches"), [*zip(GENERATORS, (3, 4, 3), strict=True)])
+def test_the_docstring_shows_the_schedule(generator, microbatches):
+    """What the documentation draws is what the generator makes."""
+    lines = inspect.cleandoc(generator.__doc__).splitlines()
+    drawn = "\n".join(line.strip() for line in lines if "|" in line)
+
+    assert drawn == diagram(generator((0, 1, 2), microbatches), needs_of(chain(3)))
+
+
+def test_1f1b_with_fewer_microbatches_than_stages():
+    """A short mini-batch only shortens the warm-up."""
+    assert one_f_one_b((0, 1, 2, 3), 2) == tuple(
+        parse_order(text)
+        for text in (
+            "0F0 0F1 0B0 0B1",
+            "1F0 1F1 1B0 1B1",
+            "2F0 2F1 2B0 2B1",
+            "3F0 3B0 3F1 3B1",
+        )
+    )
+
+
+def test_several_stages_on_a_device_run_one_after_another():
+    """A device takes a micro-batch through all its stages at a time."""
+    assert gpipe((0, 0, 1), 2)[0] == parse_order("0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0")
+    assert one_f_one_b((0, 0, 1), 3)[0] == parse_order(
+        "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 1B2 0B2"
+    )
+
+
+def test_1f1b_holds_few_microbatches():
+    """Device i of D never holds more than D - i micro-batches."""
+    for device, order in enumerate(one_f_one_b((0, 1, 2, 3), 9)):
+        held = peak = 0
+        for action in order:
+            held += 1 if action.phase is Phase.FORWARD else -1
+            peak = max(peak, held)
+        assert peak == 4 - device
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("placement", [(), (1, 0), (0, 2), (0, 1, 0)])
+def test_senseless_placements_are_refused(generator, placement):
+    """Devices count up from 0 and hold consecutive stages."""
+    with pytest.raises(ValueError):  # noqa: PT011 - two messages, one of them for no stages
+        generator(placement, 2)
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_no_microbatches_are_refused(generator):
+    """There is nothing to schedule."""
+    with pytest.raises(ValueError, match="at least one"):
+        generator((0, 1), 0)
+
+
+@st.composite
+def pipelines(draw):
+    stages = draw(st.integers(1, 6))
+    steps = draw(st.lists(st.booleans(), min_size=stages - 1, max_size=stages - 1))
+    placement = [0]
+    for step in steps:
+        placement.append(placement[-1] + step)
+    crossings = [c for c in chain(stages) if draw(st.integers(0, 4))]
+    for number in range(draw(st.integers(0, 5)) if stages > 1 else 0):
+        source = draw(st.integers(0, stages - 2))
+        targets = draw(st.sets(st.integers(source + 1, stages - 1), min_size=1))
+        crossings.append(crossing(f"w{number}", source, sorted(targets), draw(st.booleans())))
+    owners = draw(st.sets(st.integers(0, stages - 1), min_size=2)) if stages > 1 else set()
+    shared = {"tied": tuple(sorted(owners))} if owners else {}
+    return tuple(placement), crossings, shared, draw(st.integers(1, 7))
+
+
+@given(pipelines(), st.sampled_from(GENERATORS))
+def test_lowered_schedules_are_proved(pipeline, generator):
+    """No placement, crossing or micro-batch count leads to a hang or a missing value."""
+    placement, crossings, shared, microbatches = pipeline
+    orders = generator(placement, microbatches)
+
+    programs = lower(orders, placement, crossings, shared)
+
+    prove(programs, placement, crossings)
+    for order, program in zip(orders, programs, strict=True):
+        assert order == tuple(action for action in program if isinstance(action, Compute))
+
+
+@given(pipelines(), st.sampled_from([gpipe, one_f_one_b]))
+def test_any_two_devices_agree_on_the_order_between_them(pipeline, generator):
+    """Channels that deliver in order (NCCL, gloo) need no tags, either way or both ways at once."""
+    placement, crossings, shared, microbatches = pipeline
+    programs = lower(generator(placement, microbatches), placement, crossings, shared)
+
+    def between(device: int, other: int) -> list[Transfer]:
+        transfers = [a.transfer for a in programs[device] if isinstance(a, Send | Receive)]
+        ends = {device, other}
+        return [t for t in transfers if {placement[t.source], placement[t.target]} == ends]
+
+    for device in range(len(programs)):
+        for other in range(device):
+            assert between(device, other) == between(other, device)
+
+
+def test_a_value_goes_once_to_each_device():
+    """Two users on one device share what arrives, and send one gradient back."""
+    placement = (0, 1, 1)
+    programs = lower(gpipe(placement, 1), placement, [crossing("v", 0, (1, 2))])
+
+    assert list(map(str, programs[0])) == ["0F0", "send v[0] 0>1", "receive v'[0] 1>0", "0B0"]
+    assert list(map(str, programs[1])) == [
+        "receive v[0] 0>1",
+        "1F0",
+        "2F0",
+        "2B0",
+        "1B0",
+        "send v'[0] 1>0",
+    ]
+
+
+def test_shared_parameters_are_summed_after_the_last_backward():
+    """Every owner takes part; stages on one device need no sum."""
+    placement = (0, 1, 1)
+    programs = lower(
+        one_f_one_b(placement, 2), placement, chain(3), {"a": (0, 2), "b": (1, 2), "c": (0, 1)}
+    )
+
+    assert programs[0][-2:] == (SharedSum("a", (0, 2)), SharedSum("c", (0, 1)))
+    assert programs[1][-2:] == (SharedSum("a", (0, 2)), SharedSum("c", (0, 1)))
+
+
+V = Transfer("v", 0, 0, 1)
+W = Transfer("w", 0, 1, 0)
+F0 = Compute(0, Phase.FORWARD, 0)
+F1 = Compute(1, Phase.FORWARD, 0)
+
+
+def test_two_sends_that_wait_for_each_other_are_a_deadlock():
+    """With rendezvous sends neither side ever receives."""
+    with pytest.raises(DeadlockError) as raised:
+        prove(((Send(V), Receive(W)), (Send(W), Receive(V))))
+
+    assert raised.value.stuck == ((0, "send v[0] 0>1"), (1, "send w[0] 1>0"))
+    assert "device 0 waits at send v[0] 0>1" in str(raised.value)
+
+
+def test_a_sum_that_an_owner_reaches_too_late_is_a_deadlock():
+    """The owner waits at a receive that comes after the other's sum."""
+    total = SharedSum("p", (0, 1))
+    with pytest.raises(DeadlockError):
+        prove(((total, Send(V)), (Receive(V), total)))
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        (((F0, Send(V)), (F1,)), "nobody receives"),
+        (((F0,), (Receive(V), F1)), "nobody sends"),
+        (((F0, Send(V), Receive(V)), ()), "to itself"),
+        (((F0, Send(V)), (F1, Receive(V))), "1F0 runs before v is there"),
+        (((Send(V), F0), (Receive(V), F1)), "before the value is made"),
+        (((F0, Send(V)), (Receive(V),)), "1F0 is missing"),
+        (((F0, F0, Send(V)), (Receive(V), F1)), "twice"),
+        (((F0, Send(V), F1), (Receive(V),)), "stage 1 is on 1"),
+    ],
+)
+def test_wrong_programs_are_caught(programs, message):
+    """Whatever is missing, doubled or misplaced is named."""
+    with pytest.raises(ScheduleError, match=message):
+        prove(programs, (0, 1), [crossing("v", 0, (1,))])
+
+
+@given(pipelines(), st.data())
+def test_a_dropped_transfer_is_caught(pipeline, data):
+    """Take any one transfer out of a right program: the proof fails."""
+    placement, crossings, _, microbatches = pipeline
+    programs = lower(gpipe(placement, microbatches), placement, crossings)
+    transfers = sorted({str(a.transfer) for p in programs for a in p if isinstance(a, Send)})
+    if not transfers:
+        return
+    dropped = data.draw(st.sampled_from(transfers))
+    broken = tuple(
+        tuple(
+            a for a in program if not (isinstance(a, Send | Receive) and str(a.transfer) == dropped)
+        )
+        for program in programs
+    )
+
+    with pytest.raises(ScheduleError):
+        prove(broken, placement, crossings)
+
+
+def test_orders_that_contradict_the_data_are_refused():
+    """A backward before the forwards it depends on can never start."""
+    orders = (parse_order("0B0 0F0"), parse_order("1F0 1B0"))
+
+    with pytest.raises(DeadlockError, match="device 0 waits at 0B0, which needs 0F0"):
+        lower(orders, (0, 1), chain(2))
