@@ -101,7 +101,7 @@ def import_user_code(spec: ModelSpec) -> ModuleType:
                 return importlib.import_module(spec.module)
             except ModuleNotFoundError as error:
                 if error.name and f"{spec.module}.".startswith(f"{error.name}."):
-                    raise _no_module(spec.module, error.name) from error
+                    raise _no_module(error.name) from error
                 raise
     _importable(spec.file.parent)
     return _run_file(spec.file)
@@ -112,14 +112,11 @@ def _importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _no_module(module: str, missing: str) -> UsageError:
-    file = Path(*module.split(".")).with_suffix(".py")
-    hint = (
-        f"to compile the file of that name write {file}"
-        if file.is_file()
-        else "the current directory and the installed packages were searched"
+def _no_module(missing: str) -> UsageError:
+    return UsageError(
+        f"there is no module {missing}",
+        hint="the current directory and the installed packages were searched",
     )
-    return UsageError(f"there is no module {missing}", hint=hint)
 
 
 def _run_file(file: Path) -> ModuleType:
