@@ -223,7 +223,7 @@ class TestInputSpecs:
         assert (x.shape, x.dtype) == ((4, 3), torch.float32)
         assert (y.shape, y.dtype) == ((4,), torch.int64)
         assert (mask.shape, mask.dtype) == ((4, 8), torch.bool)
-        assert 0 <= y.min()
+        assert y.min() >= 0
         assert y.max() <= 1
 
     @pytest.mark.parametrize(
@@ -311,7 +311,8 @@ BAD_FILES = {
     ),
     "missing name": (
         "from torch import no_such_name\n",
-        "model.py:6: running model.py fails: cannot import name 'no_such_name' from 'torch' (TORCH)\n"
+        "model.py:6: running model.py fails: cannot import name 'no_such_name' from 'torch' "
+        "(TORCH)\n"
         "  hint: the module is there, but not that name in it; check its version",
     ),
     "raises when run": (
