@@ -73,10 +73,28 @@ def compare(actual: Tensors, expected: Tensors) -> tuple[Row, ...]:
     )
 
 
+def flat_tensors(structure: object, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors in a nest of tuples, lists and dicts, named by the way to them: `logits`, `0.1`.
+
+    A structure that is itself a tensor is named `output`.
+    """
+    if isinstance(structure, torch.Tensor):
+        return {prefix or "output": structure}
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(structure, Mapping):
+        items = structure.items()
+    elif isinstance(structure, tuple | list):
+        items = enumerate(structure)
+    found: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        found.update(flat_tensors(item, f"{prefix}.{key}" if prefix else str(key)))
+    return found
+
+
 def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors under the names that a reference file gives them."""
     return {
-        f"{kind.value}/{name}": tensor.detach().cpu().contiguous()
+        f"{kind.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for kind, group in tensors.items()
         for name, tensor in group.items()
     }
