@@ -1,0 +1,206 @@
+"""Runs a graph on fake tensors: everything but the numbers, and no memory.
+
+The passes that ask what an op does (shapes, effects, saved tensors, cost) watch such a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.interpret import Interpreter
+
+RunOp = Callable[[], Any]
+Observer = Callable[[Op, RunOp], Any]
+
+_RAISED_BY_OPS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+"""What a torch call raises when its arguments do not fit (fake tensors' own errors included)."""
+
+_HOST = torch.device("cpu")
+
+
+@dataclass
+class DryRun:
+    """A graph made ready to run on fake tensors, as often as wanted.
+
+    Fake tensors say that they are on the host, whatever device the model is on; constants of the
+    graph that name the meta device are taken to mean the host too.
+
+    Attributes:
+        training: which mode of the model runs.
+        mode: all tensors of the run belong to it.
+        states: the fake parameters, buffers and constants, by canonical name.
+    """
+
+    graph: Graph
+    training: bool
+    mode: FakeTensorMode
+    states: Mapping[str, torch.Tensor]
+    interpreter: Interpreter
+
+    @classmethod
+    def of(cls, graph: Graph, *, training: bool) -> DryRun:
+        """The graph with fake state; its trainable parameters need gradients when training."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        graph = _on_host(graph)
+        interpreter = Interpreter(graph, {}, training).prepare()
+        with mode:
+            states = {
+                name: _empty(state.shape, _strides(graph, name, state.shape), state.dtype)
+                for name, state in graph.state.items()
+            }
+        for name, tensor in states.items():
+            tensor.requires_grad_(training and graph.state[name].requires_grad)
+        interpreter.tensors = states
+        return cls(graph, training, mode, states, interpreter)
+
+    def inputs(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """Fake inputs for so many samples."""
+        base = base_batch(self.graph)
+        with self.mode:
+            return {
+                source.name: fake_input(self.graph, source, base, batch_size)
+                for source in self.graph.inputs
+            }
+
+    def run(self, batch_size: int, observer: Observer | None = None) -> dict[str, Any]:
+        """Every value of the graph by name; `observer` gets each op with a function that runs it.
+
+        Raises:
+            ModelError: naming the op that cannot run on so many samples.
+        """
+
+        def watched(op: Op, execute: RunOp) -> Any:
+            try:
+                return execute() if observer is None else observer(op, execute)
+            except _RAISED_BY_OPS as error:
+                raise ModelError(
+                    f"{op.name} fails on {batch_size} samples: {type(error).__name__}: {error}",
+                    location=op.source,
+                    hint="every stage runs micro-batches: the model has to accept that many "
+                    "samples, and no op may depend on the values in its tensors for a shape",
+                ) from error
+
+        inputs = self.inputs(batch_size)
+        with self.mode, torch.set_grad_enabled(self.training), _quiet():
+            return self.interpreter.run(inputs, watched)
+
+
+def modes(graph: Graph) -> tuple[bool, ...]:
+    """The modes to run to see every op: the graph's own first (True is train).
+
+    A graph with a loss is for training, one without for inference; the other mode is run only
+    where some ops are guarded by it.
+    """
+    own = graph.loss is not None
+    other = Mode.EVAL if own else Mode.TRAIN
+    return (own, not own) if any(op.mode is other for op in graph.ops) else (own,)
+
+
+def base_batch(graph: Graph) -> int:
+    """The batch size of the example inputs, or the graph's own where no input is batched.
+
+    Raises:
+        ModelError: when an input has no example.
+    """
+    for source in graph.inputs:
+        if source.name not in graph.example:
+            raise ModelError(
+                f"there is no example of the input {source.name}",
+                hint="give `Graph.example` one tensor for every input",
+            )
+    sizes = [graph.example[source.name].shape[0] for source in graph.inputs if source.batched]
+    return sizes[0] if sizes else graph.batch_size
+
+
+def fake_input(graph: Graph, source: Input, base: int, batch_size: int) -> torch.Tensor:
+    """An empty tensor like the example of an input, for so many samples.
+
+    Raises:
+        ModelError: when the example does not hold a whole number of rows per sample.
+    """
+    example = graph.example[source.name]
+    shape = list(example.shape)
+    if source.batched:
+        shape[0], rest = divmod(shape[0] * batch_size, base)
+        if rest:
+            raise ModelError(
+                f"the input {source.name} has {example.shape[0]} rows for {base} samples, which "
+                f"does not scale to {batch_size} samples",
+                hint="give every batched input its samples in dimension 0",
+            )
+    return _empty(shape, like_strides(example, shape), example.dtype)
+
+
+def like_strides(example: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of this shape whose dimensions lie as in the example."""
+    inner_first = sorted(
+        range(len(shape)), key=lambda d: (example.stride(d), example.shape[d] != 1, -d)
+    )
+    strides, step = [0] * len(shape), 1
+    for dim in inner_first:
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(structure: object) -> list[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=_HOST)
+
+
+def _strides(graph: Graph, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    tensor = graph.tensors.get(name)
+    if tensor is None:
+        tensor = torch.empty(shape, device="meta")
+    return tensor.stride()
+
+
+def _on_host(graph: Graph) -> Graph:
+    """The graph with every constant `meta` device replaced by the host."""
+
+    def host(leaf: object) -> object:
+        return _HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+    return graph.replace(ops=tuple(_map_op(op, host) for op in graph.ops))
+
+
+def _map_op(op: Op, function: Callable[[Any], Any]) -> Op:
+    """The op with `function` applied to every leaf of its arguments; itself if nothing changes."""
+    call = op.call
+    args = map_argument(function, call.args)
+    if isinstance(call, RegionCall):
+        body = dataclasses.replace(
+            call.body, ops=tuple(_map_op(inner, function) for inner in call.body.ops)
+        )
+        return dataclasses.replace(op, call=dataclasses.replace(call, args=args, body=body))
+    kwargs = map_argument(function, dict(call.kwargs))
+    return dataclasses.replace(op, call=dataclasses.replace(call, args=args, kwargs=kwargs))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings about the model: it has given them when the model ran."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,166 @@
+"""What each op writes in place, and which values share memory.
+
+Data edges order an op after the ops whose results it reads. A write in place orders more: whoever
+read the old content comes before, whoever reads it afterwards comes after. This table is what the
+passes that need those orders ask (`atoms`, `duplicate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
+from gpipe_compiler.passes.watch import DispatchWatch
+
+_NOTHING: frozenset[str] = frozenset()
+
+_UNDECLARED = {
+    torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.cudnn_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.miopen_batch_norm.default: ((3, 4), 5),
+}
+"""Ops that write although their schema does not say so: positions of the written arguments, and
+of the flag (training) with which they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Writes in place and shared memory, by name; ops and values without any are left out.
+
+    An op that fills a tensor which it has just made itself (a mask inside a dropout) writes
+    nothing: only what another op could see counts. `x.view(-1)` shares memory with `x`; a slice of
+    a buffer shares memory with the buffer. What an op does to Python objects is not seen.
+
+    Attributes:
+        writes: op -> values, existing before the op, whose memory it writes: the one it is called
+            on and all that share memory with it.
+        state_writes: op -> states (canonical names) whose memory it writes, BatchNorm's running
+            statistics included.
+        aliases: value -> the values that share its memory, itself included.
+        state_aliases: value -> the states that share its memory.
+    """
+
+    writes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    state_writes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    aliases: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    state_aliases: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def written_states(self) -> frozenset[str]:
+        """The states that any op writes."""
+        return _NOTHING.union(*self.state_writes.values())
+
+    @property
+    def written_values(self) -> frozenset[str]:
+        """The values that an op other than their maker writes."""
+        return _NOTHING.union(*self.writes.values())
+
+    def alias_set(self, value: str) -> frozenset[str]:
+        """The values that share memory with this one, itself included."""
+        return self.aliases.get(value, frozenset((value,)))
+
+    def states_of(self, graph: Graph, op: Op) -> frozenset[str]:
+        """The states an op touches: named in its arguments, or through a value that views one."""
+        viewed = (self.state_aliases.get(name, _NOTHING) for name in (*op.inputs, *op.outputs))
+        return frozenset(op.states(graph.modules)).union(*viewed)
+
+
+def effects(graph: Graph) -> Effects:
+    """The effects of every op in its mode, found by watching a run on fake tensors.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    found = _Collected()
+    for training in modes(graph):
+        _observe(graph, training, found)
+    return Effects(
+        {name: frozenset(values) for name, values in found.writes.items()},
+        {name: frozenset(states) for name, states in found.state_writes.items()},
+        {name: frozenset(values) for name, values in found.aliases.items() if len(values) > 1},
+        {name: frozenset(states) for name, states in found.state_aliases.items()},
+    )
+
+
+@dataclass
+class _Collected:
+    writes: dict[str, set[str]] = field(default_factory=dict)
+    state_writes: dict[str, set[str]] = field(default_factory=dict)
+    aliases: dict[str, set[str]] = field(default_factory=dict)
+    state_aliases: dict[str, set[str]] = field(default_factory=dict)
+
+
+class WriteWatch(DispatchWatch):
+    """Collects the storages that aten ops write.
+
+    Attributes:
+        written: keys of the storages, to be cleared by the owner. They are told apart only as
+            long as the tensors live, so ask right after the call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
+    ) -> None:
+        """Notes what the op has written."""
+        if func in _UNDECLARED:
+            positions, flag = _UNDECLARED[func]
+            if args[flag]:
+                self._add([args[position] for position in positions])
+        elif func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    by_position = position < len(args) and not argument.kwarg_only
+                    self._add(args[position] if by_position else kwargs.get(argument.name))
+
+    def _add(self, written: object) -> None:
+        self.written.update(map(storage_key, tensors_in(written)))
+
+
+def _observe(graph: Graph, training: bool, found: _Collected) -> None:
+    """Adds what one mode of the graph shows."""
+    run = DryRun.of(graph, training=training)
+    states_at: dict[int, set[str]] = {}
+    for name, tensor in run.states.items():
+        states_at.setdefault(storage_key(tensor), set()).add(name)
+    watch = WriteWatch()
+    # Storages written by each op; the tensors they belong to are alive to the end of the run if
+    # another op can see them, so the keys are still theirs then.
+    written: dict[str, set[int]] = {}
+    seen: dict[str, int] = {}
+
+    def observer(op: Op, execute: Callable[[], Any]) -> Any:
+        watch.written.clear()
+        with watch:
+            returned = execute()
+        written[op.name] = set(watch.written)
+        return returned
+
+    environment = run.run(graph.batch_size, observer)
+    storages = {n: storage_key(v) for n, v in environment.items() if isinstance(v, torch.Tensor)}
+    values_at: dict[int, set[str]] = {}
+    for name, key in storages.items():
+        values_at.setdefault(key, set()).add(name)
+    for name, key in storages.items():
+        found.aliases.setdefault(name, set()).update(values_at[key])
+        if key in states_at:
+            found.state_aliases.setdefault(name, set()).update(states_at[key])
+    for source in graph.inputs:
+        seen[source.name] = storages.get(source.name, -1)
+    for op in graph.ops:
+        if not run.interpreter.runs(op):
+            continue
+        for name, key in seen.items():
+            if key in written[op.name]:
+                found.writes.setdefault(op.name, set()).add(name)
+        for key in written[op.name] & states_at.keys():
+            found.state_writes.setdefault(op.name, set()).update(states_at[key])
+        seen.update((name, storages[name]) for name in op.outputs if name in storages)

@@ -1,0 +1,85 @@
+"""What autograd keeps of each op's forward for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.dry_run import DryRun, storage_key
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensors:
+    """The storages that autograd keeps, at the graph's batch size.
+
+    Counted whole: a saved view keeps all of the storage that it looks into. The model's own
+    parameters, buffers and constants are not counted, as they are there anyway. Not seen: what a
+    kernel allocates while it runs, and what a custom autograd function hides in its `ctx` without
+    `save_for_backward`.
+
+    Attributes:
+        by_op: op -> numbers of the storages that it saves; ops that save nothing are left out.
+            Ops that save the same storage (the result of one, the input of the next) share its
+            number.
+        bytes: storage number -> bytes.
+    """
+
+    by_op: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    bytes: Mapping[int, int] = field(default_factory=dict)
+
+    def saved_bytes(self, ops: Iterable[str]) -> int:
+        """Bytes that a stage of these ops keeps for one micro-batch; a shared storage once."""
+        kept = _NOTHING.union(*(self.by_op.get(name, _NOTHING) for name in ops))
+        return sum(self.bytes[number] for number in kept)
+
+
+def saved_tensors(graph: Graph) -> SavedTensors:
+    """What autograd keeps in one training forward; an empty table for inference.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    if graph.loss is None:
+        return SavedTensors()
+    run = DryRun.of(graph, training=True)
+    own = {storage_key(tensor) for tensor in run.states.values()}
+    # Every storage is kept to the end, for its key to stay its own. It holds no memory.
+    storages: dict[int, torch.UntypedStorage] = {}
+    saved: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key not in own:
+            storages[key] = storage
+            saved.add(key)
+
+    by_op: dict[str, frozenset[int]] = {}
+
+    def observer(op: Op, execute: Callable[[], Any]) -> Any:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked):
+            returned = execute()
+        if saved:
+            by_op[op.name] = frozenset(saved)
+        return returned
+
+    # The environment keeps the values alive until the keys are replaced by numbers.
+    environment = run.run(graph.batch_size, observer)
+    number = {key: index for index, key in enumerate(storages)}
+    table = SavedTensors(
+        {name: frozenset(number[key] for key in keys) for name, keys in by_op.items()},
+        {number[key]: storage.nbytes() for key, storage in storages.items()},
+    )
+    del environment
+    return table
+
+
+def _never_unpacked(packed: None) -> torch.Tensor:
+    raise AssertionError("the dry run has no backward")

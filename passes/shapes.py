@@ -1,0 +1,112 @@
+"""Describes every value of a graph: kind, shape, dtype, batch dimension, gradient, storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import Graph, Value, ValueKind
+from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
+
+
+def annotate(graph: Graph, batch_size: int) -> Graph:
+    """The graph with `values` filled in for `batch_size` samples.
+
+    It runs on fake tensors with `batch_size` and with twice as many samples. A dimension that
+    doubles is the batch dimension; a value with several such dimensions, or one that changes in
+    another way, cannot be split. Ops are run in the graph's own mode (train when it has a loss),
+    those guarded by the other mode in that mode. Inputs need no gradient.
+
+    Args:
+        graph: with an example of every input; what `values` holds is replaced.
+        batch_size: samples, at least 1. It is typically a micro-batch, but any size will do.
+
+    Raises:
+        ModelError: naming the op that cannot run on so many samples.
+    """
+    observed: dict[str, _Pair] = {}
+    numbers = _StorageNumbers()
+    for training in modes(graph):
+        run = DryRun.of(graph, training=training)
+        once = run.run(batch_size)
+        twice = run.run(2 * batch_size)
+        fresh = {name: _Pair(once[name], twice[name]) for name in once if name not in observed}
+        numbers.add(once, known=observed.keys() & once.keys())
+        observed |= fresh
+    values = {
+        name: _describe(name, pair, batch_size, numbers.of.get(name, -1))
+        for name, pair in observed.items()
+    }
+    annotated = graph.replace(values=_in_order(graph, values), batch_size=batch_size)
+    return check(annotated, after="shapes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A value in the run with the asked batch size, and in the one with twice as many samples."""
+
+    once: Any
+    twice: Any
+
+
+class _StorageNumbers:
+    """Numbers the storages of all runs, so that values which share memory share a number."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, int] = {}
+        self._count = 0
+
+    def add(self, environment: Mapping[str, Any], known: set[str]) -> None:
+        """Numbers the values of one run; those in `known` keep the numbers they have."""
+        tensors = {n: storage_key(v) for n, v in environment.items() if _is_tensor(v)}
+        number = {tensors[name]: self.of[name] for name in known & tensors.keys()}
+        for name, key in tensors.items():
+            if key not in number:
+                number[key] = self._count
+                self._count += 1
+            self.of.setdefault(name, number[key])
+
+
+def _describe(name: str, pair: _Pair, batch_size: int, storage: int) -> Value:
+    tensor = pair.once
+    if not _is_tensor(tensor):
+        scalar = isinstance(tensor, bool | int | float | complex)
+        return Value(name, ValueKind.SCALAR if scalar else ValueKind.OTHER)
+    batch_dim, splittable = _batch_dim(tuple(tensor.shape), tuple(pair.twice.shape))
+    return Value(
+        name,
+        ValueKind.TENSOR,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        batch_dim=batch_dim,
+        splittable=splittable and (batch_dim is None or tensor.shape[batch_dim] % batch_size == 0),
+        requires_grad=tensor.requires_grad,
+        storage=storage,
+    )
+
+
+def _batch_dim(once: tuple[int, ...], twice: tuple[int, ...]) -> tuple[int | None, bool]:
+    """The dimension that doubles, and whether it is the only one that changes."""
+    if len(once) != len(twice):
+        return None, False
+    changed = [d for d in range(len(once)) if once[d] != twice[d]]
+    if not changed:
+        return None, True
+    if len(changed) == 1 and twice[changed[0]] == 2 * once[changed[0]]:
+        return changed[0], True
+    return None, False
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _in_order(graph: Graph, values: Mapping[str, Value]) -> dict[str, Value]:
+    """The table in the order of the graph: inputs, then results of ops."""
+    names = [source.name for source in graph.inputs]
+    names.extend(name for op in graph.ops for name in op.outputs)
+    return {name: values[name] for name in names}
