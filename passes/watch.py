@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class DispatchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
     """While entered, `saw` is called after every aten op that reaches dispatch below autograd."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's base is untyped
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's base is untyped
 

@@ -1,0 +1,225 @@
+"""What may not be cut apart, and in what order ops must run beyond what data flow says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
+from gpipe_compiler.passes.effects import Effects
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """The groups of a graph. Duplicable ops belong to no group: every stage has its own.
+
+    Attributes:
+        leader: op -> the first op of its group, in the order of the graph; an op that is free is
+            its own leader.
+        precedence: pairs (before, after) of ops that no data orders: after a write in place come
+            the later readers and writers, before it the earlier ones. Together with data flow
+            they say which orders are legal; they may repeat what data flow says.
+        last_stage: the ops pinned to the last stage: those that serve only the loss, and whatever
+            cannot be cut off from them.
+    """
+
+    leader: Mapping[str, str]
+    precedence: tuple[Pair, ...]
+    last_stage: frozenset[str]
+
+    @cached_property
+    def groups(self) -> tuple[frozenset[str], ...]:
+        """The groups of two ops or more, in the order of the graph."""
+        members: dict[str, set[str]] = {}
+        for op, leader in self.leader.items():
+            members.setdefault(leader, set()).add(op)
+        return tuple(frozenset(group) for group in members.values() if len(group) > 1)
+
+
+def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozenset()) -> Atoms:
+    """The atoms of an annotated graph.
+
+    In one group are
+
+    - a write in place with all makers, earlier readers and earlier writers of the memory, since
+      a stage that received the value would write a copy: those who read it before would read it
+      too late, those who share the memory would never see it. Where the memory is an input of the
+      graph, its later readers too: another stage would be given what the caller passed;
+    - all ops that touch a parameter or buffer that some op writes;
+    - an op with the readers of a value that cannot cross a boundary: no tensor, or a tensor that
+      does not split into micro-batches;
+    - an op of one mode with the readers of its values, as a boundary is the same in both modes;
+    - the ops that serve only the loss.
+
+    Groups that the data flow enters and leaves are closed over what lies between, so contracting
+    them leaves the graph free of cycles.
+
+    Args:
+        effects: of the same graph.
+        duplicable: the ops that are computed wherever they are needed (`passes.duplicate`).
+    """
+    order = {op.name: index for index, op in enumerate(graph.ops)}
+    kept = [op for op in graph.ops if op.name not in duplicable]
+    groups = _Groups(order, (op.name for op in kept))
+    precedence: list[Pair] = []
+    for touchers, writers, everyone in _shared_memory(graph, effects, kept):
+        last = max(order[name] for name in writers)
+        groups.join(name for name in touchers if everyone or order[name] <= last)
+        precedence.extend(_around_writes(touchers, writers))
+    for op in kept:
+        if op.mode is not Mode.ALWAYS or any(_stays(graph, name) for name in op.outputs):
+            readers = (
+                reader.name for name in op.outputs for reader in graph.consumers.get(name, ())
+            )
+            groups.join((op.name, *(name for name in readers if name not in duplicable)))
+    loss_only = [op.name for op in kept if op.name in graph.loss_only]
+    groups.join(loss_only)
+    groups.close((*_data_edges(graph, kept), *precedence))
+    leader = {op.name: groups.leader(op.name) for op in kept}
+    pinned = {leader[name] for name in loss_only}
+    return Atoms(
+        leader,
+        tuple(dict.fromkeys(precedence)),
+        frozenset(name for name in leader if leader[name] in pinned),
+    )
+
+
+def clones(graph: Graph, effects: Effects, ops: Iterable[str] | None = None) -> frozenset[str]:
+    """The values that a stage would write in place if it received them.
+
+    A stage clones them on arrival: a tensor that was received is a leaf of its autograd graph,
+    which refuses writes in place, and its memory may still be the sender's (or the caller's).
+
+    Args:
+        ops: the ops of the stage. By default any stage is meant: the values that any op other than
+            their maker writes.
+    """
+    stage = set(ops) if ops is not None else {op.name for op in graph.ops}
+    made = {name for op in graph.ops if op.name in stage for name in op.outputs}
+    written = {name for op in stage for name in effects.writes.get(op, ())}
+    if ops is None:
+        return frozenset(written)
+    read = {name for op in graph.ops if op.name in stage for name in op.inputs}
+    return frozenset((written & read) - made)
+
+
+def _stays(graph: Graph, value: str) -> bool:
+    """Whether a value can never cross a boundary."""
+    described = graph.values[value]
+    return described.kind is not ValueKind.TENSOR or not described.splittable
+
+
+def _shared_memory(
+    graph: Graph, effects: Effects, kept: list[Op]
+) -> Iterator[tuple[list[str], set[str], bool]]:
+    """For all memory that is written: who touches it, who writes it, and whether all stay together.
+
+    Touchers are in the order of the graph.
+    """
+    inputs = {source.name for source in graph.inputs}
+    # All values of one memory have the same alias set, so one written value speaks for them.
+    for memory in {effects.alias_set(name) for name in effects.written_values}:
+        writers = {op.name for op in kept if effects.writes.get(op.name, frozenset()) & memory}
+        touchers = [
+            op.name
+            for op in kept
+            if op.name in writers or not memory.isdisjoint((*op.inputs, *op.outputs))
+        ]
+        if writers:
+            yield touchers, writers, not memory.isdisjoint(inputs)
+    for state in sorted(effects.written_states):
+        writers = {op.name for op in kept if state in effects.state_writes.get(op.name, ())}
+        touchers = [
+            op.name for op in kept if op.name in writers or state in effects.states_of(graph, op)
+        ]
+        if writers:
+            yield touchers, writers, True
+
+
+def _around_writes(touchers: list[str], writers: set[str]) -> Iterator[Pair]:
+    """Each write after what touched the memory before it, each toucher after the last write."""
+    last_write: str | None = None
+    since: list[str] = []
+    for name in touchers:
+        if last_write is not None:
+            yield last_write, name
+        if name in writers:
+            yield from ((earlier, name) for earlier in since)
+            last_write, since = name, []
+        else:
+            since.append(name)
+
+
+def _data_edges(graph: Graph, kept: list[Op]) -> Iterator[Pair]:
+    names = {op.name for op in kept}
+    for op in kept:
+        for value in op.inputs:
+            maker = graph.producer.get(value)
+            if maker is not None and maker.name in names:
+                yield maker.name, op.name
+
+
+class _Groups:
+    """Disjoint sets of ops; the leader of each is its first op."""
+
+    def __init__(self, order: Mapping[str, int], names: Iterable[str]) -> None:
+        self._order = order
+        self._parent = {name: name for name in names}
+
+    def leader(self, name: str) -> str:
+        while self._parent[name] != name:
+            self._parent[name] = self._parent[self._parent[name]]
+            name = self._parent[name]
+        return name
+
+    def join(self, names: Iterable[str]) -> None:
+        leaders = sorted({self.leader(name) for name in names}, key=self._order.__getitem__)
+        for other in leaders[1:]:
+            self._parent[other] = leaders[0]
+
+    def close(self, edges: Iterable[Pair]) -> None:
+        """Joins groups that lie on a common cycle, until the graph of groups has none."""
+        successors: dict[str, set[str]] = {self.leader(name): set() for name in self._parent}
+        for before, after in edges:
+            first, second = self.leader(before), self.leader(after)
+            if first != second:
+                successors[first].add(second)
+        for component in _components(successors):
+            self.join(component)
+
+
+def _components(successors: Mapping[str, Collection[str]]) -> Iterator[list[str]]:
+    """The strongly connected components of two nodes or more (Tarjan's algorithm, iterative)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    on_path: dict[str, None] = {}
+    for root in successors:
+        if root in index:
+            continue
+        index[root] = low[root] = len(index)
+        on_path[root] = None
+        work = [(root, iter(successors[root]))]
+        while work:
+            node, pending = work[-1]
+            for successor in pending:
+                if successor not in index:
+                    index[successor] = low[successor] = len(index)
+                    on_path[successor] = None
+                    work.append((successor, iter(successors[successor])))
+                    break
+                if successor in on_path:
+                    low[node] = min(low[node], index[successor])
+            else:
+                work.pop()
+                if work:
+                    parent = work[-1][0]
+                    low[parent] = min(low[parent], low[node])
+                if low[node] == index[node]:
+                    component: list[str] = []
+                    while not component or component[-1] != node:
+                        component.append(on_path.popitem()[0])
+                    if len(component) > 1:
+                        yield component
