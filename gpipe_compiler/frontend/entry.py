@@ -1,0 +1,315 @@
+"""The module that is traced in the model's place: flat tensors in, flat tensors and a loss out.
+
+Frontends differ in what they make of nested arguments, optional outputs and loss functions. So
+none of them sees these: `Entry.forward` takes the tensors of `Graph.inputs` in order and returns a
+list of tensors, first the loss where there is one, then the tensors of the model's output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.naming import Names, identifier
+from gpipe_compiler.frontend.state import StateTable, isolated, state_table
+from gpipe_compiler.frontend.structure import (
+    Path,
+    Slot,
+    Template,
+    describe,
+    fill,
+    pick,
+    replace_tensors,
+    slots,
+    tensors_of,
+)
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Argument, Input, Reduction
+
+_PROBE_SAMPLES = 4
+"""Enough to hold the loss of a batch against those of its halves."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a flat list of tensors becomes the arguments of the model and the target.
+
+    Attributes:
+        examples: the example tensors, in the order of `inputs`.
+        batch_size: samples in them.
+    """
+
+    inputs: tuple[Input, ...]
+    examples: tuple[torch.Tensor, ...]
+    tree: tuple[tuple[object, ...], Mapping[str, object], object]
+    batch_size: int
+
+    def rebuild(self, tensors: Sequence[object]) -> tuple[Any, Any, Any]:
+        """Positional arguments, keyword arguments and target."""
+        by_path = {source.path: tensor for source, tensor in zip(self.inputs, tensors, strict=True)}
+        args, kwargs, target = self.tree
+
+        def at(root: str) -> Callable[[Path], object]:
+            return lambda path: by_path[(root, *path)]
+
+        return (
+            replace_tensors(args, at("args")),
+            replace_tensors(kwargs, at("kwargs")),
+            replace_tensors(target, at("target")),
+        )
+
+    def samples(self, count: int) -> list[torch.Tensor]:
+        """The example inputs cut or repeated to so many samples; copies."""
+        return [
+            _resize(tensor, count) if source.batched else tensor.detach().clone()
+            for source, tensor in zip(self.inputs, self.examples, strict=True)
+        ]
+
+
+class Entry(nn.Module):
+    """The model with its loss, on a copy of the model.
+
+    Attributes:
+        model: a copy that shares the parameters, in train or eval mode as asked.
+        loss_fn: the user's, where it is used.
+        signature: the inputs.
+        states: the original model's parameters and buffers; those of a loss module are not in it.
+        structure: what the model returns, with the loss left out; slots number the list that
+            `forward` returns after the loss.
+        training: as for every module, whether it is in train mode.
+    """
+
+    def __init__(
+        self, subject: Subject, signature: Signature, states: StateTable, training: bool
+    ) -> None:
+        super().__init__()
+        self.model = isolated(subject.model).train(training)
+        self.loss_fn: Any = subject.loss_fn if subject.training else None
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn = isolated(self.loss_fn)
+        self.training = training
+        self.wants_loss = subject.training
+        self.name = subject.name
+        self.signature = signature
+        self.states = states
+        self.full_structure: Template = None
+        self.dropped: tuple[str, ...] = ()
+        self.own_loss: int | None = None
+        self.squares: tuple[int, ...] = ()
+        self.reduction = Reduction.MEAN
+        self._probe()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the first tensor that `forward` returns is a loss."""
+        return self.wants_loss
+
+    def outputs(self, leaves: Sequence[Argument]) -> Argument:
+        """What the model returns, the loss left out, given the list after the loss."""
+        full = list(leaves)
+        if self.own_loss is not None:
+            full.insert(self.own_loss, None)
+        return fill(self.structure, full)
+
+    @property
+    def structure(self) -> Template:
+        """The structure of the outputs without the model's own loss."""
+        if self.own_loss is None:
+            return self.full_structure
+        return {key: item for key, item in self.full_structure.items() if key != "loss"}
+
+    def forward(self, *inputs: Any) -> list[Any]:
+        """The loss, where there is one, then every tensor of the model's output."""
+        args, kwargs, target = self.signature.rebuild(inputs)
+        output = self.model(*args, **kwargs)
+        leaves = pick(output, self.full_structure)
+        if not self.wants_loss:
+            return leaves
+        if self.own_loss is not None:
+            return [leaves.pop(self.own_loss), *leaves]
+        if self.loss_fn is not None:
+            return [self.loss_fn(output, target), *leaves]
+        return [sum_of_squares([leaves[index] for index in self.squares]), *leaves]
+
+    def _probe(self) -> None:
+        """Runs the model once, to know what it returns and how losses combine."""
+        count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
+        inputs = self.signature.samples(count)
+        args, kwargs, target = self.signature.rebuild(inputs)
+        model = isolated(self.model)
+        with torch.random.fork_rng(), torch.no_grad():
+            output = _user_call("the model", model, count, args, kwargs)
+        self.full_structure, self.dropped = describe(output)
+        leaves = pick(output, self.full_structure)
+        if not self.wants_loss:
+            return
+        self.own_loss = _own_loss(self.full_structure) if self.loss_fn is None else None
+        if self.loss_fn is not None:
+            with torch.random.fork_rng(), torch.no_grad():
+                loss = _user_call("loss_fn", self.loss_fn, count, (output, target), {})
+            _check_scalar(loss, "loss_fn returns")
+        elif self.own_loss is not None:
+            _check_scalar(leaves[self.own_loss], "the model returns as its loss")
+        else:
+            self.squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
+            self.reduction = Reduction.SUM
+            if not self.squares:
+                raise ModelError(
+                    "the model returns no floating-point tensor, so there is nothing to train",
+                    hint="offer loss_fn(output, target), or compile with --mode infer",
+                )
+            return
+        if not self.states.on_meta:
+            self.reduction = self._find_reduction(isolated(model).eval(), count)
+
+    def _find_reduction(self, model: nn.Module, count: int) -> Reduction:
+        """How the loss of a batch follows from the losses of its halves, in eval mode."""
+        with torch.random.fork_rng(), torch.no_grad():
+            whole = self._loss(model, self.signature.samples(count), count)
+            halves = [
+                self._loss(model, self._slice(count, start, start + count // 2), count // 2)
+                for start in (0, count // 2)
+            ]
+        total = halves[0] + halves[1]
+        if torch.allclose(whole, total / 2, rtol=1e-3):
+            return Reduction.MEAN
+        if torch.allclose(whole, total, rtol=1e-3):
+            return Reduction.SUM
+        return Reduction.MEAN
+
+    def _slice(self, count: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Some of the samples of a batch of `count`."""
+        return [
+            tensor[start:stop] if source.batched else tensor
+            for source, tensor in zip(
+                self.signature.inputs, self.signature.samples(count), strict=True
+            )
+        ]
+
+    def _loss(self, model: nn.Module, inputs: list[torch.Tensor], count: int) -> torch.Tensor:
+        args, kwargs, target = self.signature.rebuild(inputs)
+        output = _user_call("the model", model, count, args, kwargs)
+        if self.loss_fn is not None:
+            loss = _user_call("loss_fn", self.loss_fn, count, (output, target), {})
+        else:
+            loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss")  # noqa: B009  # a dataclass
+        return loss.double() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+
+
+def make_entry(subject: Subject, training: bool) -> Entry:
+    """The module to trace, in train or eval mode; the subject's model stays as it is.
+
+    Raises:
+        ModelError: when the model or its loss function raises on the example inputs.
+        TraceError: when the model cannot be copied.
+    """
+    states = state_table(subject.model)
+    return Entry(subject, read_signature(subject, on_meta=states.on_meta), states, training)
+
+
+def sum_of_squares(tensors: Sequence[Any]) -> Any:
+    """The loss of a model that has none."""
+    total = tensors[0].float().square().sum()
+    for tensor in tensors[1:]:
+        total = total + tensor.float().square().sum()
+    return total
+
+
+def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
+    """The tensors of the example call, their names, and which of them have a batch dimension."""
+    target = subject.target if subject.training and subject.loss_fn is not None else None
+    tree = (tuple(subject.args), dict(subject.kwargs), target)
+    found = [
+        ((root, *path), tensor)
+        for root, part in zip(("args", "kwargs", "target"), tree, strict=True)
+        for path, tensor in tensors_of(part)
+    ]
+    if not found:
+        raise ModelError(
+            "the example inputs hold no tensor",
+            hint="example_inputs() returns a tensor, a tuple, a dict, or the pair (args, kwargs)",
+        )
+    batch_size = _batch_size([tensor for _, tensor in found])
+    names = Names()
+    parameters = _parameter_names(subject)
+    inputs = tuple(
+        Input(
+            names.unique(_input_name(path, parameters)),
+            path,
+            batched=tensor.ndim > 0 and tensor.shape[0] == batch_size,
+        )
+        for path, tensor in found
+    )
+    examples = tuple(tensor.to("meta") if on_meta else tensor.detach() for _, tensor in found)
+    return Signature(inputs, examples, tree, batch_size)
+
+
+def _batch_size(tensors: Sequence[torch.Tensor]) -> int:
+    """The size of dimension 0 that most tensors share; of the first tensor in case of a tie."""
+    sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim > 0]
+    return max(sizes, key=sizes.count) if sizes else 1
+
+
+def _parameter_names(subject: Subject) -> list[str]:
+    """What forward calls each positional argument of the example call."""
+    count = len(subject.args)
+    try:
+        parameters = inspect.signature(subject.model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return [f"input_{index}" for index in range(count)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+    names.extend(f"{rest}_{index}" for index in range(max(0, count - len(names))))
+    return names[:count]
+
+
+def _input_name(path: Path, parameters: Sequence[str]) -> str:
+    root, *way = path
+    if root == "args":
+        way[0] = parameters[int(way[0])]
+    if root == "target":
+        way.insert(0, "target")
+    return identifier("_".join(map(str, way)), digit_prefix="input")
+
+
+def _resize(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    repeats = -(-count // tensor.shape[0])
+    return torch.cat([tensor.detach()] * repeats)[:count].clone()
+
+
+def _own_loss(template: Template) -> int | None:
+    """The slot of the loss that the model itself returns."""
+    if isinstance(template, dict) and isinstance(template.get("loss"), Slot):
+        return slots(template["loss"])[0]
+    return None
+
+
+def _check_scalar(loss: object, what: str) -> None:
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0:
+        return
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+    raise ModelError(
+        f"{what} {shape} where a loss is expected",
+        hint="a loss is one number: reduce it with .mean() or .sum()",
+    )
+
+
+def _user_call(
+    what: str, function: Callable[..., Any], count: int, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # whatever the user's code raises
+        raise ModelError(
+            f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
+            f"example inputs: {error}",
+            location=line_of(error),
+            hint="dimension 0 of the inputs is taken as the batch; it must be free to vary",
+        ) from error

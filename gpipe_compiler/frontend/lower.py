@@ -1,0 +1,281 @@
+"""From a torch.fx graph, whichever frontend made it, to a Graph.
+
+The fx graph is that of an `Entry`: placeholders in the order of the signature's inputs, and one
+output, the list that `Entry.forward` returns. Nodes may carry `meta["source"]` (a SourceLocation)
+or `meta["stack_trace"]`, `meta["nn_module_stack"]`, and `meta["val"]` or `meta["example_value"]`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.finish import finish
+from gpipe_compiler.frontend.locate import line_of_trace
+from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.naming import identifier
+from gpipe_compiler.ir import (
+    Argument,
+    Autocast,
+    Block,
+    Call,
+    Context,
+    FunctionCall,
+    Graph,
+    Loss,
+    MethodCall,
+    ModuleCall,
+    ModuleSpec,
+    NoGrad,
+    Op,
+    Ref,
+    RegionCall,
+    State,
+    StateKind,
+    StateRef,
+)
+from gpipe_compiler.ir.legality import check
+
+_MODEL = "model"
+
+
+def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
+    """The Graph that a torch.fx graph of an entry stands for.
+
+    Args:
+        graph: as above.
+        root: where the graph's `get_attr` targets are found; what is missing there is looked up in
+            the entry, and so are the targets of `call_module`.
+        entry: what was traced.
+
+    Raises:
+        TraceError: for a node that no Graph can hold.
+    """
+    lowering = _Lowering(root, entry)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, source in zip(placeholders, entry.signature.inputs, strict=True):
+        lowering.arguments[node] = Ref(source.name)
+    ops, returned = lowering.nodes(graph)
+    leaves = list(returned[0])
+    loss = None
+    if entry.has_loss:
+        first = leaves.pop(0)
+        if not isinstance(first, Ref):
+            raise TraceError(
+                "the loss does not depend on the inputs",
+                hint="loss_fn(output, target) must compute it from the output",
+            )
+        loss = Loss(first.name, entry.reduction)
+    raw = Graph(
+        name=entry.name,
+        inputs=entry.signature.inputs,
+        ops=tuple(ops),
+        outputs=entry.outputs(leaves),
+        state={**entry.states.states, **lowering.constants},
+        modules=lowering.modules,
+        batch_size=entry.signature.batch_size,
+        loss=loss,
+        tensors={**entry.states.tensors, **lowering.constant_tensors},
+    )
+    return check(finish(raw, entry), after="the frontend")
+
+
+def local_path(path: str) -> str:
+    """A path inside the entry as the user's model calls it: `model.layer1` is `layer1`."""
+    if path == _MODEL:
+        return ""
+    return path.removeprefix(f"{_MODEL}.")
+
+
+@dataclass
+class _Lowering:
+    """Turns nodes into ops; names are still those of the nodes."""
+
+    root: nn.Module
+    entry: Entry
+    arguments: dict[fx.Node, Argument] = field(default_factory=dict)
+    modules: dict[str, ModuleSpec] = field(default_factory=dict)
+    constants: dict[str, State] = field(default_factory=dict)
+    constant_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        table = self.entry.states
+        self._names = {id(tensor): name for name, tensor in table.tensors.items()}
+        own = self.entry.model
+        for pairs in (own.named_parameters(), own.named_buffers()):
+            for name, tensor in pairs:
+                self._names[id(tensor)] = table.canonical[name]
+        self._taken = {source.name for source in self.entry.signature.inputs}
+
+    def nodes(self, graph: fx.Graph) -> tuple[list[Op], Any]:
+        """The ops of a graph, and the arguments of its output node."""
+        ops: list[Op] = []
+        returned: Any = ((),)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                returned = self.argument(node.args)
+            elif node.op == "get_attr":
+                attribute = self._look_up(str(node.target))
+                if isinstance(attribute, torch.Tensor):
+                    self.arguments[node] = StateRef(self._state(str(node.target), attribute))
+            else:
+                ops.append(self._op(node))
+        return ops, returned
+
+    def _op(self, node: fx.Node) -> Op:
+        # In-place ops may return their argument, so that a name may not stand for an input twice.
+        name = f"%{self.prefix}{node.name}"
+        call = self._call(node)
+        self.arguments[node] = Ref(name)
+        return Op(name, call, name, source_of(node), module_of(node), origin=node)
+
+    def _call(self, node: fx.Node) -> Call:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._region(node)
+        args = tuple(self.argument(item) for item in node.args)
+        kwargs = {key: self.argument(item) for key, item in node.kwargs.items()}
+        match node.op:
+            case "call_function":
+                assert callable(node.target)  # noqa: S101  # fx guarantees it
+                return FunctionCall(node.target, args, kwargs)
+            case "call_method":
+                return MethodCall(str(node.target), args, kwargs)
+            case _:
+                return ModuleCall(self._module(str(node.target), node), args, kwargs)
+
+    def argument(self, item: Any) -> Argument:
+        """A node's argument as one of the graph."""
+        match item:
+            case fx.Node():
+                if item not in self.arguments:
+                    raise TraceError(
+                        f"{item.target} is used as a value", location=source_of(item)
+                    )
+                return self.arguments[item]
+            case tuple():
+                return tuple(self.argument(part) for part in item)
+            case list():
+                return [self.argument(part) for part in item]
+            case dict():
+                return {key: self.argument(part) for key, part in item.items()}
+            case slice(start=start, stop=stop, step=step):
+                return slice(self.argument(start), self.argument(stop), self.argument(step))
+            case range():
+                return list(item)
+            case _:
+                return item
+
+    def _look_up(self, path: str) -> object:
+        for root in (self.root, self.entry):
+            found: object = root
+            for name in path.split("."):
+                found = getattr(found, name, None)
+            if found is not None:
+                return found
+        raise TraceError(f"the traced graph reads {path}, which the model does not have")
+
+    def _state(self, path: str, tensor: torch.Tensor) -> str:
+        """The canonical name of a parameter or buffer; a new constant for any other tensor."""
+        known = self._names.get(id(tensor)) or self.entry.states.canonical.get(local_path(path))
+        if known is not None:
+            return known
+        wish = local_path(path)
+        base = "constant" if "tensor_constant" in wish else wish
+        name, number = base, 0
+        while name in self.constants or name in self.entry.states.canonical:
+            number += 1
+            name = f"{base}_{number}"
+        kind = StateKind.PARAMETER if isinstance(tensor, nn.Parameter) else StateKind.CONSTANT
+        self.constants[name] = State(
+            name,
+            kind,
+            tuple(tensor.shape),
+            tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            persistent=kind is StateKind.PARAMETER,
+        )
+        self.constant_tensors[name] = tensor
+        self._names[id(tensor)] = name
+        return name
+
+    def _module(self, target: str, node: fx.Node) -> str:
+        path = local_path(target)
+        if path not in self.modules:
+            module = self.entry.get_submodule(target)
+            spec = rebuild(path, module)
+            if spec is None:
+                raise TraceError(
+                    f"the module {path} ({type(module).__name__}) cannot be constructed anew",
+                    location=source_of(node),
+                )
+            tensors = {
+                **dict(module.named_parameters(remove_duplicate=False)),
+                **dict(module.named_buffers(remove_duplicate=False)),
+            }
+            state = {
+                local: self._state(f"{target}.{local}", tensor) for local, tensor in tensors.items()
+            }
+            self.modules[path] = ModuleSpec(spec.path, spec.cls, spec.args, spec.kwargs, state)
+        return path
+
+    def _region(self, node: fx.Node) -> RegionCall:
+        """A `no_grad` or autocast region with the graph inside it."""
+        context, body_node, inputs = _region_parts(node)
+        body = self._look_up(str(body_node.target))
+        if not isinstance(body, fx.GraphModule):
+            raise TraceError(f"the body of {node.target} is no graph", location=source_of(node))
+        outer, self.prefix = self.prefix, f"{self.prefix}{node.name}."
+        root, self.root = self.root, body
+        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        names = tuple(f"%{self.prefix}{inner.name}" for inner in placeholders)
+        self.arguments.update(zip(placeholders, map(Ref, names), strict=True))
+        ops, returned = self.nodes(body.graph)
+        self.prefix, self.root = outer, root
+        outputs = returned[0] if isinstance(returned[0], tuple | list) else returned
+        args = tuple(self.argument(item) for item in inputs)
+        return RegionCall(context, Block(names, tuple(ops), tuple(outputs)), args)
+
+
+def _region_parts(node: fx.Node) -> tuple[Context, fx.Node, tuple[Any, ...]]:
+    """Context, body and inputs of a higher-order op."""
+    name = str(node.target)
+    args: tuple[Any, ...] = tuple(node.args)
+    match name:
+        case "wrap_with_set_grad_enabled":
+            return NoGrad(bool(args[0])), args[1], args[2:]
+        case "wrap_with_autocast":
+            return Autocast(args[0], args[1], bool(args[2])), args[4], args[5:]
+        case _:
+            raise TraceError(
+                f"the higher-order operator {name} is not supported",
+                location=source_of(node),
+                hint="replace torch.cond, scan or while_loop by torch.where or a plain loop",
+            )
+
+
+def source_of(node: fx.Node) -> SourceLocation | None:
+    """The user's line that a node comes from."""
+    source = node.meta.get("source")
+    return source if isinstance(source, SourceLocation) else line_of_trace(node.stack_trace)
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose forward makes the call."""
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    own = local_path(str(node.target)) if node.op == "call_module" else None
+    for value in reversed(list(stack.values())):
+        path = value[0] if isinstance(value, tuple) else str(value)
+        path = local_path(str(path).removeprefix("L['self']").removeprefix("."))
+        if path != own:
+            return path
+    return ""

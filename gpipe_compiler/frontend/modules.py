@@ -1,0 +1,196 @@
+"""Finds how a torch.nn module is constructed, from the module itself.
+
+A constructor keeps most of its arguments as attributes of the same name. So the arguments are read
+off by the names in the signature, written as a person would, and the result is proved: the module
+constructed from them has the same attributes, the same `extra_repr` and the same state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from gpipe_compiler.ir import ModuleSpec
+from gpipe_compiler.ir.interpret import construct
+
+_RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_BY_KEYWORD = frozenset({"dim", "kernel_size", "mode", "inplace", "size"})
+"""Arguments that are written by keyword even where they come first or are required."""
+
+_DERIVED: Mapping[tuple[str, str], Callable[[nn.Module], object]] = {
+    ("MultiheadAttention", "bias"): lambda m: m.in_proj_bias is not None,
+    ("MultiheadAttention", "add_bias_kv"): lambda m: m.bias_k is not None,
+    ("PReLU", "init"): lambda m: 0.25,
+    ("AdaptiveLogSoftmaxWithLoss", "cutoffs"): lambda m: list(m.cutoffs[:-1]),
+}
+"""Arguments that are kept under another name."""
+
+
+def rebuild(path: str, module: nn.Module) -> ModuleSpec | None:
+    """How to construct a module anew, proved; None for anything but a plain torch.nn leaf.
+
+    None also means: with hooks, a replaced `forward`, parametrisations, children (attention's
+    output projection apart), or arguments that cannot be found. Such a module is traced into.
+
+    Args:
+        path: where the model keeps it; its state is named after it.
+    """
+    if not is_plain(module):
+        return None
+    values = dict(_arguments(module))
+    if not all(_is_literal(value) for value in values.values()):
+        return None
+    spec = _spec(path, module, values)
+    if not _same(spec, module):
+        return None
+    for name in list(values):
+        for simpler in _simpler(module, name, values):
+            candidate = _spec(path, module, simpler)
+            if _same(candidate, module):
+                values, spec = simpler, candidate
+                break
+    return spec
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a torch.nn leaf, as constructed."""
+    cls = type(module)
+    if not cls.__module__.startswith("torch.nn.modules.") or isinstance(module, _CONTAINERS):
+        return False
+    if "forward" in vars(module) or any(
+        getattr(module, hooks)
+        for hooks in (
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+        )
+    ):
+        return False
+    children = dict(module.named_children())
+    if isinstance(module, nn.MultiheadAttention):
+        return type(children.pop("out_proj", None)).__name__ == "NonDynamicallyQuantizableLinear"
+    return not children
+
+
+def _signature(cls: type[nn.Module]) -> Iterator[inspect.Parameter]:
+    """The parameters of the constructor that a person would pass."""
+    initialisers = [cls.__init__]
+    if issubclass(cls, _RECURRENT):
+        # Their own constructors take *args: the base class names the arguments.
+        initialisers = [nn.RNNBase.__init__]
+    for initialiser in initialisers:
+        for parameter in list(inspect.signature(initialiser).parameters.values())[1:]:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.name in ("device", "dtype", "mode") and (
+                parameter.name != "mode" or issubclass(cls, _RECURRENT)
+            ):
+                continue
+            if not parameter.name.startswith("_"):
+                yield parameter
+    if cls is nn.RNN:
+        yield inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
+
+
+def _arguments(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Constructor arguments that differ from their defaults, in the order of the signature."""
+    cls = type(module)
+    for parameter in _signature(cls):
+        name, missing = parameter.name, parameter.empty
+        derived = _DERIVED.get((cls.__name__, name))
+        value = derived(module) if derived else getattr(module, name, missing)
+        if name in ("bias", "elementwise_affine") and not isinstance(value, bool):
+            value = value is not None and value is not missing
+        if value is missing or (type(value) is type(parameter.default) and value == parameter.default):
+            continue
+        yield name, tuple(value) if isinstance(value, torch.Size) else value
+    dtype = _dtype(module)
+    if dtype is not None:
+        yield "dtype", dtype
+
+
+def _dtype(module: nn.Module) -> torch.dtype | None:
+    """The type of the module's parameters, where it is not the one it would get anyway."""
+    dtypes = {tensor.dtype for tensor in module.parameters()}
+    if len(dtypes) != 1 or dtypes == {torch.float32}:
+        return None
+    return dtypes.pop()
+
+
+def _is_literal(value: object) -> bool:
+    """Whether a value can be written down in a call."""
+    if isinstance(value, tuple | list):
+        return all(_is_literal(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+def _simpler(
+    module: nn.Module, name: str, values: Mapping[str, object]
+) -> Iterator[dict[str, object]]:
+    """Shorter ways to write an argument, the shortest first."""
+    required = any(p.name == name and p.default is p.empty for p in _signature(type(module)))
+    value = values[name]
+    if not required and (isinstance(value, tuple) or name in ("stride", "kdim", "vdim", "init")):
+        yield {key: item for key, item in values.items() if key != name}
+    if isinstance(value, tuple | list) and value and all(item == value[0] for item in value):
+        yield {**values, name: value[0]}
+
+
+def _spec(path: str, module: nn.Module, values: Mapping[str, object]) -> ModuleSpec:
+    """Arguments split into positional ones and keywords."""
+    args: list[object] = []
+    kwargs = dict(values)
+    for index, parameter in enumerate(_signature(type(module))):
+        name = parameter.name
+        required = parameter.default is parameter.empty
+        if name not in kwargs or len(args) != index or parameter.kind is parameter.KEYWORD_ONLY:
+            break
+        if isinstance(kwargs[name], bool) or name in _BY_KEYWORD or not (required or index == 0):
+            break
+        args.append(kwargs.pop(name))
+    prefix = f"{path}." if path else ""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return ModuleSpec(
+        path, type(module), tuple(args), kwargs, {name: f"{prefix}{name}" for name in names}
+    )
+
+
+def _same(spec: ModuleSpec, module: nn.Module) -> bool:
+    """Whether a spec constructs a module equal to this one, up to the contents of its state."""
+    try:
+        twin = construct(spec, training=module.training)
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        return False
+    if twin.extra_repr() != module.extra_repr() or _state(twin) != _state(module):
+        return False
+    if twin._non_persistent_buffers_set != module._non_persistent_buffers_set:
+        return False
+    # Attributes that others have hung on the module are no business of its constructor.
+    return all(
+        key in vars(module) and _equal(value, vars(module)[key])
+        for key, value in vars(twin).items()
+        if not key.startswith("_")
+    )
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    return type(one) is type(other) and bool(one == other)
+
+
+def _state(module: nn.Module) -> dict[str, tuple[object, ...]]:
+    """Names of the state with shapes and types."""
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {
+        name: (tuple(t.shape), t.dtype, isinstance(t, nn.Parameter)) for name, t in tensors
+    }

@@ -1,0 +1,79 @@
+"""What the ops of a graph return and change, seen by running it on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.interpret import Interpreter
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of each op.
+
+    Attributes:
+        returned: what the op returned, by its name.
+        effects: names of the ops that write to a tensor or draw random numbers.
+        complete: whether the whole graph ran; otherwise nothing is known of the rest.
+    """
+
+    returned: Mapping[str, Any]
+    effects: frozenset[str]
+    complete: bool
+
+
+def observe(graph: Graph, entry: Entry) -> Observed:
+    """Runs a graph once on fake tensors, at a batch of 2."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    watcher = _Watcher()
+    returned: dict[str, Any] = {}
+
+    def look(op: Op, execute: Callable[[], Any]) -> Any:
+        watcher.current = op.name
+        returned[op.name] = execute()
+        return returned[op.name]
+
+    inputs = {
+        source.name: mode.from_tensor(tensor)
+        for source, tensor in zip(graph.inputs, entry.signature.samples(2), strict=True)
+    }
+    tensors = {
+        name: mode.from_tensor(tensor.detach(), static_shapes=True)
+        for name, tensor in graph.tensors.items()
+    }
+    complete = True
+    try:
+        with torch.no_grad(), mode, watcher:
+            Interpreter(graph, tensors, entry.training).run(inputs, look)
+    except Exception:  # an op without a fake kernel: what was seen so far must do
+        complete = False
+    return Observed(returned, frozenset(watcher.effects), complete)
+
+
+@dataclass
+class _Watcher(TorchDispatchMode):
+    """Notes which op runs a kernel that writes or draws random numbers."""
+
+    current: str = ""
+    effects: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        # Normalisation writes running statistics though its schema does not say so.
+        norm = "batch_norm" in func.__name__
+        if func._schema.is_mutable or random or norm:
+            self.effects.add(self.current)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,118 @@
+"""The parameters and buffers of a model under their original names, and copies of the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import ModelError, TraceError
+from gpipe_compiler.ir import State, StateKind
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """The model's own tensors.
+
+    Attributes:
+        states: by canonical name.
+        tensors: the model's tensors by canonical name.
+        canonical: every name, tied ones included, to the canonical one.
+    """
+
+    states: Mapping[str, State]
+    tensors: Mapping[str, torch.Tensor]
+    canonical: Mapping[str, str]
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether the model has no memory, so that nothing of it can be run."""
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
+
+def state_table(model: nn.Module) -> StateTable:
+    """The parameters and buffers of a model.
+
+    Raises:
+        ModelError: when a lazy module has not seen its first input yet.
+    """
+    names: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    found: dict[str, tuple[StateKind, torch.Tensor]] = {}
+    canonical: dict[str, str] = {}
+    for kind, pairs in (
+        (StateKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
+        (StateKind.BUFFER, model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in pairs:
+            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                raise ModelError(
+                    f"{name} has no shape yet: its module is lazy",
+                    hint="call the model once in build_model(), so that lazy modules get a shape",
+                )
+            first = names.setdefault(id(tensor), name)
+            canonical[name] = first
+            if first == name:
+                found[name] = (kind, tensor)
+            else:
+                aliases.setdefault(first, []).append(name)
+    transient = _transient_buffers(model)
+    states = {
+        name: State(
+            name,
+            kind,
+            tuple(tensor.shape),
+            tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            persistent=name not in transient,
+            aliases=tuple(aliases.get(name, ())),
+        )
+        for name, (kind, tensor) in found.items()
+    }
+    return StateTable(states, {name: tensor for name, (_, tensor) in found.items()}, canonical)
+
+
+def _transient_buffers(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that `state_dict()` leaves out."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    )
+
+
+def isolated(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
+    """A copy of the model that may be run and traced without the model noticing.
+
+    Args:
+        share_parameters: the copy has the model's own parameters, which saves memory where nothing
+            writes to them. Buffers and other tensors are always copied.
+
+    Raises:
+        TraceError: when Python cannot copy the model.
+    """
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = parameter if share_parameters else _clone(parameter)
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _clone(value)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise TraceError(
+            f"the model cannot be copied: {error}",
+            hint="tracing works on a copy, so that the model stays as it is: "
+            "give the module that holds the object a __deepcopy__, or create the object in forward",
+        ) from error
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    clone = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(clone, requires_grad=tensor.requires_grad)
+    return clone.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -1,0 +1,151 @@
+"""Nests of tensors: taking them apart into a flat list, and putting them together again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Path: TypeAlias = tuple[str | int, ...]
+Template: TypeAlias = Any
+"""Tuples, lists and dicts (nested) of `Slot` and constants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a tensor: its number in the flat list."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """An output that no stage can hand out, such as a cache object."""
+
+
+def tensors_of(tree: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor in a nest of tuples, lists and dicts, with the way to it."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, tuple | list):
+        for index, item in enumerate(tree):
+            yield from tensors_of(item, (*path, index))
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from tensors_of(item, (*path, key))
+
+
+def replace_tensors(tree: object, replacement: Callable[[Path], object], path: Path = ()) -> object:
+    """The same nest with every tensor replaced by what `replacement` gives for the way to it."""
+    if isinstance(tree, torch.Tensor):
+        return replacement(path)
+    if isinstance(tree, tuple | list):
+        items = [replace_tensors(item, replacement, (*path, i)) for i, item in enumerate(tree)]
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, Mapping):
+        pairs = {
+            key: replace_tensors(item, replacement, (*path, key)) for key, item in tree.items()
+        }
+        return collections.OrderedDict(pairs) if type(tree) is collections.OrderedDict else pairs
+    return tree
+
+
+def describe(output: object) -> tuple[Template, tuple[str, ...]]:
+    """The structure of what a model returns, and the classes of outputs it cannot hold.
+
+    Named tuples become tuples. A dict subclass or dataclass becomes a dict of its fields that are
+    not None. Anything that is no tensor, container or constant is left out.
+    """
+    numbers = itertools.count()
+    dropped: list[str] = []
+
+    def walk(item: object) -> Template:
+        if isinstance(item, torch.Tensor):
+            return Slot(next(numbers))
+        if isinstance(item, tuple | list):
+            items = [None if isinstance(w, _Dropped) else w for w in map(walk, item)]
+            return items if isinstance(item, list) else tuple(items)
+        fields = _fields(item)
+        if fields is not None:
+            walked = {key: walk(value) for key, value in fields.items()}
+            return {key: value for key, value in walked.items() if not isinstance(value, _Dropped)}
+        if item is None or isinstance(item, bool | int | float | complex | str | torch.dtype):
+            return item
+        dropped.append(type(item).__name__)
+        return _Dropped()
+
+    template = walk(output)
+    return None if isinstance(template, _Dropped) else template, tuple(dropped)
+
+
+def _fields(item: object) -> dict[Any, object] | None:
+    """What a dict or a dataclass holds, None for anything else."""
+    if isinstance(item, Mapping):
+        plain = type(item) in (dict, collections.OrderedDict)
+        return {key: value for key, value in item.items() if plain or value is not None}
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        pairs = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+        return {key: value for key, value in pairs.items() if value is not None}
+    return None
+
+
+def pick(output: Any, template: Template) -> list[Any]:
+    """What stands at the slots of a template, in order.
+
+    While a model is traced, the output may hold the tracer's stand-ins instead of tensors and
+    tuples, so that only the template knows the structure.
+    """
+    if isinstance(template, Slot):
+        return [output]
+    if isinstance(template, tuple | list):
+        return [
+            leaf
+            for index, item in enumerate(template)
+            if has_slots(item)
+            for leaf in pick(output[index], item)
+        ]
+    if isinstance(template, dict):
+        by_key = isinstance(output, Mapping)
+        return [
+            leaf
+            for key, item in template.items()
+            if has_slots(item)
+            for leaf in pick(output[key] if by_key else getattr(output, key), item)
+        ]
+    return []
+
+
+def has_slots(template: Template) -> bool:
+    """Whether a tensor stands anywhere in it."""
+    return bool(slots(template))
+
+
+def slots(template: Template) -> list[int]:
+    """The numbers of its slots, in order."""
+    if isinstance(template, Slot):
+        return [template.index]
+    if isinstance(template, tuple | list):
+        return [index for item in template for index in slots(item)]
+    if isinstance(template, dict):
+        return [index for item in template.values() for index in slots(item)]
+    return []
+
+
+def fill(template: Template, leaves: Sequence[Any]) -> Any:
+    """The template with the leaf of that number at every slot."""
+    if isinstance(template, Slot):
+        return leaves[template.index]
+    if isinstance(template, tuple):
+        return tuple(fill(item, leaves) for item in template)
+    if isinstance(template, list):
+        return [fill(item, leaves) for item in template]
+    if isinstance(template, dict):
+        return {key: fill(item, leaves) for key, item in template.items()}
+    return template

@@ -1,0 +1,268 @@
+"""The torch.fx frontend: a Tracer without the silent faults of the plain one.
+
+What plain torch.fx gets wrong, and is mended here: buffers are recorded and never baked in;
+`x += y` and `x[i] = y` write in place; tensors that forward creates are created anew in every call;
+a buffer that forward assigns is written. What cannot be recorded (entering `no_grad` or
+`autocast`) is refused. The model that is traced is a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.locate import calling_line, line_of
+from gpipe_compiler.frontend.lower import lower
+from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+
+_FACTORIES = frozenset(
+    {
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli),
+        *(torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.linspace),
+        torch.eye,
+    }
+)
+"""Functions that make tensors from numbers alone: recorded, so that nothing random is baked in."""
+
+_INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+_INPLACE_BITS = ("iand", "ior", "ixor", "ilshift", "irshift", "imatmul")
+
+_CONTEXTS: tuple[tuple[type, str, str], ...] = (
+    (torch.no_grad, "__enter__", "no_grad"),
+    (torch.enable_grad, "__enter__", "enable_grad"),
+    (torch.inference_mode, "__enter__", "inference_mode"),
+    (torch.set_grad_enabled, "__init__", "set_grad_enabled"),
+    (torch.autocast, "__enter__", "autocast"),
+)
+"""What changes how torch computes, without torch.fx noticing."""
+
+
+def trace_fx(subject: Subject, training: bool) -> Graph:
+    """The model's graph in one mode, by torch.fx.
+
+    Raises:
+        TraceError: with the construct that cannot be traced, its line, and what to do about it.
+        ModelError: when the model raises on its example inputs.
+    """
+    entry = make_entry(subject, training)
+    tracer = HardTracer(entry)
+    try:
+        with _recording(tracer):
+            graph = tracer.trace(entry)
+    except TraceError:
+        raise
+    except Exception as error:  # whatever the user's code raises when it is given stand-ins
+        raise _explained(error) from error
+    return lower(graph, entry, entry)
+
+
+class HardProxy(fx.Proxy):
+    """A stand-in on which in-place operators write in place, as they do on tensors."""
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __len__(self) -> int:
+        raise TraceError(
+            "torch.fx cannot take len() of a traced value",
+            location=calling_line(),
+            hint="use x.shape[0], or let torch.export trace it (--frontend export)",
+        )
+
+
+class _ConstantShapeProxy(HardProxy):
+    """A parameter or buffer: its shape is known."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta"):
+            return getattr(self.tensor, name)
+        return super().__getattr__(name)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Sizes, or one of them."""
+        return self.tensor.size() if dim is None else self.tensor.size(dim)
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return self.tensor.dim()
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.tensor.numel()
+
+
+def _inplace(name: str) -> Callable[[HardProxy, object], fx.Proxy]:
+    function = getattr(operator, name)
+
+    def write(self: HardProxy, other: object) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return write
+
+
+for _name in (*_INPLACE, *_INPLACE_BITS):
+    setattr(HardProxy, f"__{_name}__", _inplace(_name))
+
+
+class HardTracer(fx.Tracer):
+    """Records every operation of an `Entry`, with the user's line."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self._entry = entry
+        # Found before tracing: constructing a module enters no_grad, which is refused meanwhile.
+        self._leaves = {
+            path
+            for path, module in entry.named_modules()
+            if module.training == entry.training and rebuild(path, module) is not None
+        }
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The stand-in for what a node makes."""
+        return HardProxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node, with the user's line in `meta["source"]`."""
+        node = super().create_node(*args, **kwargs)
+        node.meta["source"] = calling_line()
+        return node
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """One placeholder for every input of the graph."""
+        names = [source.name for source in self._entry.signature.inputs]
+        placeholders = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        return root_fn, [self.root, *placeholders]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is called whole: what `rebuild` can construct, in the mode traced."""
+        return module_qualified_name in self._leaves
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """Where the entry keeps a module."""
+        try:
+            return super().path_of_module(mod)
+        except NameError:
+            return ""
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Calls a module that is in the model; one from elsewhere is traced as a function."""
+        if self.path_of_module(m) == "" and m is not self.root:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A parameter or buffer as a stand-in with a known shape."""
+        value = super().getattr(attr, attr_val, parameter_proxy_cache)
+        if isinstance(value, HardProxy) and isinstance(attr_val, torch.Tensor):
+            if not isinstance(value, _ConstantShapeProxy):
+                value = _ConstantShapeProxy(value.node, self, attr_val)
+                parameter_proxy_cache[value.node.target] = value
+            return value
+        return value
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuses a branch on a traced value."""
+        raise TraceError(
+            "torch.fx cannot follow a branch on a traced value",
+            location=calling_line(),
+            hint="an if on shapes is traced by torch.export (--frontend export); one on the data "
+            "needs torch.where or torch.cond",
+        )
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Refuses a loop over a traced value, but not `a, b = x`."""
+        raise TraceError(
+            "torch.fx cannot loop over, or unpack with *, a traced value",
+            location=calling_line(),
+            hint="loop over range() of a fixed number, or let torch.export trace it "
+            "(--frontend export)",
+        )
+
+
+class _Factories(TorchFunctionMode):
+    """Records calls of functions that make tensors from numbers alone."""
+
+    def __init__(self, tracer: HardTracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _FACTORIES and calling_line() is not None:
+            return self._tracer.create_proxy("call_function", func, args, options)
+        return func(*args, **options)
+
+
+@contextlib.contextmanager
+def _recording(tracer: HardTracer) -> Iterator[None]:
+    """While it is open, contexts are refused, factories recorded, assigned buffers written."""
+    original = nn.Module.__setattr__
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, fx.Proxy) and name in module._buffers:
+            _assign_buffer(module, name, value)
+        else:
+            original(module, name, value)
+
+    with contextlib.ExitStack() as stack:
+        for cls, method, label in _CONTEXTS:
+            stack.enter_context(mock.patch.object(cls, method, _refusal(label)))
+        stack.enter_context(mock.patch.object(nn.Module, "__setattr__", set_attribute))
+        stack.enter_context(_Factories(tracer))
+        yield
+
+
+def _assign_buffer(module: nn.Module, name: str, value: fx.Proxy) -> None:
+    """`self.buffer = value`: the new contents go into the old tensor."""
+    buffer = getattr(module, name)
+    node = value.node
+    while isinstance(node, fx.Node) and node.target in (operator.iadd, operator.isub, operator.imul):
+        node = node.args[0]
+    if node is not buffer.node:
+        buffer.copy_(value)
+
+
+def _refusal(label: str) -> Callable[..., Any]:
+    def refuse(*_args: object, **_kwargs: object) -> Any:
+        raise TraceError(
+            f"torch.fx does not record that the model enters torch.{label}",
+            location=calling_line(),
+            hint="let torch.export trace it (--frontend export)",
+        )
+
+    return refuse
+
+
+def _explained(error: Exception) -> TraceError:
+    """What went wrong in the user's code when it was given stand-ins for tensors."""
+    where: SourceLocation | None = line_of(error)
+    code = f" in `{where.code}`" if where and where.code else ""
+    return TraceError(
+        f"torch.fx cannot trace the model{code}: {type(error).__name__}: {error}",
+        location=where,
+        hint="a value computed from the input is used where Python needs a number or a list: "
+        "let torch.export trace it (--frontend export), or compute it from fixed numbers",
+    )
