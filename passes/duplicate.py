@@ -41,10 +41,10 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
 
     A template is a constant (the value at any batch size: int, float, bool, None, str, a torch
     dtype, ...), a `BatchMultiple`, a `StageDevice`, or a tuple, list or dict of these (a
-    `torch.Size` shows as a tuple). With it a stage writes the value down without the tensor that the model
-    asked: `x.size(0)` becomes `h.size(0)`. Found by running at the graph's batch size and at twice
-    that. A number that follows from the batch in another way, such as `n + 1`, has no template, so
-    it is computed from those that do.
+    `torch.Size` shows as a tuple). With it a stage writes the value down without the tensor that
+    the model asked: `x.size(0)` becomes `h.size(0)`. Found by running at the graph's batch size and
+    at twice that. A number that follows from the batch in another way, such as `n + 1`, has no
+    template, so it is computed from those that do.
 
     Raises:
         ModelError: naming the op that cannot run.

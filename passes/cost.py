@@ -1,0 +1,218 @@
+"""How long each op takes, estimated from its arithmetic and its memory traffic.
+
+The roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel takes as long as its
+arithmetic at the device's full speed, or its reads and writes at full bandwidth, whichever is
+longer, and the time to launch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from gpipe_compiler.cluster import Device
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
+from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.watch import DispatchWatch
+
+_aten = torch.ops.aten
+
+_ALLOCATIONS = frozenset(
+    {
+        _aten.empty,
+        _aten.empty_like,
+        _aten.empty_strided,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+        _aten._unsafe_view,
+        _aten._reshape_alias,
+        _aten.lift_fresh,
+    }
+)
+"""Kernels that touch no element and are no view by their schema."""
+
+_LOOK_UPS = {
+    _aten.embedding: (1,),
+    _aten.index_select: (2,),
+    _aten.gather: (2,),
+    _aten.index: (1,),
+}
+"""Kernels that read only as much of their first argument as they return, with the positions of
+their indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one op costs at the graph's batch size.
+
+    Attributes:
+        forward_s, backward_s: seconds. An op whose results need no gradient has no backward.
+        flops, backward_flops: floating-point operations of matrix products, convolutions and
+            attention, a multiply-add counted as two; other arithmetic is not counted.
+        bytes, backward_bytes: read and written by all its kernels.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    flops: int = 0
+    backward_flops: int = 0
+    bytes: int = 0
+    backward_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of every op.
+
+    Attributes:
+        ops: by name; ops that do not run in the graph's own mode cost nothing.
+        source: how the times were found, in words.
+        batch_size: samples that the costs are for.
+        estimated: of measured costs, the ops whose times could not be measured and were estimated.
+    """
+
+    ops: Mapping[str, OpCost]
+    source: str
+    batch_size: int
+    estimated: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of one forward of the whole model on one device."""
+        return sum(cost.forward_s for cost in self.ops.values())
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of one backward of the whole model on one device."""
+        return sum(cost.backward_s for cost in self.ops.values())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one forward and one backward."""
+        return sum(cost.flops + cost.backward_flops for cost in self.ops.values())
+
+
+def roofline(graph: Graph, device: Device) -> Costs:
+    """Costs of an annotated graph on a device, without running a kernel.
+
+    Kernels are seen as the host dispatches them, on fake tensors; in train mode with their
+    backward when the graph has a loss.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    run = DryRun.of(graph, training=graph.loss is not None)
+    costs = {op.name: OpCost() for op in graph.ops}
+    for lone, names in distinct(graph, run):
+        cost = estimate(lone, device)
+        costs.update((name, cost) for name in names)
+    return Costs(costs, f"roofline on {device.name}", graph.batch_size)
+
+
+def estimate(lone: Lone, device: Device) -> OpCost:
+    """The roofline cost of one op."""
+    run = lone.run
+    forward, backward = KernelCount(device), KernelCount(device)
+    with run.mode, torch.set_grad_enabled(run.training):
+        arguments = copies(lone.inputs, _like)
+        with forward:
+            returned = run.interpreter.call(lone.op.call, arguments.environment)
+        results = differentiable(returned)
+        trained = [state for state in lone.states.values() if state.requires_grad]
+        leaves = (*arguments.leaves, *trained)
+        if results and leaves:
+            gradients = [torch.empty_like(result) for result in results]
+            with backward:
+                torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+    return OpCost(
+        forward.seconds,
+        backward.seconds,
+        forward.flops,
+        backward.flops,
+        forward.bytes,
+        backward.bytes,
+    )
+
+
+class KernelCount(DispatchWatch):
+    """Adds up the arithmetic, the traffic and the roofline time of the kernels that run in it."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self.flops = 0
+        self.bytes = 0
+        self.seconds = 0.0
+
+    def saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
+    ) -> None:
+        """Counts one kernel; views and allocations are none."""
+        if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS or _is_view(func):
+            return
+        flops = _flops(func.overloadpacket, args, kwargs, returned)
+        size = _traffic(func, args, kwargs, returned)
+        self.flops += flops
+        self.bytes += size
+        device = self._device
+        self.seconds += device.launch_s + max(flops / device.flops, size / device.memory_bandwidth)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(
+        result.alias_info is not None and not result.alias_info.is_write for result in returns
+    )
+
+
+def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object) -> int:
+    formula: Callable[..., int] | None = _FURTHER_FORMULAS.get(packet) or flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=returned)) if formula else 0
+
+
+def _rnn_layer_flops(x: Any, weight: Any, recurrent: Any, *_: Any, out_val: Any) -> int:
+    """Both products of every time step of an LSTM or GRU layer: of the input, of the state."""
+    steps = x.shape[0] * x.shape[1]
+    return int(2 * steps * (weight.numel() + recurrent.numel()))
+
+
+def _rnn_layer_backward_flops(*args: Any, out_val: Any) -> int:
+    return 2 * _rnn_layer_flops(*args, out_val=out_val)
+
+
+_FURTHER_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    _aten.mkldnn_rnn_layer: _rnn_layer_flops,
+    _aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,
+}
+"""Kernels of the host that torch's own flop counter does not know."""
+
+
+def _traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object) -> int:
+    written = sum(map(_elements_bytes, tensors_in(returned)))
+    indices = _LOOK_UPS.get(func.overloadpacket)
+    if indices is not None:
+        read = tensors_in([args[position] for position in indices if position < len(args)])
+        return 2 * written + sum(map(_elements_bytes, read))
+    read = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
+    return written + sum(map(_elements_bytes, read))
+
+
+def _elements_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the distinct elements: an expanded dimension is read once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count * tensor.element_size()
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
