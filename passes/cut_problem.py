@@ -7,7 +7,7 @@ itself sees nothing else. Times are seconds of one micro-batch, sizes are bytes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
 
@@ -67,6 +67,14 @@ class CutProblem:
             if value.producer != GRAPH_INPUT:
                 yield from ((value.producer, consumer) for consumer in value.consumers)
         yield from self.precedence
+
+    def forward_only(self) -> CutProblem:
+        """The same problem for inference: nothing goes backward."""
+        return replace(
+            self,
+            nodes=tuple(replace(node, backward_s=0.0) for node in self.nodes),
+            values=tuple(replace(value, gradient_bytes=0) for value in self.values),
+        )
 
     def check(self) -> CutProblem:
         """The same problem, when indices are in range and times are not negative.

@@ -1,0 +1,241 @@
+"""Chooses the stages: the cut of a problem into consecutive down-sets with the shortest step.
+
+The time of a step is `simulate.py`'s. Where a problem has few down-sets the answer is the best
+there is; where it has many, it is the best within a family of down-sets that holds every linear
+cut along several topological orders and the neighbourhood of the best cut found, and a lower
+bound says how far it can be from the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gpipe_compiler.cluster import Link
+from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.passes.cut_contract import Contracted, contract
+from gpipe_compiler.passes.cut_criteria import FillDrain, Ordered
+from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
+from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.cut_search import Criterion, search
+from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
+from gpipe_compiler.passes.cut_tables import bottleneck_chain, tables
+from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
+from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.simulate import StageTimes, simulate
+
+MOST_DOWN_SETS = 20_000
+"""Above so many the search is no longer over all of them."""
+
+ORDERED_WORK = 20_000_000
+"""Additions per stage that labels of 1F1B may cost, which limits their number."""
+
+ROUNDS = 6
+"""How often the neighbourhood of the best cut is searched, at most, where not all is."""
+
+
+class StepKind(Enum):
+    """Which step is to be short."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INFERENCE = "inference"
+
+    def orders(self, stages: int, microbatches: int) -> Orders:
+        """The schedule with one device per stage."""
+        generator = {
+            StepKind.GPIPE: gpipe,
+            StepKind.ONE_F_ONE_B: one_f_one_b,
+            StepKind.INFERENCE: forward_only,
+        }[self]
+        return generator(range(stages), microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Stages, and how good they are.
+
+    Attributes:
+        stage_of: the stage of every node of the problem.
+        times: seconds of one micro-batch in every stage.
+        step_s: the simulated time of the step.
+        lower_bound_s: no cut into as many stages takes less.
+        proved: whether `step_s` is the least possible, to within 1e-10 of it.
+        down_sets: how many places to cut were looked at.
+    """
+
+    stage_of: tuple[int, ...]
+    times: tuple[StageTimes, ...]
+    step_s: float
+    lower_bound_s: float
+    proved: bool
+    down_sets: int
+
+    @property
+    def gap(self) -> float:
+        """How far the cut may be from the best, as a share of the lower bound."""
+        if self.proved or self.lower_bound_s <= 0:
+            return 0.0
+        return self.step_s / self.lower_bound_s - 1
+
+
+def cut(
+    problem: CutProblem,
+    *,
+    stages: int,
+    microbatches: int,
+    step: StepKind,
+    link: Link,
+    most_down_sets: int = MOST_DOWN_SETS,
+) -> Cut:
+    """The best cut found into exactly `stages` stages that are not empty.
+
+    For INFERENCE the backward times and gradients of the problem do not count.
+
+    Raises:
+        UsageError: for no stages or no micro-batches.
+        PlanError: when the problem has fewer parts than stages, or is none.
+    """
+    if stages < 1 or microbatches < 1:
+        what, count = ("stages", stages) if stages < 1 else ("micro-batches", microbatches)
+        raise UsageError(f"{count} {what}: at least one is needed")
+    if step is StepKind.INFERENCE:
+        problem = problem.forward_only()
+    graph = contract(problem.check(), link, keep=stages)
+    if graph.size < stages:
+        raise PlanError(
+            f"{stages} stages are more than the {graph.size} parts that the model's "
+            f"{len(problem.nodes)} ops can be cut into",
+            hint=f"ask for at most {graph.size}",
+        )
+    return _Cutter(problem, graph, stages, microbatches, step).best(most_down_sets)
+
+
+@dataclass
+class _Cutter:
+    """One run of the cut; remembers the best chain of down-sets so far."""
+
+    problem: CutProblem
+    graph: Contracted
+    stages: int
+    microbatches: int
+    step: StepKind
+
+    def __post_init__(self) -> None:
+        self.orders = self.step.orders(self.stages, self.microbatches)
+        self.total_s = sum(self.graph.forward_s) + sum(self.graph.backward_s)
+        self.best_s = math.inf
+        self.best_masks: tuple[int, ...] = ()
+        self.best_times: tuple[StageTimes, ...] = ()
+
+    def best(self, most_down_sets: int) -> Cut:
+        orders = topological_orders(self.graph)
+        linear = {mask for order in orders for mask in prefixes(order)}
+        everything = down_sets(self.graph, most_down_sets)
+        if everything is not None:
+            looked = len(everything)
+            if len(linear) * 4 < looked:
+                self.improve(Space(self.graph, linear))  # a good incumbent spares work
+            bound = self.improve(Space(self.graph, everything))
+        else:
+            family = linear
+            for _ in range(ROUNDS):
+                before = self.best_s
+                self.improve(Space(self.graph, family))
+                if not self.best_s < before * (1 - 1e-6):
+                    break
+                near = neighbourhood(self.graph, self.best_masks[1:-1], most_down_sets)
+                family = linear | near
+            looked, bound = len(family), 0.0
+        bound = min(max(bound, self._simple_bound()), self.best_s)
+        return self._cut(bound, looked)
+
+    def improve(self, space: Space) -> float:
+        """Searches a family; returns a lower bound on all cuts in it, and in the incumbent."""
+        rough = bottleneck_chain(space, self.stages)
+        if rough is None:
+            return math.inf
+        self._offer(space, rough)
+        space.limit(self._longest_stage())
+        bounds = tables(space, self.stages)
+        found_bound = self.best_s
+        for criterion in self._criteria():
+            found = search(space, bounds, criterion, self.stages, self.best_s)
+            found_bound = found.bound_s
+            if found.chain is not None:
+                self._offer(space, found.chain)
+            if found.bound_s >= self.best_s * (1 - 1e-9):
+                break
+        return found_bound
+
+    def _criteria(self) -> Sequence[Criterion]:
+        """First a narrow search for a good incumbent, then the thorough one."""
+        if self.step is not StepKind.ONE_F_ONE_B or self.microbatches == 1 or self.stages == 1:
+            return (FillDrain(self.microbatches, self.total_s),)
+        beam = max(16, min(20_000, ORDERED_WORK // self.microbatches**3))
+        return tuple(
+            Ordered(self.orders, self.microbatches, self.total_s, beam=size)
+            for size in ((64, beam) if beam > 256 else (beam,))
+        )
+
+    def _longest_stage(self) -> float:
+        """A stage that computes for longer cannot be in a better cut than the best so far."""
+        if self.microbatches == 1:
+            return math.inf
+        if self.step is StepKind.ONE_F_ONE_B:
+            return self.best_s / self.microbatches
+        return (self.best_s - self.total_s) / (self.microbatches - 1)
+
+    def _offer(self, space: Space, chain: Sequence[int]) -> None:
+        """Keeps the chain when its simulated step is the shortest so far."""
+        times = []
+        for start, end in zip(chain, chain[1:], strict=False):
+            row = space.row(start)
+            at = int(row.ends.searchsorted(end))
+            times.append(
+                StageTimes(
+                    float(space.forward_s[end] - space.forward_s[start]),
+                    float(space.backward_s[end] - space.backward_s[start]),
+                    float(row.receive_s[at]),
+                    float(row.gradient_s[at]),
+                )
+            )
+        step = simulate(self.orders, times).step_s
+        if step < self.best_s:
+            self.best_s = step
+            self.best_masks = tuple(space.masks[index] for index in chain)
+            self.best_times = tuple(times)
+
+    def _simple_bound(self) -> float:
+        """A bound that needs no search: the busiest device, and what fills and drains the line."""
+        nodes = zip(self.graph.forward_s, self.graph.backward_s, strict=True)
+        largest = max(forward + backward for forward, backward in nodes)
+        device = max(self.total_s / self.stages, largest)
+        if self.step is not StepKind.ONE_F_ONE_B:
+            return self.total_s + (self.microbatches - 1) * device
+        bound = max(self.microbatches * device, self.total_s)
+        warm = [min(self.stages - s, self.microbatches) for s in range(self.stages)]
+        if self.microbatches > self.stages:
+            # For stage s, R what follows it: step >= total - R + (M-1) own, and
+            # step >= total + R + (M-w) own. Half their sum, weighed so that `own` sums to all.
+            share = sum(1 / (self.microbatches - (w + 1) / 2) for w in warm)
+            bound = max(bound, self.total_s + self.total_s / share)
+        return bound
+
+    def _cut(self, bound: float, looked: int) -> Cut:
+        stage_of = [0] * len(self.problem.nodes)
+        for node, members in enumerate(self.graph.members):
+            stage = next(s for s, mask in enumerate(self.best_masks) if mask >> node & 1) - 1
+            for member in members:
+                stage_of[member] = stage
+        proved = bound >= self.best_s * (1 - 1e-9)
+        return Cut(
+            tuple(stage_of),
+            self.best_times,
+            self.best_s,
+            self.best_s if proved else bound,
+            proved,
+            looked,
+        )

@@ -1,0 +1,221 @@
+"""How a step's time follows from its stages: in closed form, or along any schedule's orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpipe_compiler.passes.cut_search import Extensions
+from gpipe_compiler.passes.cut_space import Floats, Integers, Space
+from gpipe_compiler.passes.cut_tables import Tables
+from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
+
+TIE = 1e-7
+"""With one micro-batch no machine's speed matters; the faster slowest one is then preferred."""
+
+
+@dataclass(frozen=True)
+class FillDrain:
+    """GPipe's step, and inference: `simulate.fill_drain_time`.
+
+    A label is (slowest forward machine, slowest backward machine, sum of transfers).
+
+    Attributes:
+        total_s: computing of the whole graph, which no cut changes.
+    """
+
+    microbatches: int
+    total_s: float
+    beam: int = 200_000
+    width: int = 3
+
+    @property
+    def _repeats(self) -> float:
+        return self.microbatches - 1 or TIE
+
+    def initial(self) -> Floats:
+        """See `Criterion`."""
+        return np.zeros(3)
+
+    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+        """See `Criterion`."""
+        after = stages - stage
+        forward = (space.forward_s[-1] - space.forward_s) / after
+        backward = (space.backward_s[-1] - space.backward_s) / after
+        slowest = np.maximum(tables.forward_s[stage], forward) + np.maximum(
+            tables.backward_s[stage], backward
+        )
+        return np.asarray(self.total_s + tables.transfer_s[stage] + self._repeats * slowest)
+
+    def cheap(
+        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+    ) -> Floats:
+        """See `Criterion`: extending costs nothing, so nothing is held back."""
+        return np.zeros(len(new.start))
+
+    def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
+        """See `Criterion`."""
+        extended = np.empty((len(labels), 3))
+        np.maximum(labels[:, 0], np.maximum(new.forward_s, new.receive_s), out=extended[:, 0])
+        np.maximum(labels[:, 1], np.maximum(new.backward_s, new.gradient_s), out=extended[:, 1])
+        np.add(labels[:, 2], new.receive_s + new.gradient_s, out=extended[:, 2])
+        return extended
+
+    def bound(
+        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+    ) -> Floats:
+        """See `Criterion`."""
+        slowest = np.maximum(labels[:, 0], tables.forward_s[stage, start]) + np.maximum(
+            labels[:, 1], tables.backward_s[stage, start]
+        )
+        return np.asarray(
+            self.total_s
+            + labels[:, 2]
+            + tables.transfer_s[stage, start]
+            + self._repeats * slowest
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What of a stage's order the quick bounds use.
+
+    Attributes:
+        warm, cool: forwards before the first backward, backwards after the last forward.
+        last_in, first_out: the micro-batch of the last forward, of the first backward.
+        in_turn: whether warm-up and cool-down are apart, and micro-batches leave as they came.
+        rank_out: for every micro-batch, how many come back before it.
+    """
+
+    warm: int
+    cool: int
+    last_in: int
+    first_out: int
+    in_turn: bool
+    rank_out: tuple[int, ...]
+
+
+def _shape(order: Sequence[Compute]) -> _Shape:
+    phases = [action.phase for action in order]
+    forward = [action.microbatch for action in order if action.phase is Phase.FORWARD]
+    backward = [action.microbatch for action in order if action.phase is Phase.BACKWARD]
+    warm = phases.index(Phase.BACKWARD)
+    cool = phases[::-1].index(Phase.FORWARD)
+    in_turn = warm < len(forward) and forward == backward
+    rank = tuple(backward.index(m) for m in range(len(backward)))
+    return _Shape(warm, cool, forward[-1], backward[0], in_turn, rank)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Any schedule with one device per stage whose micro-batches arrive in one order everywhere.
+
+    The last stages, seen from the stage before them, turn the times at which micro-batches arrive
+    into the times at which gradients come back: a matrix in (max, +). A label is that matrix, row
+    by row: entry [m, a] is the longest way from the arrival of micro-batch a to the gradient of m,
+    minus infinity where there is none. Putting a stage before is following its order of actions
+    with every arrival in turn; the matrix of no stages gives back what it gets.
+
+    Attributes:
+        orders: one per stage.
+        total_s: computing of the whole graph.
+    """
+
+    orders: Orders
+    microbatches: int
+    total_s: float
+    beam: int
+    _shapes: tuple[_Shape, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_shapes", tuple(map(_shape, self.orders)))
+
+    @property
+    def width(self) -> int:
+        """See `Criterion`."""
+        return self.microbatches**2
+
+    def initial(self) -> Floats:
+        """See `Criterion`."""
+        identity = np.full((self.microbatches, self.microbatches), -np.inf)
+        np.fill_diagonal(identity, 0.0)
+        return identity.reshape(-1)
+
+    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+        """See `Criterion`."""
+        inside = space.forward_s + space.backward_s
+        device = np.maximum(
+            tables.device_s[stage], (inside[-1] - inside) / (stages - stage)
+        )
+        line = np.maximum(tables.forward_s[stage], tables.backward_s[stage])
+        return np.asarray(
+            np.maximum(
+                self.microbatches * device,
+                self.total_s + tables.transfer_s[stage] + (self.microbatches - 1) * line,
+            )
+        )
+
+    def cheap(
+        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+    ) -> Floats:
+        """See `Criterion`: rounds of single micro-batches, and this stage's own work."""
+        m = self.microbatches
+        matrix = labels.reshape(-1, m, m)
+        shape = self._shapes[stage]
+        own = new.forward_s + new.backward_s
+        way = (space.forward_s + space.backward_s)[new.start] + tables.transfer_s[stage, new.start]
+        way = way + new.receive_s + new.gradient_s
+        last_round = matrix[new.label, shape.last_in, shape.last_in]
+        first_round = matrix[new.label, shape.first_out, shape.first_out]
+        forward = last_round + (m - 1) * np.maximum(new.forward_s, new.receive_s)
+        backward = first_round + (m - 1) * np.maximum(new.backward_s, new.gradient_s)
+        bound = way + np.maximum(own + np.maximum(forward, backward), m * own)
+        if shape.in_turn:
+            start = np.maximum(shape.warm * new.forward_s, new.forward_s + first_round)
+            end = np.maximum(shape.cool * new.backward_s, new.backward_s + last_round)
+            inner = (m - shape.warm) * new.forward_s + (m - shape.cool) * new.backward_s
+            bound = np.maximum(bound, way + start + inner + end)
+        return np.asarray(np.maximum(bound, m * tables.device_s[stage, new.start]))
+
+    def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
+        """See `Criterion`."""
+        if not len(labels):
+            return labels
+        size = self.microbatches
+        later = labels.reshape(-1, size, size)
+        reaches = np.isfinite(later[0])  # the same for all labels of a stage
+        extended = np.empty_like(later)
+        idle = np.full((len(later), size), -np.inf)
+        device = received = returned = idle
+        ends = np.full((len(later), size, size), -np.inf)  # [extension, micro-batch, arrival]
+        for action in self.orders[stage]:
+            m = action.microbatch
+            if action.phase is Phase.FORWARD:
+                arrival = received.copy()
+                arrival[:, m] = np.maximum(arrival[:, m], 0.0)
+                received = arrival + new.receive_s[:, None]
+                device = np.maximum(received, device) + new.forward_s[:, None]
+                ends[:, m] = device
+            else:
+                sources = np.flatnonzero(reaches[m])
+                back = (later[:, m, sources, None] + ends[:, sources]).max(axis=1)
+                device = np.maximum(back, device) + new.backward_s[:, None]
+                returned = np.maximum(device, returned) + new.gradient_s[:, None]
+                extended[:, m] = returned
+        return extended.reshape(len(later), -1)
+
+    def bound(
+        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+    ) -> Floats:
+        """See `Criterion`: the stages before are a flow line on the way in and on the way out."""
+        size = self.microbatches
+        matrix = labels.reshape(-1, size, size)
+        way = space.forward_s[start] + space.backward_s[start] + tables.transfer_s[stage, start]
+        arrivals = np.arange(size) * tables.forward_s[stage, start][:, None]
+        after = size - 1 - np.array(self._shapes[stage].rank_out)
+        returns = after * tables.backward_s[stage, start][:, None]
+        longest = (matrix + arrivals[:, None, :] + returns[:, :, None]).max(axis=(1, 2))
+        device = self.microbatches * tables.device_s[stage, start]
+        return np.asarray(np.maximum(way + longest, device))

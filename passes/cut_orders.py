@@ -1,0 +1,139 @@
+"""Parts of the space of down-sets for graphs that have too many to look at all of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.passes.cut_contract import Contracted
+from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
+
+
+def topological_orders(graph: Contracted) -> tuple[tuple[int, ...], ...]:
+    """Several ways to put the nodes in a row, each once.
+
+    As the model wrote them; breadth first; depth first (finish a branch before the next); and
+    greedily so that little lies across the border.
+    """
+    depth = [0] * graph.size
+    for node, before in enumerate(graph.before):
+        depth[node] = max((depth[b] + 1 for b in before), default=0)
+    height = [0] * graph.size
+    for node in reversed(range(graph.size)):
+        for source in graph.before[node]:
+            height[source] = max(height[source], height[node] + 1)
+    rows = (
+        tuple(range(graph.size)),
+        _listed(graph, lambda node, _: depth[node]),
+        _listed(graph, lambda node, _: -height[node]),
+        _listed(graph, lambda _, step: -step),
+        _least_live(graph),
+    )
+    return tuple(dict.fromkeys(rows))
+
+
+def _listed(graph: Contracted, rank: Callable[[int, int], int]) -> tuple[int, ...]:
+    """The order that takes the ready node of least rank (node, step at which it became ready)."""
+    after = _after(graph)
+    waiting = [len(before) for before in graph.before]
+    last = graph.size - 1 if graph.last else -1
+    ready = [(rank(n, 0), n) for n in range(graph.size) if not waiting[n] and n != last]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for target in after[node]:
+            waiting[target] -= 1
+            if not waiting[target] and target != last:
+                heapq.heappush(ready, (rank(target, len(order)), target))
+    return (*order, last) if graph.last else tuple(order)
+
+
+def _least_live(graph: Contracted) -> tuple[int, ...]:
+    """The order that at every step adds the node after which least has to cross the border."""
+    after = _after(graph)
+    made: list[list[int]] = [[] for _ in range(graph.size)]
+    read: list[list[int]] = [[] for _ in range(graph.size)]
+    outstanding = []
+    weight = []
+    for index, value in enumerate(graph.values):
+        outstanding.append(len(value.consumers))
+        weight.append(value.receive_s + value.gradient_s)
+        if value.producer != GRAPH_INPUT:
+            made[value.producer].append(index)
+        for consumer in value.consumers:
+            read[consumer].append(index)
+    waiting = [len(before) for before in graph.before]
+    last = graph.size - 1 if graph.last else -1
+    ready = {n for n in range(graph.size) if not waiting[n] and n != last}
+    order: list[int] = []
+    while ready:
+
+        def growth(node: int) -> tuple[float, int]:
+            freed = sum(weight[v] for v in read[node] if outstanding[v] == 1)
+            return sum(weight[v] for v in made[node]) - freed, node
+
+        node = min(ready, key=growth)
+        ready.remove(node)
+        order.append(node)
+        for value_index in read[node]:
+            outstanding[value_index] -= 1
+        for target in after[node]:
+            waiting[target] -= 1
+            if not waiting[target] and target != last:
+                ready.add(target)
+    return (*order, last) if graph.last else tuple(order)
+
+
+def neighbourhood(graph: Contracted, masks: Sequence[int], limit: int) -> set[int]:
+    """Down-sets that a few single nodes tell from the given ones, the nearest, `limit` in all."""
+    after = _after(graph)
+    before = [sum(1 << b for b in nodes) for nodes in graph.before]
+    following = [sum(1 << a for a in nodes) for nodes in after]
+    pinned = graph.size - 1 if graph.last else -1
+    near = _Near(before, following, pinned)
+    share = max(1, limit // max(1, len(masks)))
+    found: set[int] = set()
+    for mask in masks:
+        found |= near.of(mask, share)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    before: Sequence[int]
+    following: Sequence[int]
+    pinned: int
+
+    def of(self, mask: int, limit: int) -> set[int]:
+        """Breadth first from one down-set, over steps of one node."""
+        found = {mask: None}
+        pending = [mask]
+        for current in pending:
+            for moved in self.steps(current):
+                if moved not in found:
+                    if len(found) >= limit:
+                        return set(found)
+                    found[moved] = None
+                    pending.append(moved)
+        return set(found)
+
+    def steps(self, mask: int) -> Iterable[int]:
+        """The down-sets with one node more or less."""
+        for node, before in enumerate(self.before):
+            bit = 1 << node
+            if mask & bit:
+                if not mask & self.following[node]:
+                    yield mask ^ bit
+            elif before & ~mask == 0 and node != self.pinned:
+                yield mask | bit
+
+
+def _after(graph: Contracted) -> list[list[int]]:
+    after: list[list[int]] = [[] for _ in range(graph.size)]
+    for node, before in enumerate(graph.before):
+        for source in before:
+            after[source].append(node)
+    return after

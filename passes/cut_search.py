@@ -1,0 +1,272 @@
+"""The search for the best chain of down-sets: from the last stage to the first, by labels.
+
+A label stands for one way to cut all that lies outside a down-set into the last stages of the
+pipeline. It carries what the time of the whole step depends on, in such a form that a label
+nowhere larger than another is at least as good whatever comes before. So of the labels of a
+down-set only those are kept that no other dominates, and of these only those whose lower bound
+is below the best cut known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from gpipe_compiler.passes.cut_space import Floats, Integers, Space
+from gpipe_compiler.passes.cut_tables import Tables
+
+TOLERANCE = 1e-10
+"""Relative: cuts closer together than this count as equally good."""
+
+BLOCK = 100_000
+"""Extensions of labels that are worked out at once; bounds memory, not the result."""
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """One new stage put before each of several labels: arrays of one length.
+
+    `start` and `end` are the down-sets that the stage lies between, `label` the row of the label.
+    """
+
+    start: Integers
+    end: Integers
+    label: Integers
+    forward_s: Floats
+    backward_s: Floats
+    receive_s: Floats
+    gradient_s: Floats
+
+    def take(self, chosen: Integers) -> Extensions:
+        """Those at these positions."""
+        return Extensions(
+            *(
+                array[chosen]
+                for array in (
+                    self.start,
+                    self.end,
+                    self.label,
+                    self.forward_s,
+                    self.backward_s,
+                    self.receive_s,
+                    self.gradient_s,
+                )
+            )
+        )
+
+
+class Criterion(Protocol):
+    """How the time of a step follows from its stages, last stage first."""
+
+    width: int
+    """Numbers in a label."""
+
+    beam: int
+    """Labels kept per stage at most."""
+
+    def initial(self) -> Floats:
+        """The label of no stage at all, shape (width,)."""
+        ...
+
+    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+        """For every down-set: no cut with stages `stage`, ... after it takes less than this."""
+        ...
+
+    def cheap(
+        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+    ) -> Floats:
+        """A lower bound for each extension, found before the extended label is."""
+        ...
+
+    def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
+        """The labels (rows of `labels`, one per extension) with the new stage put before."""
+        ...
+
+    def bound(
+        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+    ) -> Floats:
+        """The least time of a whole step with these labels; exact when `stage` is 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        chain: indices of down-sets from the empty one to the whole; None when nothing in the
+            family is better than the incumbent.
+        bound_s: no cut of the family takes less, or less than the incumbent if that is lower.
+    """
+
+    chain: tuple[int, ...] | None
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """All labels of one stage, sorted by down-set."""
+
+    state: Integers
+    parent: Integers
+    labels: Floats
+    bounds: Floats
+
+
+def search(
+    space: Space, tables: Tables, criterion: Criterion, stages: int, incumbent_s: float
+) -> Found:
+    """The best cut of the family into exactly `stages` stages, if better than the incumbent."""
+    layer = _Layer(
+        np.array([space.size - 1]),
+        np.array([-1]),
+        criterion.initial()[None, :],
+        np.array([0.0]),
+    )
+    layers = [layer]
+    ceiling = incumbent_s * (1 - TOLERANCE)
+    dropped = incumbent_s
+    for stage in reversed(range(stages)):
+        promise = criterion.promise(space, tables, stage, stages)
+        starts = np.flatnonzero((promise < ceiling) & np.isfinite(tables.forward_s[stage]))
+        layer, lost = _next_layer(space, tables, criterion, stage, (starts, layer, ceiling))
+        dropped = min(dropped, lost)
+        if not len(layer.state):
+            return Found(None, dropped)
+        layers.append(layer)
+    best = int(np.argmin(layer.bounds))
+    value = float(layer.bounds[best])
+    chain = []
+    for level in reversed(layers):
+        chain.append(int(level.state[best]))
+        best = int(level.parent[best])
+    return Found(tuple(chain), min(dropped, value))
+
+
+def _next_layer(
+    space: Space,
+    tables: Tables,
+    criterion: Criterion,
+    stage: int,
+    work: tuple[Integers, _Layer, float],
+) -> tuple[_Layer, float]:
+    """The labels with one more stage before them, and the least bound among those given up."""
+    starts, layer, ceiling = work
+    first = np.searchsorted(layer.state, np.arange(space.size))
+    count = np.searchsorted(layer.state, np.arange(space.size), side="right") - first
+    blocks: list[_Layer] = []
+    waiting: list[Extensions] = []
+    held = 0
+    lost = float("inf")
+
+    def flush() -> float:
+        nonlocal waiting, held
+        if not waiting:
+            return float("inf")
+        block, given_up = _extend(space, tables, criterion, stage, (waiting, layer, ceiling))
+        blocks.append(block)
+        waiting, held = [], 0
+        return given_up
+
+    for start in starts:
+        extensions = _extensions(space, int(start), first, count)
+        if extensions is None:
+            continue
+        waiting.append(extensions)
+        held += len(extensions.start)
+        if held >= BLOCK:
+            lost = min(lost, flush())
+    lost = min(lost, flush())
+    if not blocks:
+        return _Layer(np.array([], int), np.array([], int), layer.labels[:0], np.array([])), lost
+    merged = _Layer(
+        np.concatenate([b.state for b in blocks]),
+        np.concatenate([b.parent for b in blocks]),
+        np.concatenate([b.labels for b in blocks]),
+        np.concatenate([b.bounds for b in blocks]),
+    )
+    kept, given_up = _narrow(merged.bounds, criterion.beam)
+    return _pick(merged, np.sort(kept)), min(lost, given_up)
+
+
+def _extensions(space: Space, start: int, first: Integers, count: Integers) -> Extensions | None:
+    """Every stage from this down-set to one with labels, once for each label."""
+    row = space.row(start)
+    alive = np.flatnonzero(count[row.ends])
+    if not len(alive):
+        return None
+    repeats = count[row.ends[alive]]
+    pair = np.repeat(alive, repeats)
+    offset = np.arange(len(pair)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    end = row.ends[pair]
+    return Extensions(
+        np.full(len(pair), start),
+        end,
+        first[end] + offset,
+        space.forward_s[end] - space.forward_s[start],
+        space.backward_s[end] - space.backward_s[start],
+        row.receive_s[pair],
+        row.gradient_s[pair],
+    )
+
+
+def _extend(
+    space: Space,
+    tables: Tables,
+    criterion: Criterion,
+    stage: int,
+    work: tuple[list[Extensions], _Layer, float],
+) -> tuple[_Layer, float]:
+    """The labels that one block of extensions leads to, sorted by down-set, dominated ones gone."""
+    waiting, layer, ceiling = work
+    names = Extensions.__dataclass_fields__
+    new = Extensions(*(np.concatenate([getattr(e, name) for e in waiting]) for name in names))
+    cheap = criterion.cheap(space, tables, stage, new, layer.labels)
+    promising = np.flatnonzero(cheap < ceiling)
+    kept, lost = _narrow(cheap[promising], 4 * criterion.beam)
+    new = new.take(promising[np.sort(kept)])
+    labels = criterion.extend(stage, new, layer.labels[new.label])
+    bounds = criterion.bound(space, tables, stage, new.start, labels)
+    chosen = np.flatnonzero(bounds < ceiling)
+    block = _Layer(new.start[chosen], new.label[chosen], labels[chosen], bounds[chosen])
+    # Blocks hold whole down-sets, in ascending order, so what is dominated shows here.
+    keep: list[Integers] = []
+    borders = np.flatnonzero(np.diff(block.state)) + 1
+    for group in np.split(np.arange(len(block.state)), borders):
+        keep.append(group if len(group) < 2 else _undominated(block, group))
+    return _pick(block, np.concatenate(keep)), lost
+
+
+def _undominated(layer: _Layer, group: Integers) -> Integers:
+    """Those of a down-set's labels that none of its others equals or betters everywhere."""
+    order = group[np.lexsort((layer.labels[group, 0], layer.bounds[group]))]
+    labels = layer.labels[order]
+    finite = np.isfinite(labels[0])
+    labels = labels[:, finite]
+    totals = labels.sum(axis=1)
+    ranked = np.argsort(totals, kind="stable")
+    order, labels = order[ranked], labels[ranked]
+    slack = TOLERANCE * float(np.abs(labels).max(initial=0.0)) / 100
+    kept: list[int] = []
+    while len(order):
+        kept.append(int(order[0]))
+        alive = np.any(labels < labels[0] - slack, axis=1)
+        alive[0] = False
+        order, labels = order[alive], labels[alive]
+    return np.sort(np.array(kept))
+
+
+def _narrow(bounds: Floats, beam: int) -> tuple[Integers, float]:
+    """The positions of the `beam` smallest bounds, and the smallest of the others."""
+    if len(bounds) <= beam:
+        return np.arange(len(bounds)), float("inf")
+    order = np.argsort(bounds, kind="stable")
+    return order[:beam], float(bounds[order[beam]])
+
+
+def _pick(layer: _Layer, chosen: Integers) -> _Layer:
+    return _Layer(
+        layer.state[chosen], layer.parent[chosen], layer.labels[chosen], layer.bounds[chosen]
+    )
