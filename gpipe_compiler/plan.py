@@ -118,7 +118,9 @@ class Plan:
     @property
     def ops(self) -> tuple[OpNote, ...]:
         """A note on every op, in order: from the graph, or from the JSON; none in older JSON."""
-        return self.noted if self.graph is None else list_ops(self.graph)
+        if self.graph is None:
+            return self.noted
+        return list_ops(self.graph, self.microbatch_size)
 
     def to_json(self) -> str:
         """The plan as JSON text, without its graph."""

@@ -1,15 +1,196 @@
-"""Plans as plain text."""
+"""Plans as tables on a terminal and as plain text."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Container, Iterable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.facts import boundaries, boundary_bytes, modules_of, parameter_count
+from gpipe_compiler.report.units import (
+    counted,
+    format_bytes,
+    format_seconds,
+    format_shape,
+    format_share,
+    format_source,
+)
+from gpipe_compiler.runtime.comparison import Row
+
+_PLAIN_WIDTH = 200
+"""Columns of plain text; wide, so that no cell of a table wraps."""
 
 
 def format_plan(plan: Plan) -> str:
-    """A plan in a few lines: one per stage, then what to expect."""
-    lines = [f"{plan.name}: {len(plan.stages)} stages, {plan.microbatches} micro-batches"]
-    lines.extend(
-        f"  stage {stage.index}: {len(stage.ops)} ops, {stage.parameter_count:,} parameters"
-        for stage in plan.stages
+    """A plan as plain text: its stages, what crosses between them, what to expect."""
+    return plain_text(show_plan(plan))
+
+
+def plain_text(shown: RenderableType) -> str:
+    """What rich would print, without colour and without trailing blanks."""
+    console = Console(file=io.StringIO(), width=_PLAIN_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def show_plan(plan: Plan) -> RenderableType:
+    """Stages, boundaries and prediction, one below the other."""
+    parts: list[RenderableType] = [headline(plan), stage_table(plan)]
+    if plan.crossings:
+        parts.append(boundary_table(plan))
+    parts.append(prediction_table(plan))
+    return Group(*parts)
+
+
+def headline(plan: Plan) -> Text:
+    """What is planned, in one line."""
+    work = "trains" if plan.training else "infers"
+    return Text.assemble(
+        (plan.name, "bold"),
+        f" {work} in {counted(len(plan.stages), 'stage')} on {plan.cluster.device.name}: "
+        f"{plan.schedule.value}, a batch of {plan.batch_size} in "
+        f"{counted(plan.microbatches, 'micro-batch', 'es')} of {plan.microbatch_size}",
     )
-    return "\n".join(lines)
+
+
+def stage_table(plan: Plan) -> Table:
+    """One row for every stage: what it holds and what one micro-batch costs it."""
+    columns = [
+        "stage",
+        "holds",
+        "ops",
+        "parameters",
+        "forward",
+        *(["backward"] if plan.training else []),
+        "receives",
+        *(["saved"] if plan.training else []),
+        "peak memory",
+    ]
+    table = _table("stages (times and bytes of one micro-batch)", columns, left=("holds",))
+    for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True):
+        table.add_row(
+            str(stage.index),
+            modules_of(plan, stage),
+            _ops(len(stage.ops), len(stage.duplicates)),
+            f"{stage.parameter_count:,}",
+            format_seconds(stage.forward_s),
+            *([format_seconds(stage.backward_s)] if plan.training else []),
+            format_bytes(stage.receive_bytes),
+            *([format_bytes(stage.saved_bytes)] if plan.training else []),
+            format_bytes(peak),
+        )
+    return table
+
+
+def _ops(count: int, duplicates: int) -> str:
+    return f"{count} ({duplicates} again)" if duplicates else str(count)
+
+
+def boundary_table(plan: Plan) -> Table:
+    """One row for every value that crosses between stages."""
+    gradient = ["gradient"] if plan.training else []
+    columns = ["value", "from", "to", "shape", "dtype", "bytes", *gradient, "made by", "line"]
+    table = _table(
+        "boundaries (of one micro-batch)", columns, left=set(columns) - {"from", "bytes"}
+    )
+    for boundary in boundaries(plan):
+        crossing = boundary.crossing
+        table.add_row(
+            crossing.value,
+            str(crossing.source),
+            ", ".join(map(str, crossing.targets)),
+            format_shape(crossing.shape),
+            str(crossing.dtype).removeprefix("torch."),
+            format_bytes(boundary.bytes),
+            *([("yes" if crossing.gradient else "no")] if plan.training else []),
+            boundary.label,
+            format_source(boundary.source) if boundary.source else "",
+        )
+    return table
+
+
+def prediction_table(plan: Plan) -> Table:
+    """What to expect of a step, and how good the plan is."""
+    return _pairs("prediction", prediction_rows(plan))
+
+
+def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What to expect of a step, in pairs of what and how much."""
+    prediction = plan.prediction
+    work = "training step" if plan.training else "mini-batch"
+    rate = plan.batch_size / prediction.step_s if prediction.step_s > 0 else 0.0
+    proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
+    return [
+        (work, f"{format_seconds(prediction.step_s)} ({rate:,.1f} samples/s)"),
+        ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
+        ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
+        ("bubble", format_share(prediction.bubble)),
+        ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch"),
+        ("peak memory", _memory(plan)),
+        ("op times", plan.cost_source),
+    ]
+
+
+def _memory(plan: Plan) -> str:
+    peak, memory = max(plan.prediction.peak_bytes, default=0), plan.cluster.device.memory
+    excess = ": too much" if peak > memory else ""
+    return f"{format_bytes(peak)} on a device of {format_bytes(memory)}{excess}"
+
+
+def summary_table(plan: Plan, frontend: str, rows: Sequence[Row] | None) -> Table:
+    """What a compile made, in a few lines.
+
+    Args:
+        frontend: what traced the model.
+        rows: what was validated; None where nothing was.
+    """
+    facts = [
+        ("stages", str(len(plan.stages))),
+        ("ops", str(len({name for stage in plan.stages for name in stage.ops}))),
+        ("parameters", f"{parameter_count(plan):,}"),
+        ("traced by", frontend),
+        *prediction_rows(plan),
+        ("validated", "no" if rows is None else format_validation(rows)),
+    ]
+    return _pairs("summary", facts)
+
+
+def format_validation(rows: Iterable[Row]) -> str:
+    """Which kinds of tensor were compared, with the largest difference of each."""
+    return "\n".join(
+        f"{row.what}: {counted(row.compared, 'tensor')}, largest difference "
+        f"{row.largest_difference:.2g} ({row.relative:.1g} of its size, "
+        f"{row.tolerance:.0e} allowed)"
+        for row in rows
+    )
+
+
+def _table(title: str, columns: Iterable[str], left: Container[str]) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    return table
+
+
+def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=False,
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,400 @@
+"""The commands gpipe-compile and gpipe-inspect: arguments in, tables out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from gpipe_compiler.cluster import Cluster, local_cluster
+from gpipe_compiler.compile import Compiled, CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
+from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.frontend.source import load
+from gpipe_compiler.frontend.user_code import ModelSpec
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.picture import write_picture
+from gpipe_compiler.report.progress import Progress
+from gpipe_compiler.report.text import show_plan, stage_table, summary_table
+from gpipe_compiler.report.trace import write_trace
+from gpipe_compiler.report.units import format_source
+from gpipe_compiler.runtime.spec import ScheduleKind
+
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ends, as shells have it."""
+
+
+def compile_command(argv: Sequence[str] | None = None) -> int:
+    """gpipe-compile: from a model to a package; returns the exit code."""
+    return _run(_compile_parser(), argv, _compile)
+
+
+def inspect_command(argv: Sequence[str] | None = None) -> int:
+    """gpipe-inspect: what a package holds, as tables, a picture or a trace."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    match words:
+        case ["graph", *rest]:
+            return _run(_graph_parser(), rest, _draw)
+        case ["trace", *rest]:
+            return _run(_trace_parser(), rest, _trace)
+        case _:
+            return _run(_inspect_parser(), words, _inspect)
+
+
+def _run(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    command: Callable[[argparse.Namespace], None],
+) -> int:
+    """Parses and obeys; every error that is the user's to mend is one message."""
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as leaving:  # argparse has said why
+        return leaving.code if isinstance(leaving.code, int) else ExitCode.DONE
+    as_json = getattr(arguments, "json", False)
+    try:
+        command(arguments)
+    except GPipeCompilerError as error:
+        return _report(error, as_json)
+    except OSError as error:
+        return _report(UsageError(f"{error.filename or 'a file'}: {error.strerror}"), as_json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return ExitCode.DONE
+
+
+def _report(error: GPipeCompilerError, as_json: bool) -> int:
+    where = f"{format_source(str(error.location))}: " if error.location else ""
+    print(f"error: {where}{error.problem}", file=sys.stderr)
+    if error.hint:
+        print(f"  hint: {error.hint}", file=sys.stderr)
+    if as_json:
+        document = {
+            "problem": error.problem,
+            "file": error.location.file if error.location else None,
+            "line": error.location.line if error.location else None,
+            "hint": error.hint,
+            "exit_code": int(error.exit_code),
+        }
+        print(json.dumps({"error": document}, indent=2))
+    return error.exit_code
+
+
+# --- gpipe-compile ---------------------------------------------------------------------------
+
+
+def _compile(arguments: argparse.Namespace) -> None:
+    directory = _directory(arguments)
+    with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
+        progress(f"loading {arguments.model}")
+        torch.manual_seed(arguments.seed)
+        training = arguments.mode == "train"
+        subject = load(arguments.model, input_specs=arguments.input, training=training)
+        options = CompileOptions(
+            stages=arguments.stages,
+            microbatches=arguments.microbatches,
+            schedule=ScheduleKind(arguments.schedule),
+            training=training,
+            frontend=Frontend(arguments.frontend),
+            measured=arguments.cost == "measured",
+            cluster=_cluster(arguments),
+            validate=not arguments.no_validate,
+            force=arguments.force,
+            seed=arguments.seed,
+        )
+        compiled = compile_subject(subject, options, directory, progress)
+    if arguments.json:
+        print(json.dumps(_document(compiled), indent=2))
+    else:
+        _print_compiled(compiled)
+
+
+def _directory(arguments: argparse.Namespace) -> Path | None:
+    """Where the package goes; None for a dry run. A place that is taken is refused at once."""
+    if arguments.dry_run:
+        return None
+    stem = ModelSpec.parse(arguments.model).stem
+    directory: Path = arguments.output or Path(f"{stem}_x{arguments.stages}")
+    if directory.exists() and not arguments.force:
+        raise UsageError(
+            f"{directory} exists",
+            hint="--force replaces it, -o names another directory, --dry-run writes nothing",
+        )
+    return directory
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    cluster = local_cluster()
+    link = cluster.link
+    if arguments.bandwidth is not None:
+        link = dataclasses.replace(link, bandwidth=arguments.bandwidth)
+    if arguments.latency is not None:
+        link = dataclasses.replace(link, latency_s=arguments.latency)
+    return dataclasses.replace(cluster, link=link)
+
+
+def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """With --json, sends what the user's own file prints to stderr."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def _document(compiled: Compiled) -> dict[str, object]:
+    """All that a compile gives, for `--json`."""
+    validation = compiled.validation
+    return {
+        "directory": str(compiled.directory) if compiled.directory else None,
+        "frontend": compiled.frontend.value,
+        "plan": json.loads(compiled.plan.to_json()),
+        "validation": None
+        if validation is None
+        else {
+            "passed": validation.passed,
+            "rows": [dataclasses.asdict(row) for row in validation.rows],
+        },
+    }
+
+
+def _print_compiled(compiled: Compiled) -> None:
+    console = Console()
+    plan, directory = compiled.plan, compiled.directory
+    rows = compiled.validation.rows if compiled.validation else None
+    if directory is None:
+        console.print(show_plan(plan))
+    else:
+        console.print(stage_table(plan))
+    console.print(summary_table(plan, compiled.frontend.value, rows))
+    if directory is None:
+        _say("dry run: nothing written")
+        return
+    work = "train" if plan.training else "infer"
+    _say(f"written to {directory}. To run it here, and with one process per stage:")
+    _say(f"  python {directory}/run.py {work}")
+    _say(f"  torchrun --nproc-per-node {len(plan.stages)} {directory}/run.py {work}")
+    _say(f"For people: {directory}/README.md, {directory}/report.html; gpipe-inspect {directory}")
+
+
+def _say(line: str) -> None:
+    """Prints a line as it is: no colours, no wrapping, so that it can be copied."""
+    print(line)
+
+
+# --- gpipe-inspect ---------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    plan = read_plan(arguments.package)
+    if arguments.json:
+        print(plan.to_json(), end="")
+    else:
+        Console().print(show_plan(plan))
+
+
+def _draw(arguments: argparse.Namespace) -> None:
+    plan = read_plan(arguments.package)
+    part = "" if arguments.stage is None else f"_stage_{arguments.stage}"
+    path: Path = arguments.output or Path(f"{plan.name}{part}.svg")
+    print(write_picture(plan, path, stage=arguments.stage))
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    plan = read_plan(arguments.package)
+    print(write_trace(plan, arguments.output or Path(f"{plan.name}_trace.json")))
+
+
+def read_plan(package: Path) -> Plan:
+    """The plan of a package.
+
+    Raises:
+        UsageError: when `package` is neither a package nor a plan.json.
+        ModelError: when its plan cannot be read.
+    """
+    file = package / "plan.json" if package.is_dir() else package
+    if not file.is_file():
+        problem = f"{package} is no package: it has no plan.json"
+        if not package.exists():
+            problem = f"there is no package {package}"
+        raise UsageError(problem, hint="name the directory that gpipe-compile wrote")
+    try:
+        return Plan.from_json(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is no plan.json: it is not even text") from error
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def _compile_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpipe-compile",
+        description="Compiles a PyTorch model into a pipeline: one readable module per stage, and "
+        "the script that trains or serves it.",
+        epilog="exit codes: 0 done, 1 the model is at fault, 2 the command line is, 3 the package "
+        "does not reproduce the model",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
+        "example_inputs(), to be trained also loss_fn(output, target) and example_target()",
+    )
+    parser.add_argument(
+        "-k", "--stages", metavar="K", type=_positive, required=True, help="stages to cut it into"
+    )
+    parser.add_argument(
+        "-m",
+        "--microbatches",
+        metavar="M",
+        type=_positive,
+        help="micro-batches in a mini-batch (default: the most that divide the batch, "
+        "up to 4 for every stage)",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[kind.value for kind in ScheduleKind],
+        default=ScheduleKind.GPIPE.value,
+        help="the order of the work (default %(default)s)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["train", "infer"],
+        default="train",
+        help="what the package does (default %(default)s)",
+    )
+    parser.add_argument(
+        "--frontend",
+        choices=[frontend.value for frontend in Frontend],
+        default=Frontend.AUTO.value,
+        help="what traces the model (default %(default)s: the first that is right)",
+    )
+    _cost_arguments(parser)
+    _output_arguments(parser)
+    return parser
+
+
+def _cost_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what it runs on")
+    group.add_argument(
+        "--input",
+        metavar="SPEC",
+        action="append",
+        default=[],
+        help="[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
+        "example_inputs()",
+    )
+    group.add_argument(
+        "--cost",
+        choices=["roofline", "measured"],
+        default="roofline",
+        help="op times: estimated from work and bytes, or timed on this machine "
+        "(default %(default)s)",
+    )
+    group.add_argument(
+        "--bandwidth",
+        metavar="B/s",
+        type=_bandwidth,
+        help="bytes a second between two devices, such as 12.5G",
+    )
+    group.add_argument(
+        "--latency", metavar="S", type=_seconds, help="seconds before the first byte, such as 20us"
+    )
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what comes out")
+    group.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="the package (default: <model>_x<stages> in the current directory)",
+    )
+    group.add_argument("--force", action="store_true", help="replace a package that is there")
+    group.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+    group.add_argument(
+        "--no-validate", action="store_true", help="do not hold the package against the model"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON document instead")
+    group.add_argument(
+        "--seed", type=int, default=0, help="of random weights and inputs (default %(default)s)"
+    )
+
+
+def _inspect_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect",
+        description="Prints what a package holds: stages, boundaries, prediction.",
+        epilog="gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
+        "simulated step for ui.perfetto.dev; each has its own --help",
+    )
+    _package_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
+    return parser
+
+
+def _graph_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect graph", description="Draws a package's stages, or one stage, as SVG."
+    )
+    _package_argument(parser)
+    parser.add_argument("--stage", metavar="K", type=int, help="the ops of this stage, from 0")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the SVG file")
+    return parser
+
+
+def _trace_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect trace",
+        description="Writes the simulated step as a trace for ui.perfetto.dev.",
+    )
+    _package_argument(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the JSON file")
+    return parser
+
+
+def _package_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("package", metavar="PKG", type=Path, help="what gpipe-compile wrote")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+_QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)([a-zA-Z]*)")
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def _bandwidth(text: str) -> float:
+    value = _quantity(text, _DECIMAL)
+    if value is None or value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: write bytes/s, such as 12.5G")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _quantity(text, _TIME)
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, such as 2e-5, 20us")
+    return value
+
+
+def _quantity(text: str, units: dict[str, float]) -> float | None:
+    """A finite number with one of these units; None when it is none."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in units:
+        return None
+    value = float(match[1]) * units[match[2]]
+    return value if math.isfinite(value) else None

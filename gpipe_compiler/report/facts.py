@@ -1,0 +1,101 @@
+"""What the tables, the pictures and the HTML report all say about a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_compiler.listing import OpNote
+from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.runtime.spec import Crossing
+from gpipe_compiler.simulate import Simulation, StageTimes, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A value that crosses between stages, with where it comes from.
+
+    Attributes:
+        bytes: of one micro-batch, sent once to every target.
+        label: what makes it: `Conv2d layer1.0.conv1`, or `input of the model`.
+        source: `file:line` of the user's program, "" where unknown.
+    """
+
+    crossing: Crossing
+    bytes: int
+    label: str
+    source: str
+
+
+def crossing_bytes(crossing: Crossing) -> int:
+    """Bytes of one micro-batch of a boundary value."""
+    return torch.Size(crossing.shape).numel() * crossing.dtype.itemsize
+
+
+def makers(plan: Plan) -> Mapping[str, OpNote]:
+    """For every value that an op makes, that op."""
+    return {value: note for note in plan.ops for value in note.outputs}
+
+
+def boundaries(plan: Plan) -> tuple[Boundary, ...]:
+    """Every boundary value of a plan."""
+    made_by = makers(plan)
+    found = []
+    for crossing in plan.crossings:
+        note = made_by.get(crossing.value)
+        if note is None:
+            label, source = ("input of the model" if plan.ops else ""), ""
+        else:
+            label, source = f"{note.label} {note.module}".rstrip(), note.source
+        found.append(Boundary(crossing, crossing_bytes(crossing), label, source))
+    return tuple(found)
+
+
+def boundary_bytes(plan: Plan) -> int:
+    """Bytes that one micro-batch moves between stages, forward and back, over all boundaries."""
+    return sum(stage.receive_bytes + stage.gradient_bytes for stage in plan.stages)
+
+
+def parameter_count(plan: Plan) -> int:
+    """Elements of all parameters; without the graph, one that several stages own counts in each."""
+    if plan.graph is not None:
+        return plan.graph.parameter_count
+    return sum(stage.parameter_count for stage in plan.stages)
+
+
+def modules_of(plan: Plan, stage: Stage) -> str:
+    """The stretch of the model that a stage holds: `conv1 ... layer1.2`."""
+    listed = {note.name: note.module for note in plan.ops}
+    own = set(stage.ops) - set(stage.duplicates)
+    paths = [listed[name] for name in stage.ops if name in own and listed.get(name)]
+    if not paths:
+        return ""
+    return paths[0] if paths[0] == paths[-1] else f"{paths[0]} … {paths[-1]}"
+
+
+def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
+    """For every stage, seconds of one micro-batch: computing, and moving what it receives."""
+    link = plan.cluster.link
+    times = []
+    for stage in plan.stages:
+        received = [c for c in plan.crossings if stage.index in c.targets]
+        times.append(
+            StageTimes(
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s if plan.training else 0.0,
+                receive_s=sum(link.seconds(crossing_bytes(c)) for c in received),
+                gradient_s=sum(
+                    link.seconds(crossing_bytes(c))
+                    for c in received
+                    if c.gradient and plan.training
+                ),
+            )
+        )
+    return tuple(times)
+
+
+def timeline(plan: Plan) -> Simulation:
+    """When every action of the plan is expected to start and end."""
+    return simulate(plan.orders, stage_times(plan))

@@ -1,0 +1,31 @@
+"""Renders the templates that people look at: HTML and SVG, everything in them escaped."""
+
+from __future__ import annotations
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from gpipe_compiler.report import units
+
+
+def render(template: str, **context: object) -> str:
+    """The text of a template.
+
+    Args:
+        context: what the template names; a name that is missing raises.
+    """
+    environment = Environment(
+        loader=PackageLoader("gpipe_compiler.templates", ""),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "bytes": units.format_bytes,
+        "seconds": units.format_seconds,
+        "share": units.format_share,
+        "shape": units.format_shape,
+        "source": units.format_source,
+    }
+    return environment.get_template(template).render(**context)

@@ -1,0 +1,265 @@
+"""Draws a plan as SVG: the stages with what crosses between them, or the ops of one stage.
+
+Drawn from the notes of the plan and not from a stage's file, see `gpipe_compiler.listing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpipe_compiler.errors import ModelError, UsageError
+from gpipe_compiler.listing import OpNote
+from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.report.facts import Boundary, boundaries, modules_of
+from gpipe_compiler.report.layout import MARGIN, Place, Point, lay_out
+from gpipe_compiler.report.pages import render
+from gpipe_compiler.report.units import (
+    counted,
+    format_bytes,
+    format_seconds,
+    format_shape,
+    format_source,
+)
+
+LINE = 15.0
+"""Pixels from one line of text to the next; letters are 11 pixels high."""
+_LETTER = 6.7
+"""Pixels of one letter of the fixed-width font."""
+_HEADING_LETTER = 8.6
+_PADDING = 9.0
+_LONGEST = 44
+"""Letters of a line of text; what is longer loses its middle."""
+_CORNER = 10.0
+"""Pixels before a bend at which an arrow begins to curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What is drawn as a box.
+
+    Attributes:
+        kind: the class of its style: `op`, `weights` (an op that has some), `again` (an op that
+            other stages compute as well), `boundary`, `end` (input or output of the model),
+            `stage`.
+        lines: of text; the first is the title.
+        tip: shown when pointed at.
+    """
+
+    kind: str
+    lines: tuple[str, ...]
+    tip: str = ""
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in pixels."""
+        letters = max(len(line) for line in self.lines)
+        return letters * _LETTER + 2 * _PADDING, len(self.lines) * LINE + _PADDING
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Boxes by name, and arrows between them with what they carry."""
+
+    title: str
+    boxes: Mapping[str, Box]
+    arrows: Mapping[tuple[str, str], str]
+
+
+def write_picture(plan: Plan, path: Path, *, stage: int | None = None) -> Path:
+    """Draws the whole pipeline, or the ops of one stage; returns the file's path.
+
+    Raises:
+        UsageError: when there is no such stage, when the file is to be anything but SVG, or when
+            the layout library is missing.
+        ModelError: when the plan holds no notes about its ops.
+    """
+    if path.suffix.lower() != ".svg":
+        raise UsageError(
+            f"pictures are written as SVG, not as {path.name}",
+            hint="-o name.svg; browsers show it, rsvg-convert or Inkscape make a PNG of it",
+        )
+    drawing = pipeline_drawing(plan) if stage is None else stage_drawing(plan, stage)
+    path.write_text(draw(drawing), encoding="utf-8")
+    return path
+
+
+def pipeline_drawing(plan: Plan) -> Drawing:
+    """A box for every stage, and between them one for every boundary value."""
+    boxes = {f"stage {stage.index}": _stage_box(plan, stage) for stage in plan.stages}
+    arrows: dict[tuple[str, str], str] = {}
+    crossed = {crossing.value for crossing in plan.crossings}
+    made = {value for note in plan.ops for value in note.outputs}
+    for boundary in boundaries(plan):
+        crossing = boundary.crossing
+        key = f"value {crossing.value}"
+        boxes[key] = _boundary_box(boundary)
+        arrows[f"stage {crossing.source}", key] = crossing.value
+        arrows |= {(key, f"stage {target}"): crossing.value for target in crossing.targets}
+    for value in plan.stages[0].inputs:
+        if value not in made:
+            boxes[f"input {value}"] = Box("end", (value, "input"))
+            arrows[f"input {value}", "stage 0"] = value
+    for stage in plan.stages:
+        for value in stage.outputs:
+            if value not in crossed:
+                boxes[f"output {value}"] = Box("end", (value, "output"))
+                arrows[f"stage {stage.index}", f"output {value}"] = value
+    return Drawing(f"{plan.name} in {len(plan.stages)} stages", boxes, arrows)
+
+
+def stage_drawing(plan: Plan, index: int) -> Drawing:
+    """A box for every op of a stage, and one for every value it takes or hands on.
+
+    Raises:
+        UsageError: when there is no such stage.
+        ModelError: when the plan holds no notes about its ops.
+    """
+    if not 0 <= index < len(plan.stages):
+        raise UsageError(
+            f"there is no stage {index}", hint=f"stages count from 0 to {len(plan.stages) - 1}"
+        )
+    if not plan.ops:
+        raise ModelError(
+            "the plan does not tell about its ops", hint="compile the package again to draw it"
+        )
+    stage = plan.stages[index]
+    notes = {note.name: note for note in plan.ops}
+    own = [notes[name] for name in stage.ops]
+    crossing = {boundary.crossing.value: boundary for boundary in boundaries(plan)}
+    made = {value: f"op {note.name}" for note in own for value in note.outputs}
+    boxes = {f"op {note.name}": _op_box(note, note.name in stage.duplicates) for note in own}
+    taken: dict[str, str] = {}
+    for value in stage.inputs:
+        taken[value] = f"in {value}"
+        boxes[f"in {value}"] = _input_box(value, index, crossing.get(value))
+    arrows: dict[tuple[str, str], str] = {}
+    for note in own:
+        for value in note.inputs:
+            origin = made.get(value) or taken.get(value)
+            if origin is not None:
+                _carry(arrows, origin, f"op {note.name}", value)
+    for value in stage.outputs:
+        origin = made.get(value) or taken.get(value)
+        if origin is not None:
+            boxes[f"out {value}"] = _output_box(value, index, crossing.get(value))
+            _carry(arrows, origin, f"out {value}", value)
+    return Drawing(f"{plan.name}, stage {index}", boxes, arrows)
+
+
+def _carry(arrows: dict[tuple[str, str], str], origin: str, target: str, value: str) -> None:
+    """Adds an arrow, or another value to the arrow that is there."""
+    before = arrows.get((origin, target))
+    arrows[origin, target] = value if before is None else f"{before}, {value}"
+
+
+def _stage_box(plan: Plan, stage: Stage) -> Box:
+    times = f"forward {format_seconds(stage.forward_s)}"
+    if plan.training:
+        times += f", backward {format_seconds(stage.backward_s)}"
+    peak = plan.prediction.peak_bytes[stage.index]
+    lines = [
+        f"stage {stage.index}",
+        modules_of(plan, stage),
+        f"{counted(len(stage.ops), 'op')}, {counted(stage.parameter_count, 'parameter')}",
+        times,
+        f"peak memory {format_bytes(peak)}",
+    ]
+    return Box("stage", tuple(_shortened(line) for line in lines if line))
+
+
+def _boundary_box(boundary: Boundary) -> Box:
+    crossing = boundary.crossing
+    dtype = str(crossing.dtype).removeprefix("torch.")
+    shape = f"{format_shape(crossing.shape)} {dtype}, {format_bytes(boundary.bytes)}"
+    return Box("boundary", (_shortened(crossing.value), shape), _tip(boundary))
+
+
+def _tip(boundary: Boundary) -> str:
+    source = format_source(boundary.source) if boundary.source else ""
+    return "\n".join(line for line in (boundary.label, source) if line)
+
+
+def _input_box(value: str, stage: int, boundary: Boundary | None) -> Box:
+    if boundary is None or boundary.crossing.source == stage:
+        return Box("end", (_shortened(value), "input"))
+    box = _boundary_box(boundary)
+    return Box("boundary", (*box.lines, f"from stage {boundary.crossing.source}"), box.tip)
+
+
+def _output_box(value: str, stage: int, boundary: Boundary | None) -> Box:
+    if boundary is None or boundary.crossing.source != stage:
+        return Box("end", (_shortened(value), "output"))
+    box = _boundary_box(boundary)
+    targets = boundary.crossing.targets
+    noun = "stage" if len(targets) == 1 else "stages"
+    return Box("boundary", (*box.lines, f"to {noun} {', '.join(map(str, targets))}"), box.tip)
+
+
+def _op_box(note: OpNote, again: bool) -> Box:
+    kind = "again" if again else "weights" if note.state else "op"
+    types = "; ".join(text for text in note.types if text)
+    lines = (note.label, note.module or note.name, types)
+    source = format_source(note.source) if note.source else ""
+    tip = "\n".join(line for line in (note.name, *note.state, source) if line)
+    return Box(kind, tuple(_shortened(line) for line in lines if line), tip)
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= _LONGEST:
+        return line
+    half = (_LONGEST - 1) // 2
+    return f"{line[:half]}…{line[-half:]}"
+
+
+# --- from boxes to SVG -----------------------------------------------------------------------
+
+
+def draw(drawing: Drawing) -> str:
+    """The drawing as SVG text."""
+    layout = lay_out({name: box.size for name, box in drawing.boxes.items()}, drawing.arrows)
+    return render(
+        "picture.svg.jinja",
+        drawing=drawing,
+        width=round(max(layout.width, len(drawing.title) * _HEADING_LETTER + 2 * MARGIN)),
+        height=round(layout.height),
+        line=LINE,
+        boxes=[(drawing.boxes[name], _rounded(place)) for name, place in layout.places.items()],
+        arrows=[(drawing.arrows[arrow], curve(points)) for arrow, points in layout.routes.items()],
+    )
+
+
+def _rounded(place: Place) -> Place:
+    return Place(*(round(number, 1) for number in (place.x, place.y, place.width, place.height)))
+
+
+def curve(points: Iterable[Point]) -> str:
+    """A path along straight lines, its bends rounded, in the language of SVG."""
+    route = _without_repeats(points)
+    commands = [f"M {_pair(route[0])}"]
+    for before, bend, after in zip(route, route[1:], route[2:], strict=False):
+        commands.append(f"L {_pair(_towards(bend, before))}")
+        commands.append(f"Q {_pair(bend)} {_pair(_towards(bend, after))}")
+    commands.append(f"L {_pair(route[-1])}")
+    return " ".join(commands)
+
+
+def _without_repeats(points: Iterable[Point]) -> list[Point]:
+    route: list[Point] = []
+    for point in points:
+        if not route or point != route[-1]:
+            route.append(point)
+    return route
+
+
+def _towards(start: Point, end: Point) -> Point:
+    """The point `_CORNER` pixels from start, or half way if the end is nearer than that."""
+    dx, dy = end[0] - start[0], end[1] - start[1]
+    length = (dx * dx + dy * dy) ** 0.5
+    share = min(_CORNER / length, 0.5) if length else 0.0
+    return start[0] + dx * share, start[1] + dy * share
+
+
+def _pair(point: Point) -> str:
+    return f"{point[0]:.1f} {point[1]:.1f}"

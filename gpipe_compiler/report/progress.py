@@ -1,0 +1,55 @@
+"""Tells on a terminal what is being done, and what has taken more than a second."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+
+from gpipe_compiler.report.units import format_seconds
+
+WORTH_TELLING_S = 1.0
+
+
+class Progress:
+    """A spinner with the current step; steps that took over a second stay as a line.
+
+    A context manager that is called with the name of every step as it begins. Where nobody watches
+    (the console is no terminal) there is no spinner, only the lines.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._step = ""
+        self._began = 0.0
+        self._status: Status | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._finish()
+
+    def __call__(self, step: str) -> None:
+        """Says that `step` begins, and with it that the one before is done."""
+        self._finish()
+        self._step, self._began = step, time.monotonic()
+        if self._console.is_terminal:
+            self._status = self._console.status(step)
+            self._status.start()
+
+    def _finish(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        took = time.monotonic() - self._began
+        if self._step and took >= WORTH_TELLING_S:
+            self._console.print(f"{self._step} ({format_seconds(took)})", markup=False)
+        self._step = ""

@@ -1,0 +1,57 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three figures in the largest unit that leaves at least one: `6.13 MiB`."""
+    size, index = float(count), 0
+    # 999.5 would print as 1000 or 1e+03.
+    while size >= 999.5 and index < len(_BYTES) - 1:
+        size, index = size / 1024, index + 1
+    return f"{_figures(size)} {_BYTES[index]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with three figures in the largest unit that leaves at least one: `1.25 ms`."""
+    if seconds == 0:
+        return "0 s"
+    for unit, size in _SECONDS:
+        if seconds >= 0.9995 * size:
+            return f"{_figures(seconds / size)} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def _figures(number: float) -> str:
+    """Three figures, without an exponent or needless zeros."""
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 op`, `2,048 ops`, `2 micro-batches` (plural "es")."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def format_share(share: float) -> str:
+    """A share of one as a percentage: `12.5%`."""
+    return f"{100 * share:.1f}%"
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """Sizes as they are typed on the command line: `8x64x56x56`; `scalar` for none."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def format_source(source: str, home: Path | None = None) -> str:
+    """A source line `file:line`, its file relative to `home` (the current directory) if below."""
+    file, _, line = source.rpartition(":")
+    path = Path(file)
+    base = Path.cwd() if home is None else home
+    return f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source
