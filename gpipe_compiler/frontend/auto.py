@@ -1,0 +1,101 @@
+"""Chooses the frontend: the first whose graph is right."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from enum import Enum
+
+from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
+from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.modes import merge
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+
+
+class Frontend(Enum):
+    """The ways to trace a model, by the name a user types."""
+
+    AUTO = "auto"
+    FX = "fx"
+    EXPORT = "export"
+    DYNAMO = "dynamo"
+
+
+_ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
+"""By how many of 69 real models each traces right."""
+
+_TRACERS = {
+    Frontend.FX: ("gpipe_compiler.frontend.symbolic", "trace_fx"),
+    Frontend.EXPORT: ("gpipe_compiler.frontend.exported", "trace_export"),
+    Frontend.DYNAMO: ("gpipe_compiler.frontend.captured", "trace_dynamo"),
+}
+"""Imported when used: dynamo alone takes seconds to import."""
+
+
+def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
+    """The graph of a model, proved equal to it at two batch sizes in train and in eval mode.
+
+    The model object stays as it is.
+
+    Raises:
+        TraceError: when no frontend gives a right graph; says what each of them met.
+        ModelError: when the model raises on its example inputs.
+    """
+    candidates = _ORDER if frontend is Frontend.AUTO else (frontend,)
+    met: list[tuple[Frontend, TraceError]] = []
+    for candidate in candidates:
+        try:
+            return trace_with(subject, candidate)
+        except (TraceError, IllegalGraphError) as error:
+            if frontend is not Frontend.AUTO and isinstance(error, TraceError):
+                raise
+            met.append((candidate, _as_trace_error(error)))
+    raise _all_failed(met)
+
+
+def trace_with(subject: Subject, frontend: Frontend) -> Graph:
+    """The graph that one frontend gives.
+
+    Raises:
+        TraceError: when it cannot trace the model, or gives a graph that differs from it.
+    """
+    module, name = _TRACERS[frontend]
+    tracer: Callable[[Subject, bool], Graph] = getattr(importlib.import_module(module), name)
+    graph = tracer(subject, False)
+    if subject.training:
+        graph = merge(tracer(subject, True), graph)
+    wrong = differences(graph, subject)
+    if wrong:
+        listing = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
+        raise TraceError(
+            f"the graph that {frontend.value} traced differs from the model: {listing}",
+            hint="something that the tracer cannot see decides what the model computes: "
+            "Python values taken from tensors, or global state",
+        )
+    return graph
+
+
+def _as_trace_error(error: GPipeCompilerError) -> TraceError:
+    if isinstance(error, TraceError):
+        return error
+    return TraceError(error.problem, location=error.location, hint=error.hint)
+
+
+def _all_failed(met: list[tuple[Frontend, TraceError]]) -> TraceError:
+    """One error out of those of all frontends; it points at the line that most of them name."""
+    lines = [f"  {frontend.value}: {_one(error)}" for frontend, error in met]
+    places = [error.location for _, error in met if error.location is not None]
+    hints = dict.fromkeys(error.hint for _, error in met if error.hint)
+    return TraceError(
+        "the model cannot be traced:\n" + "\n".join(lines),
+        location=max(places, key=places.count) if places else None,
+        hint=next(iter(hints), ""),
+    )
+
+
+def _one(error: TraceError) -> str:
+    where = f"{error.location}: " if error.location else ""
+    return f"{where}{error.problem}"
+
+

@@ -1,0 +1,199 @@
+"""Holds a graph against the eager model.
+
+What is compared, at two batch sizes, in train mode (same random seed) and in eval mode: outputs,
+loss, the gradient of every parameter and floating-point input, buffers afterwards, and the names of
+the state. Models on meta have no numbers: shapes and types are compared instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.structure import tensors_of
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.ir.interpret import Interpreter
+
+_SEED = 20260
+_BATCHES = (2, 3)
+_EPSILONS = 128
+"""Roundings of the largest element that a result may be off: graph and model run the same kernels
+in the same order, and only the order in which gradients are summed may differ. A dropped term is
+off by a share of the element, which is 10,000 times more."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one run gave, by readable name."""
+
+    results: Mapping[str, torch.Tensor | None]
+
+
+def differences(graph: Graph, subject: Subject) -> list[str]:
+    """How the graph differs from the model, in words; empty when it does not.
+
+    The subject's model stays as it is.
+    """
+    found = list(_state_differences(graph, subject))
+    for training in (True, False) if subject.training else (False,):
+        entry = make_entry(subject, training)
+        for batch in _BATCHES if any(source.batched for source in graph.inputs) else (1,):
+            mode = f"{'train' if training else 'eval'} mode, batch {batch}"
+            found.extend(f"{mode}: {text}" for text in _compare(graph, subject, entry, batch))
+            if found:
+                return found
+    return found
+
+
+def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:
+    model = subject.model
+    own = {
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, _ in model.named_buffers()),
+    }
+    kept = {n for n, state in graph.state.items() if state.kind is not StateKind.CONSTANT}
+    for name in sorted(own ^ kept):
+        where = "the model only" if name in own else "the graph only"
+        yield f"the state {name} is in {where}"
+
+
+def _compare(graph: Graph, subject: Subject, entry: Entry, batch: int) -> Iterator[str]:
+    with torch.random.fork_rng():
+        try:
+            expected = _run_model(subject, entry, batch)
+        except GPipeCompilerError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            if batch == _BATCHES[0]:
+                yield f"the model itself raises {type(error).__name__}: {error}"
+            return
+        try:
+            actual = _run_graph(graph, entry, batch)
+        except Exception as error:  # a graph may call anything
+            yield f"the graph raises {type(error).__name__}: {_first_line(error)}"
+            return
+    yield from _different(expected.results, actual.results)
+
+
+def _run_model(subject: Subject, entry: Entry, batch: int) -> _Run:
+    """The eager model on copies of everything."""
+    entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
+    leaves, inputs = _inputs(entry, batch)
+    torch.manual_seed(_SEED)
+    with torch.set_grad_enabled(entry.has_loss):
+        returned = entry(*inputs)
+    loss = returned.pop(0) if entry.has_loss else None
+    _backward(loss)
+    parameters = dict(entry.model.named_parameters())
+    buffers = dict(entry.model.named_buffers())
+    return _results(entry.outputs(returned), loss, parameters, buffers, leaves)
+
+
+def _run_graph(graph: Graph, entry: Entry, batch: int) -> _Run:
+    """The graph on copies of everything."""
+    tensors = {
+        name: tensor.detach().clone().requires_grad_(graph.state[name].requires_grad)
+        for name, tensor in graph.tensors.items()
+    }
+    leaves, inputs = _inputs(entry, batch)
+    interpreter = Interpreter(graph, tensors, entry.training)
+    torch.manual_seed(_SEED)
+    with torch.set_grad_enabled(entry.has_loss):
+        values = interpreter.run(
+            {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
+        )
+    loss = None if graph.loss is None else values[graph.loss.value]
+    _backward(loss)
+    kinds = {kind: {} for kind in StateKind}  # type: dict[StateKind, dict[str, torch.Tensor]]
+    for name, tensor in tensors.items():
+        kinds[graph.state[name].kind][name] = tensor
+    outputs = interpreter.resolve(graph.outputs, values)
+    return _results(
+        outputs, loss, kinds[StateKind.PARAMETER], kinds[StateKind.BUFFER], leaves
+    )
+
+
+def _inputs(entry: Entry, batch: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Leaves by name that collect gradients, and what to pass on: copies, so that the model may
+    write to its inputs."""
+    tensors = entry.signature.samples(batch)
+    leaves = {
+        source.name: tensor.requires_grad_(entry.has_loss)
+        for source, tensor in zip(entry.signature.inputs, tensors, strict=True)
+        if tensor.is_floating_point()
+    }
+    return leaves, [tensor.clone() for tensor in tensors]
+
+
+def _backward(loss: Any) -> None:
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.backward()
+
+
+def _results(
+    outputs: object,
+    loss: torch.Tensor | None,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    leaves: Mapping[str, torch.Tensor],
+) -> _Run:
+    found: dict[str, torch.Tensor | None] = {}
+    for path, tensor in tensors_of(outputs):
+        found[f"output {'.'.join(map(str, path))}".strip()] = tensor
+    if loss is not None:
+        found["loss"] = loss
+    for name, tensor in parameters.items():
+        found[f"gradient of {name}"] = tensor.grad
+    for name, tensor in buffers.items():
+        found[f"buffer {name}"] = tensor
+    for name, tensor in leaves.items():
+        found[f"gradient of the input {name}"] = tensor.grad
+    return _Run({name: None if t is None else t.detach() for name, t in found.items()})
+
+
+def _different(
+    expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None]
+) -> Iterator[str]:
+    for name in dict.fromkeys((*expected, *actual)):
+        if name not in expected or name not in actual:
+            yield f"{name} is given by the {'graph' if name in actual else 'model'} only"
+            continue
+        one, other = expected[name], actual[name]
+        if one is None or other is None:
+            if one is not other:
+                yield f"{name} is None in the {'model' if one is None else 'graph'} only"
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            yield (
+                f"{name} is {tuple(other.shape)} {other.dtype} "
+                f"instead of {tuple(one.shape)} {one.dtype}"
+            )
+        elif not one.is_meta and not _equal(one, other):
+            yield f"{name} is off by {_distance(one, other):.3g}"
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bitwise equality, or up to rounding of the largest element."""
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    largest = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
+    tolerance = _EPSILONS * torch.finfo(one.dtype).eps * largest
+    return torch.allclose(other, one, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+

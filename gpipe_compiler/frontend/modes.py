@@ -1,0 +1,354 @@
+"""One graph out of the traces of train and eval mode.
+
+The two lists of ops are aligned. Where aligned ops differ in an argument, it becomes a `ByMode`;
+an op of one trace alone runs in that mode alone. Any alignment that keeps the order gives a right
+graph, a better one a shorter graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import operator
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.fold import with_arguments
+from gpipe_compiler.frontend.naming import Names
+from gpipe_compiler.ir import (
+    Argument,
+    ByMode,
+    Call,
+    FunctionCall,
+    Graph,
+    Loss,
+    MethodCall,
+    Mode,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    Result,
+    State,
+    StateRef,
+)
+from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.ir.legality import check
+
+_DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
+"""Arguments of functions without a signature that depend on the mode."""
+
+
+def merge(train: Graph, evaluation: Graph) -> Graph:
+    """The graph that does what `train` does in train mode and `evaluation` in eval mode.
+
+    Functional dropout, drop-path and the like follow the mode; what is on in both modes stays as
+    it is. When both graphs are the same, that is the train graph itself.
+
+    Raises:
+        TraceError: when the modes return different structures and neither fits the other.
+    """
+    merging = _Merging(train, evaluation)
+    ops = list(merging.ops())
+    outputs = merging.outputs(train.outputs, evaluation.outputs)
+    loss = train.loss
+    if loss is not None and evaluation.loss is not None:
+        value = merging.one_value(Ref(loss.value), Ref(evaluation.loss.value), "loss")
+        loss = Loss(value.name, loss.reduction)
+    if not merging.different:
+        return train
+    merged = train.replace(
+        ops=(*ops, *merging.selections),
+        outputs=outputs,
+        loss=loss,
+        modules={**evaluation.modules, **train.modules},
+        state={**train.state, **merging.new_state},
+        tensors={**train.tensors, **merging.new_tensors},
+    )
+    return check(merged, after="merging train and eval mode")
+
+
+class _Merging:
+    """The state of one merge."""
+
+    def __init__(self, train: Graph, evaluation: Graph) -> None:
+        self._train, self._evaluation = train, evaluation
+        self.different = False
+        self.selections: list[Op] = []
+        self.new_state: dict[str, State] = {}
+        self.new_tensors: dict[str, torch.Tensor] = {}
+        self._names = Names()
+        for name in (*(i.name for i in train.inputs), *_all_names(train)):
+            self._names.unique(name)
+        self._values = {
+            theirs.name: ours.name
+            for theirs, ours in zip(evaluation.inputs, train.inputs, strict=True)
+        }
+        self._constants = dict(self._match_constants())
+
+    def ops(self) -> Iterator[Op]:
+        """The merged ops, in an order that is right for both modes."""
+        ours, theirs = self._train.ops, self._evaluation.ops
+        matcher = difflib.SequenceMatcher(
+            None, [_key(op) for op in ours], [_key(op) for op in theirs], autojunk=False
+        )
+        i = j = 0
+        for block in matcher.get_matching_blocks():
+            yield from (self._one_sided(op, Mode.TRAIN) for op in ours[i : block.a])
+            yield from (self._one_sided(op, Mode.EVAL) for op in theirs[j : block.b])
+            i, j = block.a + block.size, block.b + block.size
+            for one, other in zip(ours[block.a : i], theirs[block.b : j], strict=True):
+                yield from self._both(one, other)
+
+    def _one_sided(self, op: Op, mode: Mode) -> Op:
+        self.different = True
+        if mode is Mode.TRAIN:
+            return dataclasses.replace(op, mode=mode)
+        result = self._renamed(op.result)
+        name = result if isinstance(result, str) else self._names.unique(op.name)
+        call = with_arguments(op.call, self._ours)
+        if isinstance(call, RegionCall):
+            body = call.body
+            self._values.update((old, self._names.unique(old)) for old in body.inputs)
+            inner = tuple(dataclasses.replace(self._one_sided(o, mode), mode=Mode.ALWAYS) for o in body.ops)
+            body = dataclasses.replace(
+                body,
+                inputs=tuple(self._values[old] for old in body.inputs),
+                ops=inner,
+                outputs=self._ours(body.outputs),
+            )
+            call = dataclasses.replace(call, body=body)
+        return dataclasses.replace(op, name=name, call=call, result=result, mode=mode)
+
+    def _renamed(self, result: Result) -> Result:
+        """The result of an op of the eval graph, under names that are free."""
+        if isinstance(result, str):
+            self._values[result] = self._names.unique(result)
+            return self._values[result]
+        if isinstance(result, tuple):
+            return tuple(self._renamed(item) for item in result)
+        return None
+
+    def _both(self, one: Op, other: Op) -> Iterator[Op]:
+        """Aligned ops as one, or as two where their arguments cannot be told apart by mode."""
+        call = self._merged_call(one.call, with_arguments(other.call, self._ours))
+        if call is None:
+            yield self._one_sided(one, Mode.TRAIN)
+            yield self._one_sided(other, Mode.EVAL)
+            return
+        result = self._merged_result(one.result, other.result)
+        if call is one.call and result == one.result:
+            yield one
+            return
+        self.different = True
+        yield dataclasses.replace(one, call=call, result=result)
+
+    def _merged_result(self, ours: Result, theirs: Result) -> Result:
+        if isinstance(ours, tuple) and isinstance(theirs, tuple):
+            return tuple(self._merged_result(a, b) for a, b in zip(ours, theirs, strict=True))
+        if isinstance(theirs, str):
+            if isinstance(ours, str):
+                self._values[theirs] = ours
+                return ours
+            return self._renamed(theirs)
+        return ours
+
+    def _merged_call(self, ours: Call, theirs: Call) -> Call | None:
+        args = tuple(combine(a, b) for a, b in zip(ours.args, theirs.args, strict=True))
+        if isinstance(ours, RegionCall):
+            return ours if _identical(args, ours.args) else dataclasses.replace(ours, args=args)
+        kwargs: dict[str, Argument] = {}
+        for key in dict.fromkeys((*ours.kwargs, *theirs.kwargs)):
+            sides = [_passed(call, key) for call in (ours, theirs)]
+            if inspect.Parameter.empty in sides:
+                return None
+            kwargs[key] = combine(*sides)
+        if _identical(args, ours.args) and _identical(kwargs, dict(ours.kwargs)):
+            return ours
+        return dataclasses.replace(ours, args=args, kwargs=kwargs)
+
+    def _ours(self, argument: Argument) -> Argument:
+        """An argument of the eval graph in the names of the merged one."""
+
+        def new(leaf: Any) -> Argument:
+            if isinstance(leaf, Ref):
+                return Ref(self._values[leaf.name])
+            if isinstance(leaf, StateRef):
+                return StateRef(self._constants.get(leaf.name, leaf.name))
+            return leaf
+
+        return map_argument(new, argument)
+
+    def _match_constants(self) -> Iterator[tuple[str, str]]:
+        """Constants of the eval graph that have another name in the merged one."""
+        state, tensors = self._train.state, self._train.tensors
+        for name, theirs in self._evaluation.state.items():
+            merged = name
+            if name in state and not _same_tensor(tensors[name], self._evaluation.tensors[name]):
+                number = 1
+                while (merged := f"{name}_{number}") in state or merged in self._evaluation.state:
+                    number += 1
+            if merged not in state:
+                self.new_state[merged] = dataclasses.replace(theirs, name=merged)
+                self.new_tensors[merged] = self._evaluation.tensors[name]
+            if merged != name:
+                yield name, merged
+
+    def outputs(self, train: Argument, evaluation: Argument) -> Argument:
+        """What the merged graph returns: a value for every tensor that eval mode returns."""
+        theirs = self._ours(evaluation)
+        if _structure(train) == _structure(theirs):
+            return self._zip_outputs(train, theirs)
+        self.different = True
+        made = {name: op.mode for op in self._train.ops for name in op.outputs}
+        if all(name in made or name in self._inputs for name in value_names(theirs)):
+            # More is returned in train mode (auxiliary heads): only the loss can use that.
+            return theirs
+        raise TraceError(
+            "the model returns different structures in train and in eval mode",
+            hint="return the same tuple or dict in both modes, with None for what is missing",
+        )
+
+    @property
+    def _inputs(self) -> frozenset[str]:
+        return frozenset(source.name for source in self._train.inputs)
+
+    def _zip_outputs(self, ours: Argument, theirs: Argument) -> Argument:
+        if isinstance(ours, Ref) and isinstance(theirs, Ref):
+            return self.one_value(ours, theirs, "output", renamed=True)
+        if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
+            items = [self._zip_outputs(a, b) for a, b in zip(ours, theirs, strict=True)]
+            return items if isinstance(ours, list) else tuple(items)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            return {key: self._zip_outputs(item, theirs[key]) for key, item in ours.items()}
+        return ours
+
+    def one_value(self, ours: Ref, theirs: Ref, wish: str, *, renamed: bool = False) -> Ref:
+        """One name for a value of train mode and one of eval mode."""
+        other = theirs if renamed else self._ours(theirs)
+        if other == ours:
+            return ours
+        self.different = True
+        name = self._names.unique(wish)
+        self.selections.append(Op(name, FunctionCall(operator.pos, (ByMode(ours, other),)), name))
+        return Ref(name)
+
+
+def combine(train: Argument, evaluation: Argument) -> Argument:
+    """An argument for both modes, a `ByMode` at every leaf that differs."""
+    if type(train) is type(evaluation):
+        if isinstance(train, tuple | list) and len(train) == len(evaluation):
+            items = [combine(a, b) for a, b in zip(train, evaluation, strict=True)]
+            return items if isinstance(train, list) else tuple(items)
+        if isinstance(train, dict) and train.keys() == evaluation.keys():
+            return {key: combine(item, evaluation[key]) for key, item in train.items()}
+        if isinstance(train, slice):
+            parts = [(getattr(train, a), getattr(evaluation, a)) for a in ("start", "stop", "step")]
+            return slice(*(combine(a, b) for a, b in parts))
+    return train if _identical(train, evaluation) else ByMode(train, evaluation)
+
+
+def _identical(one: Argument, other: Argument) -> bool:
+    """Equality that tells True from 1 and 1 from 1.0."""
+    return repr(one) == repr(other)
+
+
+def _passed(call: Call, key: str) -> Argument:
+    """An argument of a call, or the default where it is not passed."""
+    if key in call.kwargs:
+        return call.kwargs[key]
+    if isinstance(call, FunctionCall):
+        try:
+            parameters = inspect.signature(call.function).parameters
+        except (TypeError, ValueError):
+            return _DEFAULTS.get(key, inspect.Parameter.empty)
+        if key in parameters and list(parameters).index(key) >= len(call.args):
+            return parameters[key].default
+    return inspect.Parameter.empty
+
+
+def _key(op: Op) -> Hashable:
+    """What two ops must share to be one op in two modes."""
+    where = (op.module, op.source.file, op.source.line) if op.source else (op.module,)
+    return (_call_key(op.call), where, _arity(op.result))
+
+
+def _call_key(call: Call) -> Hashable:
+    match call:
+        case FunctionCall(function=function):
+            return ("function", id(function), len(call.args), _names_key(call))
+        case MethodCall(method=method):
+            return ("method", method, len(call.args), tuple(sorted(call.kwargs)))
+        case ModuleCall(module=module):
+            return ("module", module, len(call.args), tuple(sorted(call.kwargs)))
+        case RegionCall():
+            return ("region", repr(call.context), len(call.args), _body_key(call))
+
+
+def _names_key(call: FunctionCall) -> Hashable:
+    """Keywords count only where no default is known for them."""
+    try:
+        inspect.signature(call.function)
+    except (TypeError, ValueError):
+        return tuple(sorted(key for key in call.kwargs if key not in _DEFAULTS))
+    return ()
+
+
+def _body_key(call: RegionCall) -> Hashable:
+    """The text of a region's body with values numbered, so that names do not matter."""
+    numbers: dict[str, int] = {}
+
+    def number(leaf: Any) -> Any:
+        return numbers.get(leaf.name, leaf.name) if isinstance(leaf, Ref) else leaf
+
+    def enter(names: tuple[str, ...]) -> None:
+        for name in names:
+            numbers[name] = len(numbers)
+
+    enter(call.body.inputs)
+    lines: list[Hashable] = []
+    for op in call.body.ops:
+        inner = with_arguments(op.call, lambda item: map_argument(number, item))
+        lines.append((_call_key(inner), repr((inner.args, dict(inner.kwargs))), _arity(op.result)))
+        enter(op.outputs)
+    return (*lines, repr(map_argument(number, call.body.outputs)))
+
+
+def _arity(result: Result) -> Hashable:
+    """The nesting of a result; a result that nothing reads fits a single one."""
+    return tuple(map(_arity, result)) if isinstance(result, tuple) else None
+
+
+def _all_names(graph: Graph) -> Iterator[str]:
+    """Every name an op or value has, inside regions too."""
+
+    def walk(ops: tuple[Op, ...]) -> Iterator[str]:
+        for op in ops:
+            yield from {op.name, *op.outputs}
+            if isinstance(op.call, RegionCall):
+                yield from op.call.body.inputs
+                yield from walk(op.call.body.ops)
+
+    return walk(graph.ops)
+
+
+def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two constants are equal; on meta, whether they look so."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one.is_meta or other.is_meta or torch.equal(one, other)
+
+
+def _structure(outputs: Argument) -> str:
+    """The outputs with every value alike, as text."""
+
+    def blank(leaf: Any) -> Any:
+        return Ref("_") if isinstance(leaf, Ref) else leaf
+
+    return repr(map_argument(blank, outputs))
