@@ -1,0 +1,103 @@
+"""Where the bars of a schedule's diagram stand: devices downwards, time to the right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpipe_compiler.report.units import format_seconds
+from gpipe_compiler.runtime.schedule.actions import Phase
+from gpipe_compiler.simulate import Lane, Simulation, Span
+
+WIDTH = 960.0
+LEFT = 68.0
+ROW = 44.0
+_TOP = 24.0
+_HEIGHTS = {Lane.RECEIVE: (4.0, 5.0), Lane.DEVICE: (10.0, 24.0), Lane.GRADIENT: (35.0, 5.0)}
+"""For every lane, where in its device's row it begins, and how high it is."""
+_LETTER = 6.5
+_TICKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One action: its place in pixels, its style, what it says inside and when pointed at."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+    text: str
+    tip: str
+
+
+@dataclass(frozen=True)
+class Gantt:
+    """The diagram of one step.
+
+    Attributes:
+        rows: names of the devices, from the top, with the middle of their rows.
+        ticks: labels of the time axis, with where they stand.
+    """
+
+    bars: tuple[Bar, ...]
+    rows: tuple[tuple[str, float], ...]
+    ticks: tuple[tuple[str, float], ...]
+    width: float
+    height: float
+
+
+def gantt(simulation: Simulation) -> Gantt:
+    """The diagram of a simulated step."""
+    devices = len(simulation.busy_s)
+    scale = (WIDTH - LEFT) / simulation.step_s if simulation.step_s > 0 else 0.0
+    several = len({span.action.stage for span in simulation.timeline}) > devices
+    return Gantt(
+        bars=tuple(_bar(span, scale, several) for span in simulation.timeline),
+        rows=tuple((f"device {d}", _TOP + d * ROW + 22.0) for d in range(devices)),
+        ticks=tuple(
+            (format_seconds(time), LEFT + time * scale) for time in _ticks(simulation.step_s)
+        ),
+        width=WIDTH,
+        height=_TOP + devices * ROW + 4.0,
+    )
+
+
+def _bar(span: Span, scale: float, with_stage: bool) -> Bar:
+    top, height = _HEIGHTS[span.lane]
+    action = span.action
+    forward = action.phase is Phase.FORWARD
+    width = (span.end_s - span.start_s) * scale
+    text = str(action) if with_stage else str(action.microbatch)
+    fits = span.lane is Lane.DEVICE and width >= len(text) * _LETTER + 3
+    kind = {
+        Lane.DEVICE: "forward" if forward else "backward",
+        Lane.RECEIVE: "transfer",
+        Lane.GRADIENT: "transfer",
+    }[span.lane]
+    doing = {
+        Lane.DEVICE: f"{'forward' if forward else 'backward'} of stage {action.stage}",
+        Lane.RECEIVE: f"stage {action.stage} receives",
+        Lane.GRADIENT: f"stage {action.stage} returns gradients",
+    }[span.lane]
+    return Bar(
+        x=LEFT + span.start_s * scale,
+        y=_TOP + span.device * ROW + top,
+        width=width,
+        height=height,
+        kind=kind,
+        text=text if fits else "",
+        tip=f"{action}: {doing}, micro-batch {action.microbatch}, "
+        f"{format_seconds(span.start_s)} to {format_seconds(span.end_s)}",
+    )
+
+
+def _ticks(until_s: float) -> list[float]:
+    """Round times from zero, at most `_TICKS` of them, the last not after `until_s`."""
+    if until_s <= 0:
+        return [0.0]
+    raw = until_s / _TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    return [index * step for index in range(int(until_s / step) + 1)]

@@ -1,0 +1,98 @@
+"""The report of a plan: one HTML file that needs nothing else, not even a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, timeline
+from gpipe_compiler.report.gantt import gantt
+from gpipe_compiler.report.pages import render
+from gpipe_compiler.report.picture import draw, pipeline_drawing
+from gpipe_compiler.report.text import headline, prediction_rows
+from gpipe_compiler.runtime.comparison import Row
+
+_MOST_DRAWN = 60
+"""Boundary values up to which the picture of the pipeline is one that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBar:
+    """The memory of a stage's device at its peak, in parts; each also as a share of the largest.
+
+    Attributes:
+        rest: what autograd keeps of the micro-batches in flight, buffers, and what is received.
+    """
+
+    weights: int
+    gradients: int
+    rest: int
+    largest: int
+
+    @property
+    def parts(self) -> tuple[tuple[str, int, float], ...]:
+        """For every part its name, its bytes and its width in percent."""
+        named = (
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("activations and the rest", self.rest),
+        )
+        return tuple((name, size, 100 * size / max(self.largest, 1)) for name, size in named)
+
+
+def write_report(plan: Plan, path: Path, rows: Sequence[Row] | None = None) -> Path:
+    """Writes the report; returns its path.
+
+    Args:
+        rows: what was validated; None where nothing was (yet).
+    """
+    path.write_text(format_report(plan, rows), encoding="utf-8")
+    return path
+
+
+def format_report(plan: Plan, rows: Sequence[Row] | None = None) -> str:
+    """The report as HTML text."""
+    slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)
+    return render(
+        "report.html.jinja",
+        plan=plan,
+        headline=headline(plan).plain,
+        parameters=parameter_count(plan),
+        facts=prediction_rows(plan),
+        gantt=gantt(timeline(plan)),
+        stages=[
+            (stage, modules_of(plan, stage), peak, memory)
+            for stage, peak, memory in zip(
+                plan.stages, plan.prediction.peak_bytes, _memory(plan), strict=True
+            )
+        ],
+        slowest=slowest,
+        boundaries=boundaries(plan),
+        picture=_picture(plan),
+        rows=rows,
+    )
+
+
+def _memory(plan: Plan) -> tuple[MemoryBar, ...]:
+    peaks = plan.prediction.peak_bytes
+    bars = []
+    for stage, peak in zip(plan.stages, peaks, strict=True):
+        weights = min(stage.parameter_bytes, peak)
+        gradients = min(stage.parameter_bytes, peak - weights) if plan.training else 0
+        bars.append(MemoryBar(weights, gradients, peak - weights - gradients, max(peaks)))
+    return tuple(bars)
+
+
+def _picture(plan: Plan) -> Markup | None:
+    """The pipeline as inline SVG; None where it would be too large, or cannot be laid out."""
+    if len(plan.crossings) > _MOST_DRAWN:
+        return None
+    try:
+        return Markup(draw(pipeline_drawing(plan)))  # our own template, itself escaped
+    except UsageError:  # the layout library is an optional extra
+        return None
