@@ -119,22 +119,24 @@ def _shared_memory(
 
     Touchers are in the order of the graph.
     """
+    order = {op.name: index for index, op in enumerate(kept)}
     inputs = {source.name for source in graph.inputs}
     # All values of one memory have the same alias set, so one written value speaks for them.
-    for memory in {effects.alias_set(name) for name in effects.written_values}:
-        writers = {op.name for op in kept if effects.writes.get(op.name, frozenset()) & memory}
-        touchers = [
-            op.name
-            for op in kept
-            if op.name in writers or not memory.isdisjoint((*op.inputs, *op.outputs))
-        ]
-        if writers:
-            yield touchers, writers, not memory.isdisjoint(inputs)
-    for state in sorted(effects.written_states):
-        writers = {op.name for op in kept if state in effects.state_writes.get(op.name, ())}
-        touchers = [
-            op.name for op in kept if op.name in writers or state in effects.states_of(graph, op)
-        ]
+    memories = dict.fromkeys(
+        effects.alias_set(name) for op in kept for name in effects.writes.get(op.name, ())
+    )
+    for memory in memories:
+        names = {op.name for value in memory for op in graph.consumers.get(value, ())}
+        names |= {graph.producer[value].name for value in memory if value in graph.producer}
+        writers = {name for name in names if not memory.isdisjoint(effects.writes.get(name, ()))}
+        touchers = sorted(names & order.keys(), key=order.__getitem__)
+        yield touchers, writers & order.keys(), not memory.isdisjoint(inputs)
+    users: dict[str, list[str]] = {}
+    for op in kept:
+        for state in effects.states_of(graph, op) & effects.written_states:
+            users.setdefault(state, []).append(op.name)
+    for state, touchers in users.items():
+        writers = {name for name in touchers if state in effects.state_writes.get(name, ())}
         if writers:
             yield touchers, writers, True
 

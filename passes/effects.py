@@ -135,7 +135,6 @@ def _observe(graph: Graph, training: bool, found: _Collected) -> None:
     # Storages written by each op; the tensors they belong to are alive to the end of the run if
     # another op can see them, so the keys are still theirs then.
     written: dict[str, set[int]] = {}
-    seen: dict[str, int] = {}
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
         watch.written.clear()
@@ -153,14 +152,14 @@ def _observe(graph: Graph, training: bool, found: _Collected) -> None:
         found.aliases.setdefault(name, set()).update(values_at[key])
         if key in states_at:
             found.state_aliases.setdefault(name, set()).update(states_at[key])
+    made: dict[int, set[str]] = {}
     for source in graph.inputs:
-        seen[source.name] = storages.get(source.name, -1)
-    for op in graph.ops:
-        if not run.interpreter.runs(op):
-            continue
-        for name, key in seen.items():
-            if key in written[op.name]:
-                found.writes.setdefault(op.name, set()).add(name)
+        made.setdefault(storages[source.name], set()).add(source.name)
+    for op in filter(run.interpreter.runs, graph.ops):
+        for key in written[op.name] & made.keys():
+            found.writes.setdefault(op.name, set()).update(made[key])
         for key in written[op.name] & states_at.keys():
             found.state_writes.setdefault(op.name, set()).update(states_at[key])
-        seen.update((name, storages[name]) for name in op.outputs if name in storages)
+        for name in op.outputs:
+            if name in storages:
+                made.setdefault(storages[name], set()).add(name)
