@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
@@ -104,11 +105,11 @@ def cut(
     if step is StepKind.INFERENCE:
         problem = problem.forward_only()
     graph = contract(problem.check(), link, keep=stages)
-    if graph.size < stages:
+    if graph.parts < stages:
         raise PlanError(
-            f"{stages} stages are more than the {graph.size} parts that the model's "
+            f"{stages} stages are more than the {graph.parts} parts that the model's "
             f"{len(problem.nodes)} ops can be cut into",
-            hint=f"ask for at most {graph.size}",
+            hint=f"ask for at most {graph.parts}",
         )
     return _Cutter(problem, graph, stages, microbatches, step).best(most_down_sets)
 
@@ -191,7 +192,7 @@ class _Cutter:
     def _offer(self, space: Space, chain: Sequence[int]) -> None:
         """Keeps the chain when its simulated step is the shortest so far."""
         times = []
-        for start, end in zip(chain, chain[1:], strict=False):
+        for start, end in pairwise(chain):
             row = space.row(start)
             at = int(row.ends.searchsorted(end))
             times.append(

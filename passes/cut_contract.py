@@ -36,6 +36,7 @@ class Contracted:
         members: for every node, the indices of the original nodes in it.
         before: for every node, the nodes that directly precede it.
         last: whether the last node must lie in the last stage.
+        last_alone: whether it may make up the last stage by itself.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -44,15 +45,22 @@ class Contracted:
     values: tuple[Movable, ...]
     before: tuple[frozenset[int], ...]
     last: bool
+    last_alone: bool
 
     @property
     def size(self) -> int:
         """The number of nodes."""
         return len(self.members)
 
+    @property
+    def parts(self) -> int:
+        """The most stages that it can be cut into."""
+        joined = self.last and not self.last_alone and self.size > 1
+        return self.size - joined
+
 
 def contract(problem: CutProblem, link: Link, *, keep: int) -> Contracted:
-    """The contracted problem; merging of costless nodes stops at `keep` nodes.
+    """The contracted problem; merging of costless nodes stops at `keep` parts.
 
     Raises:
         PlanError: when the problem has a cycle of its own.
@@ -68,7 +76,7 @@ def contract(problem: CutProblem, link: Link, *, keep: int) -> Contracted:
     while True:
         owner = _merge_costless(problem, merged, owner)
         lean = _build(problem, owner, link)
-        if lean.size == merged.size or lean.size < keep:
+        if lean.size == merged.size or lean.parts < keep:
             return merged
         merged = lean
 
@@ -196,6 +204,7 @@ def _build(problem: CutProblem, owner: Sequence[int], link: Link) -> Contracted:
         ),
         tuple(map(frozenset, before)),
         bool(pinned),
+        problem.last_alone,
     )
 
 
@@ -252,9 +261,7 @@ def _topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
     return order
 
 
-def _components(
-    size: int, edges: Sequence[tuple[int, int]], find: _Union
-) -> list[list[int]]:
+def _components(size: int, edges: Sequence[tuple[int, int]], find: _Union) -> list[list[int]]:
     """The cycles that merging has made: strongly connected sets of more than one class.
 
     Kosaraju: finish times on the graph, then searches on the reversed graph.
@@ -275,13 +282,13 @@ def _components(
         stack = [(start, iter(sorted(forward.get(start, ()))))]
         while stack:
             node, targets = stack[-1]
-            target = next((t for t in targets if t not in seen), None)
-            if target is None:
+            unseen = next((t for t in targets if t not in seen), None)
+            if unseen is None:
                 finished.append(node)
                 stack.pop()
             else:
-                seen.add(target)
-                stack.append((target, iter(sorted(forward.get(target, ())))))
+                seen.add(unseen)
+                stack.append((unseen, iter(sorted(forward.get(unseen, ())))))
     components: list[list[int]] = []
     taken: set[int] = set()
     for root in reversed(finished):

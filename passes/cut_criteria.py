@@ -29,7 +29,6 @@ class FillDrain:
     microbatches: int
     total_s: float
     beam: int = 200_000
-    width: int = 3
 
     @property
     def _repeats(self) -> float:
@@ -71,10 +70,7 @@ class FillDrain:
             labels[:, 1], tables.backward_s[stage, start]
         )
         return np.asarray(
-            self.total_s
-            + labels[:, 2]
-            + tables.transfer_s[stage, start]
-            + self._repeats * slowest
+            self.total_s + labels[:, 2] + tables.transfer_s[stage, start] + self._repeats * slowest
         )
 
 
@@ -132,11 +128,6 @@ class Ordered:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_shapes", tuple(map(_shape, self.orders)))
 
-    @property
-    def width(self) -> int:
-        """See `Criterion`."""
-        return self.microbatches**2
-
     def initial(self) -> Floats:
         """See `Criterion`."""
         identity = np.full((self.microbatches, self.microbatches), -np.inf)
@@ -146,9 +137,7 @@ class Ordered:
     def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
         inside = space.forward_s + space.backward_s
-        device = np.maximum(
-            tables.device_s[stage], (inside[-1] - inside) / (stages - stage)
-        )
+        device = np.maximum(tables.device_s[stage], (inside[-1] - inside) / (stages - stage))
         line = np.maximum(tables.forward_s[stage], tables.backward_s[stage])
         return np.asarray(
             np.maximum(

@@ -53,6 +53,7 @@ class CutProblem:
         precedence: further edges (before, after) over which nothing moves.
         groups: nodes that must stay in one stage (atoms).
         last: nodes that must lie in the last stage; so must all that follow from them.
+        last_alone: whether these may make up the last stage by themselves.
     """
 
     nodes: tuple[Node, ...]
@@ -60,6 +61,7 @@ class CutProblem:
     precedence: tuple[tuple[int, int], ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     last: frozenset[int] = frozenset()
+    last_alone: bool = True
 
     def edges(self) -> Iterator[tuple[int, int]]:
         """Every (before, after) pair of nodes, some perhaps twice."""

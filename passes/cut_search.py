@@ -42,32 +42,26 @@ class Extensions:
     def take(self, chosen: Integers) -> Extensions:
         """Those at these positions."""
         return Extensions(
-            *(
-                array[chosen]
-                for array in (
-                    self.start,
-                    self.end,
-                    self.label,
-                    self.forward_s,
-                    self.backward_s,
-                    self.receive_s,
-                    self.gradient_s,
-                )
-            )
+            self.start[chosen],
+            self.end[chosen],
+            self.label[chosen],
+            self.forward_s[chosen],
+            self.backward_s[chosen],
+            self.receive_s[chosen],
+            self.gradient_s[chosen],
         )
 
 
 class Criterion(Protocol):
     """How the time of a step follows from its stages, last stage first."""
 
-    width: int
-    """Numbers in a label."""
-
-    beam: int
-    """Labels kept per stage at most."""
+    @property
+    def beam(self) -> int:
+        """Labels kept per stage at most."""
+        ...
 
     def initial(self) -> Floats:
-        """The label of no stage at all, shape (width,)."""
+        """The label of no stage at all, one dimension."""
         ...
 
     def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
@@ -232,10 +226,11 @@ def _extend(
     chosen = np.flatnonzero(bounds < ceiling)
     block = _Layer(new.start[chosen], new.label[chosen], labels[chosen], bounds[chosen])
     # Blocks hold whole down-sets, in ascending order, so what is dominated shows here.
-    keep: list[Integers] = []
     borders = np.flatnonzero(np.diff(block.state)) + 1
-    for group in np.split(np.arange(len(block.state)), borders):
-        keep.append(group if len(group) < 2 else _undominated(block, group))
+    keep = [
+        group if len(group) < 2 else _undominated(block, group)
+        for group in np.split(np.arange(len(block.state)), borders)
+    ]
     return _pick(block, np.concatenate(keep)), lost
 
 

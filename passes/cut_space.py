@@ -79,7 +79,8 @@ class Space:
         self.graph = graph
         whole = (1 << graph.size) - 1
         pinned = 1 << (graph.size - 1) if graph.last else 0
-        chosen = {mask for mask in masks if not mask & pinned} | {0, whole}
+        forbidden = whole ^ pinned if graph.last and not graph.last_alone else whole
+        chosen = {m for m in masks if not m & pinned and m != forbidden} | {0, whole}
         member = _bits(list(chosen), graph.size)
         forward = np.array(graph.forward_s)
         backward = np.array(graph.backward_s)

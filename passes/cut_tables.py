@@ -123,6 +123,6 @@ def bottleneck_chain(space: Space, stages: int) -> tuple[int, ...] | None:
     if not np.isfinite(best[stages, -1]):
         return None
     chain = [space.size - 1]
-    for count in range(stages, 0, -1):
-        chain.append(int(parent[count, chain[-1]]))
+    for made in range(stages, 0, -1):
+        chain.append(int(parent[made, chain[-1]]))
     return tuple(reversed(chain))

@@ -26,8 +26,21 @@ def assignments(problem: CutProblem, stages: int) -> Iterator[tuple[int, ...]]:
             and all(stage_of[a] <= stage_of[b] for a, b in edges)
             and all(len({stage_of[n] for n in group}) == 1 for group in problem.groups if group)
             and all(stage_of[n] == stages - 1 for n in problem.last)
+            and (problem.last_alone or stages == 1 or _beside_last(problem, stage_of, stages))
         ):
             yield stage_of
+
+
+def _beside_last(problem: CutProblem, stage_of: tuple[int, ...], stages: int) -> bool:
+    """Whether the last stage holds a node that does not have to lie in it."""
+    pinned = set(problem.last)
+    while True:
+        grown = pinned.union(*(g for g in problem.groups if pinned & set(g)))
+        grown |= {b for a, b in problem.edges() if a in grown}
+        if grown == pinned:
+            break
+        pinned = grown
+    return any(s == stages - 1 and n not in pinned for n, s in enumerate(stage_of))
 
 
 def stage_times(problem: CutProblem, stage_of: tuple[int, ...], link: Link) -> list[StageTimes]:
@@ -81,7 +94,14 @@ def problems(draw: st.DrawFn, costless: bool = False) -> CutProblem:
     groups = draw(st.lists(pairs, max_size=1))
     last = draw(st.sets(st.integers(size - 1, size - 1), max_size=1))
     precedence = draw(st.lists(pairs.filter(lambda p: p[0] < p[1]), max_size=2))
-    return CutProblem(nodes, tuple(values), tuple(precedence), tuple(groups), frozenset(last))
+    return CutProblem(
+        nodes,
+        tuple(values),
+        tuple(precedence),
+        tuple(groups),
+        frozenset(last),
+        last_alone=not last or draw(st.booleans()),
+    )
 
 
 LINKS = st.sampled_from([Link(1e9, 0.0), Link(2.0, 0.0), Link(1.0, 0.5), Link(0.2, 1.0)])
@@ -142,9 +162,7 @@ def test_bound_holds_where_not_everything_is_searched(
     if math.isinf(least):
         return
 
-    answer = cut(
-        problem, stages=stages, microbatches=6, step=step, link=link, most_down_sets=2
-    )
+    answer = cut(problem, stages=stages, microbatches=6, step=step, link=link, most_down_sets=2)
 
     assert answer.lower_bound_s <= least * (1 + 1e-9)
     assert answer.step_s >= least * (1 - 1e-9)

@@ -1,0 +1,309 @@
+"""States a graph as a cut problem, and turns the answer into what each stage takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.ir import Graph, Op, ValueKind
+from gpipe_compiler.passes.atoms import Atoms, atoms
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Node, Traffic
+from gpipe_compiler.passes.duplicate import closure, duplicable, shape_values
+from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
+from gpipe_compiler.runtime.spec import Crossing
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of an annotated graph and bears on where it is cut."""
+
+    graph: Graph
+    costs: Costs
+    effects: Effects
+    duplicable: frozenset[str]
+    atoms: Atoms
+    saved: SavedTensors
+    templates: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: Graph, costs: Costs) -> Facts:
+        """Runs the analyses.
+
+        Raises:
+            ModelError: naming an op that cannot run.
+        """
+        found = effects(graph)
+        copied = duplicable(graph, found)
+        return cls(
+            graph,
+            costs,
+            found,
+            copied,
+            atoms(graph, found, copied),
+            saved_tensors(graph),
+            frozenset(shape_values(graph)),
+        )
+
+    @cached_property
+    def kept(self) -> tuple[Op, ...]:
+        """The ops that run in one stage only, in order."""
+        return tuple(op for op in self.graph.ops if op.name not in self.duplicable)
+
+    @cached_property
+    def wanted(self) -> frozenset[str]:
+        """The values that the loss depends on through values that need a gradient.
+
+        An op that writes a value in place counts as making it.
+        """
+        if self.graph.loss is None:
+            return frozenset()
+        makers: dict[str, list[Op]] = {}
+        for op in self.graph.ops:
+            for value in self._results(op):
+                makers.setdefault(value, []).append(op)
+        found = {self.graph.loss.value}
+        pending = [self.graph.loss.value]
+        while pending:
+            for op in makers.get(pending.pop(), ()):
+                for value in op.inputs:
+                    if value not in found and self._trainable(value):
+                        found.add(value)
+                        pending.append(value)
+        return frozenset(found)
+
+    def returns_gradient(self, value: str, reader: Op) -> bool:
+        """Whether a gradient comes back to a value from an op that reads it."""
+        return self._trainable(value) and not self.wanted.isdisjoint(self._results(reader))
+
+    def _results(self, op: Op) -> tuple[str, ...]:
+        return (*op.outputs, *self.effects.writes.get(op.name, ()))
+
+    def _trainable(self, value: str) -> bool:
+        described = self.graph.values[value]
+        dtype = described.dtype
+        return (
+            described.requires_grad
+            and dtype is not None
+            and (dtype.is_floating_point or dtype.is_complex)
+        )
+
+    def reads(self, op: Op) -> tuple[str, ...]:
+        """The values that an op needs where it runs; one that only asks for shapes needs none."""
+        shapes_only = op.outputs and all(name in self.templates for name in op.outputs)
+        return () if op.name in self.duplicable and shapes_only else op.inputs
+
+
+def problem_of(facts: Facts) -> CutProblem:
+    """The cut problem of a graph. Its nodes are `facts.kept`, in this order."""
+    graph = facts.graph
+    index = {op.name: position for position, op in enumerate(facts.kept)}
+    nodes = tuple(
+        Node(
+            op.name,
+            facts.costs.ops[op.name].forward_s,
+            facts.costs.ops[op.name].backward_s,
+            facts.saved.saved_bytes((op.name,)),
+            sum(graph.state[name].bytes for name in op.states(graph.modules)),
+        )
+        for op in facts.kept
+    )
+    last = {index[name] for name in facts.atoms.last_stage}
+    if graph.loss is not None:
+        maker = graph.producer.get(graph.loss.value)
+        if maker is not None and maker.name in index:
+            last.add(index[maker.name])
+    return CutProblem(
+        nodes,
+        tuple(_traffic(facts, index)),
+        tuple((index[a], index[b]) for a, b in facts.atoms.precedence if a in index and b in index),
+        tuple(
+            tuple(sorted(index[name] for name in group if name in index))
+            for group in facts.atoms.groups
+        ),
+        frozenset(last),
+        last_alone=any(facts.kept[node].name not in graph.loss_only for node in last),
+    )
+
+
+def _traffic(facts: Facts, index: Mapping[str, int]) -> list[Traffic]:
+    graph = facts.graph
+    found = []
+    makers = [(source.name, GRAPH_INPUT) for source in graph.inputs]
+    makers.extend((name, index[op.name]) for op in facts.kept for name in op.outputs)
+    for value, producer in makers:
+        readers = [op for op in graph.consumers.get(value, ()) if op.name in index]
+        if readers:
+            size = graph.values[value].bytes
+            gradient = any(facts.returns_gradient(value, op) for op in readers)
+            found.append(
+                Traffic(
+                    value,
+                    producer,
+                    tuple(index[op.name] for op in readers),
+                    size,
+                    size if gradient else 0,
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """What every stage runs, takes and gives.
+
+    Attributes:
+        ops: per stage, in the order of the graph, those that serve only the loss last.
+        duplicates: those of `ops` that are computed in every stage that needs them.
+        inputs: per stage, what it reads and does not make, in order of first use.
+        outputs: per stage, what it makes for others, in the order it makes them.
+        crossings: in the order of the graph.
+    """
+
+    ops: tuple[tuple[str, ...], ...]
+    duplicates: tuple[tuple[str, ...], ...]
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
+    crossings: tuple[Crossing, ...]
+
+
+def tabulate(facts: Facts, stage_of: Mapping[str, int], stages: int) -> StageTable:
+    """The tables of an assignment.
+
+    A value made in stage a and read in b > a crosses from a to b; so does an input of the graph
+    that is read in b > 0, from stage 0. It brings a gradient back when it needs one and the loss
+    depends on what some op of a target makes of it, through values that need a gradient.
+
+    Args:
+        stage_of: the stage of every op in `facts.kept`.
+
+    Raises:
+        PlanError: when an op would need a value of a later stage, or one that cannot be sent.
+    """
+    graph = facts.graph
+    assigned = _with_duplicates(facts, stage_of, stages)
+    order = {op.name: position for position, op in enumerate(graph.ops)}
+    late = graph.loss_only
+    ops = tuple(
+        tuple(sorted(names, key=lambda name: (name in late, order[name]))) for names in assigned
+    )
+    made = [{value for name in names for value in graph.op_of[name].outputs} for names in ops]
+    inputs = tuple(
+        tuple(
+            dict.fromkeys(
+                value
+                for name in names
+                for value in facts.reads(graph.op_of[name])
+                if value not in made[stage]
+            )
+        )
+        for stage, names in enumerate(ops)
+    )
+    crossings = tuple(_crossings(facts, stage_of, ops, inputs))
+    sent = {(crossing.value, crossing.source) for crossing in crossings}
+    owned = _owners(facts, assigned)
+    outputs = tuple(
+        tuple(
+            value
+            for name in names
+            for value in graph.op_of[name].outputs
+            if (value, stage) in sent
+            or owned.get(value) == stage
+            or (name not in late and value in _for_loss(facts, names))
+        )
+        for stage, names in enumerate(ops)
+    )
+    duplicates = tuple(tuple(n for n in names if n in facts.duplicable) for names in ops)
+    return StageTable(ops, duplicates, inputs, outputs, crossings)
+
+
+def _with_duplicates(
+    facts: Facts, stage_of: Mapping[str, int], stages: int
+) -> list[frozenset[str]]:
+    """The ops of every stage; what only the caller wants of duplicable ops is on the last one."""
+    graph = facts.graph
+    assigned: list[set[str]] = [set() for _ in range(stages)]
+    for op in facts.kept:
+        assigned[stage_of[op.name]].add(op.name)
+    found = [names | closure(graph, facts.effects, facts.duplicable, names) for names in assigned]
+    present = frozenset().union(*found)
+    wanted = (*graph.output_values, *((graph.loss.value,) if graph.loss is not None else ()))
+    missing = {
+        maker.name
+        for value in wanted
+        if (maker := graph.producer.get(value)) is not None and maker.name not in present
+    }
+    found[-1] |= missing | closure(graph, facts.effects, facts.duplicable, missing)
+    return [frozenset(names) for names in found]
+
+
+def _owners(facts: Facts, assigned: list[frozenset[str]]) -> dict[str, int]:
+    """The stage that hands each output of the model (and a loss that is made with them) over."""
+    graph = facts.graph
+    wanted = list(graph.output_values)
+    if graph.loss is not None:
+        maker = graph.producer.get(graph.loss.value)
+        if maker is None or maker.name not in graph.loss_only:
+            wanted.append(graph.loss.value)
+    owned: dict[str, int] = {}
+    for value in wanted:
+        maker = graph.producer.get(value)
+        if maker is not None:
+            owned[value] = next(s for s, names in enumerate(assigned) if maker.name in names)
+    return owned
+
+
+def _for_loss(facts: Facts, names: tuple[str, ...]) -> frozenset[str]:
+    """The tensors that the ops of a stage which serve only the loss read."""
+    graph = facts.graph
+    return frozenset(
+        value
+        for name in names
+        if name in graph.loss_only
+        for value in facts.reads(graph.op_of[name])
+        if graph.values[value].kind is ValueKind.TENSOR
+    )
+
+
+def _crossings(
+    facts: Facts,
+    stage_of: Mapping[str, int],
+    ops: tuple[tuple[str, ...], ...],
+    inputs: tuple[tuple[str, ...], ...],
+) -> list[Crossing]:
+    graph = facts.graph
+    targets: dict[str, list[int]] = {}
+    for stage, values in enumerate(inputs):
+        for value in values:
+            targets.setdefault(value, []).append(stage)
+    found = []
+    makers = [(source.name, None) for source in graph.inputs]
+    makers.extend((value, op) for op in graph.ops for value in op.outputs)  # type: ignore[misc]  # the inputs' None and an Op
+    for value, maker in makers:
+        source = 0 if maker is None else stage_of.get(maker.name, -1)
+        later = tuple(stage for stage in targets.get(value, ()) if stage != source)
+        if not later or (maker is None and later == (0,)):
+            continue
+        described = graph.values[value]
+        if source < 0 or min(later) < source or described.dtype is None:
+            raise PlanError(
+                f"the value {value} would have to go from stage {source} to stage {later[0]}",
+                location=maker.source if maker is not None else None,
+                hint="this is a fault of the compiler: an atom or a duplicate is missing",
+            )
+        readers = (op for op in graph.consumers.get(value, ()) for s in later if op.name in ops[s])
+        found.append(
+            Crossing(
+                value,
+                source,
+                later,
+                described.shape,
+                described.dtype,
+                described.batch_dim,
+                any(facts.returns_gradient(value, op) for op in readers),
+            )
+        )
+    return found
