@@ -97,5 +97,3 @@ def _all_failed(met: list[tuple[Frontend, TraceError]]) -> TraceError:
 def _one(error: TraceError) -> str:
     where = f"{error.location}: " if error.location else ""
     return f"{where}{error.problem}"
-
-

@@ -111,13 +111,11 @@ def _run_graph(graph: Graph, entry: Entry, batch: int) -> _Run:
         )
     loss = None if graph.loss is None else values[graph.loss.value]
     _backward(loss)
-    kinds = {kind: {} for kind in StateKind}  # type: dict[StateKind, dict[str, torch.Tensor]]
+    kinds: dict[StateKind, dict[str, torch.Tensor]] = {kind: {} for kind in StateKind}
     for name, tensor in tensors.items():
         kinds[graph.state[name].kind][name] = tensor
     outputs = interpreter.resolve(graph.outputs, values)
-    return _results(
-        outputs, loss, kinds[StateKind.PARAMETER], kinds[StateKind.BUFFER], leaves
-    )
+    return _results(outputs, loss, kinds[StateKind.PARAMETER], kinds[StateKind.BUFFER], leaves)
 
 
 def _inputs(entry: Entry, batch: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -134,7 +132,7 @@ def _inputs(entry: Entry, batch: int) -> tuple[dict[str, torch.Tensor], list[tor
 
 def _backward(loss: Any) -> None:
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _results(
@@ -195,5 +193,3 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
-
-

@@ -7,9 +7,11 @@ list of tensors, first the loss where there is one, then the tensors of the mode
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -141,66 +143,64 @@ class Entry(nn.Module):
     def _probe(self) -> None:
         """Runs the model once, to know what it returns and how losses combine."""
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
-        inputs = self.signature.samples(count)
-        args, kwargs, target = self.signature.rebuild(inputs)
-        model = isolated(self.model)
+        args, kwargs, target = self.signature.rebuild(self.signature.samples(count))
         with torch.random.fork_rng(), torch.no_grad():
-            output = _user_call("the model", model, count, args, kwargs)
+            output = _user_call("the model", isolated(self.model), count, args, kwargs)
         self.full_structure, self.dropped = describe(output)
         leaves = pick(output, self.full_structure)
         if not self.wants_loss:
             return
-        self.own_loss = _own_loss(self.full_structure) if self.loss_fn is None else None
         if self.loss_fn is not None:
-            with torch.random.fork_rng(), torch.no_grad():
-                loss = _user_call("loss_fn", self.loss_fn, count, (output, target), {})
-            _check_scalar(loss, "loss_fn returns")
-        elif self.own_loss is not None:
-            _check_scalar(leaves[self.own_loss], "the model returns as its loss")
-        else:
-            self.squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
-            self.reduction = Reduction.SUM
-            if not self.squares:
-                raise ModelError(
-                    "the model returns no floating-point tensor, so there is nothing to train",
-                    hint="offer loss_fn(output, target), or compile with --mode infer",
-                )
+            self._probe_loss_function(output, target, count)
             return
-        if not self.states.on_meta:
-            self.reduction = self._find_reduction(isolated(model).eval(), count)
-
-    def _find_reduction(self, model: nn.Module, count: int) -> Reduction:
-        """How the loss of a batch follows from the losses of its halves, in eval mode."""
-        with torch.random.fork_rng(), torch.no_grad():
-            whole = self._loss(model, self.signature.samples(count), count)
-            halves = [
-                self._loss(model, self._slice(count, start, start + count // 2), count // 2)
-                for start in (0, count // 2)
-            ]
-        total = halves[0] + halves[1]
-        if torch.allclose(whole, total / 2, rtol=1e-3):
-            return Reduction.MEAN
-        if torch.allclose(whole, total, rtol=1e-3):
-            return Reduction.SUM
-        return Reduction.MEAN
-
-    def _slice(self, count: int, start: int, stop: int) -> list[torch.Tensor]:
-        """Some of the samples of a batch of `count`."""
-        return [
-            tensor[start:stop] if source.batched else tensor
-            for source, tensor in zip(
-                self.signature.inputs, self.signature.samples(count), strict=True
+        self.own_loss = _own_loss(self.full_structure)
+        if self.own_loss is not None:
+            _check_scalar(leaves[self.own_loss], "the model returns as its loss")
+            if not self.states.on_meta:
+                self._probe_own_loss(count)
+            return
+        self.reduction = Reduction.SUM
+        self.squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
+        if not self.squares:
+            raise ModelError(
+                "the model returns no floating-point tensor, so there is nothing to train",
+                hint="offer loss_fn(output, target), or compile with --mode infer",
             )
-        ]
 
-    def _loss(self, model: nn.Module, inputs: list[torch.Tensor], count: int) -> torch.Tensor:
-        args, kwargs, target = self.signature.rebuild(inputs)
-        output = _user_call("the model", model, count, args, kwargs)
-        if self.loss_fn is not None:
-            loss = _user_call("loss_fn", self.loss_fn, count, (output, target), {})
-        else:
-            loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss")  # noqa: B009  # a dataclass
-        return loss.double() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+    def _probe_loss_function(self, output: object, target: object, count: int) -> None:
+        """Holds the loss of an output against those of its halves."""
+
+        def loss(first: int, last: int) -> torch.Tensor:
+            part, of_target = (_samples_of(tree, first, last, count) for tree in (output, target))
+            with torch.random.fork_rng(), torch.no_grad():
+                value = _user_call("loss_fn", self.loss_fn, last - first, (part, of_target), {})
+            _check_scalar(value, "loss_fn returns")
+            return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
+
+        whole = loss(0, count)
+        if not whole.is_meta:
+            half = count // 2
+            self.reduction = _reduction(whole, [loss(0, half), loss(half, count)])
+
+    def _probe_own_loss(self, count: int) -> None:
+        """Holds the model's loss of a batch against those of its halves, in eval mode."""
+        model = isolated(self.model).eval()
+
+        def loss(first: int, last: int) -> torch.Tensor:
+            samples = self.signature.samples(count)
+            inputs = [
+                tensor[first:last] if source.batched else tensor
+                for source, tensor in zip(self.signature.inputs, samples, strict=True)
+            ]
+            args, kwargs, _ = self.signature.rebuild(inputs)
+            with torch.random.fork_rng(), torch.no_grad():
+                output = _user_call("the model", model, last - first, args, kwargs)
+            return (  # type: ignore[no-any-return]  # a scalar tensor, as checked before
+                output["loss"] if isinstance(output, Mapping) else output.loss
+            )
+
+        half = count // 2
+        self.reduction = _reduction(loss(0, count), [loss(0, half), loss(half, count)])
 
 
 def make_entry(subject: Subject, training: bool) -> Entry:
@@ -212,6 +212,39 @@ def make_entry(subject: Subject, training: bool) -> Entry:
     """
     states = state_table(subject.model)
     return Entry(subject, read_signature(subject, on_meta=states.on_meta), states, training)
+
+
+def _samples_of(tree: object, first: int, last: int, count: int) -> object:
+    """Some of the samples of a nest of tensors; what has no batch of `count` stays whole."""
+    found = dict(tensors_of(tree))
+
+    def part(path: Path) -> torch.Tensor:
+        tensor = found[path]
+        return tensor[first:last] if tensor.ndim and tensor.shape[0] == count else tensor
+
+    if isinstance(tree, torch.Tensor | tuple | list) or type(tree) is dict:
+        return replace_tensors(tree, part)
+    if isinstance(tree, Mapping) or dataclasses.is_dataclass(tree):
+        # The loss function may use the attributes of the model's own class.
+        twin = copy.copy(tree)
+        keys = list(tree) if isinstance(tree, Mapping) else [f.name for f in fields(tree)]
+        for key in keys:
+            item = tree[key] if isinstance(tree, Mapping) else getattr(tree, key)
+            new = _samples_of(item, first, last, count)
+            if isinstance(twin, MutableMapping):
+                twin[key] = new
+            else:
+                object.__setattr__(twin, key, new)
+        return twin
+    return tree
+
+
+def _reduction(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction:
+    """How the loss of a batch follows from the losses of its halves; the mean when in doubt."""
+    total = halves[0].double() + halves[1].double()
+    if torch.allclose(whole.double(), total / 2, rtol=1e-3):
+        return Reduction.MEAN
+    return Reduction.SUM if torch.allclose(whole.double(), total, rtol=1e-3) else Reduction.MEAN
 
 
 def sum_of_squares(tensors: Sequence[Any]) -> Any:

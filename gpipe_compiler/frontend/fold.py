@@ -31,9 +31,7 @@ Example = Callable[[Op], Any]
 """What an op returns, on some example; None where that is not known."""
 
 
-def fold(
-    ops: Sequence[Op], outputs: Argument, example: Example
-) -> tuple[tuple[Op, ...], Argument]:
+def fold(ops: Sequence[Op], outputs: Argument, example: Example) -> tuple[tuple[Op, ...], Argument]:
     """The ops with results unpacked, and the outputs in terms of the new values."""
     tidied = list(_tidy_sizes(ops, outputs, example))
     folding = _Folding(example, _taken_apart(tidied))
@@ -130,7 +128,6 @@ def _taken_apart(ops: Iterable[Op]) -> frozenset[str]:
     )
 
 
-
 def _unpackable(returned: Any) -> bool:
     """Whether a result is a tuple or list of tensors, possibly nested."""
     if not isinstance(returned, tuple | list) or isinstance(returned, torch.Size) or not returned:
@@ -162,8 +159,8 @@ def _unpack(name: str, returned: Any) -> tuple[Result, Argument]:
 
 def _field_names(returned: Any) -> tuple[str, ...]:
     """The names of a named tuple's fields, torch's own kind included."""
-    fields = getattr(returned, "_fields", None) or getattr(type(returned), "__match_args__", ())
-    return tuple(fields)
+    names: tuple[str, ...] = getattr(returned, "_fields", ())
+    return names or getattr(type(returned), "__match_args__", ())
 
 
 def _has_refs(argument: Argument) -> bool:

@@ -7,7 +7,7 @@ or `meta["stack_trace"]`, `meta["nn_module_stack"]`, and `meta["val"]` or `meta[
 
 from __future__ import annotations
 
-import operator
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,6 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.finish import finish
 from gpipe_compiler.frontend.locate import line_of_trace
 from gpipe_compiler.frontend.modules import rebuild
-from gpipe_compiler.frontend.naming import identifier
 from gpipe_compiler.ir import (
     Argument,
     Autocast,
@@ -146,8 +145,8 @@ class _Lowering:
         kwargs = {key: self.argument(item) for key, item in node.kwargs.items()}
         match node.op:
             case "call_function":
-                assert callable(node.target)  # noqa: S101  # fx guarantees it
-                return FunctionCall(node.target, args, kwargs)
+                assert callable(node.target)  # fx guarantees it
+                return FunctionCall(node.target, args, _without_defaults(node.target, kwargs))
             case "call_method":
                 return MethodCall(str(node.target), args, kwargs)
             case _:
@@ -158,9 +157,7 @@ class _Lowering:
         match item:
             case fx.Node():
                 if item not in self.arguments:
-                    raise TraceError(
-                        f"{item.target} is used as a value", location=source_of(item)
-                    )
+                    raise TraceError(f"{item.target} is used as a value", location=source_of(item))
                 return self.arguments[item]
             case tuple():
                 return tuple(self.argument(part) for part in item)
@@ -244,6 +241,29 @@ class _Lowering:
         outputs = returned[0] if isinstance(returned[0], tuple | list) else returned
         args = tuple(self.argument(item) for item in inputs)
         return RegionCall(context, Block(names, tuple(ops), tuple(outputs)), args)
+
+
+def _without_defaults(
+    function: Callable[..., object], kwargs: dict[str, Argument]
+) -> dict[str, Argument]:
+    """Keyword arguments of torch.nn.functional without those that only repeat the default.
+
+    Functions written in Python pass all of theirs on when they are traced. What the mode decides
+    stays, so that both modes pass it.
+    """
+    if getattr(function, "__module__", "") != "torch.nn.functional":
+        return kwargs
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return kwargs
+    return {
+        key: value
+        for key, value in kwargs.items()
+        if key in ("training", "use_input_stats", "dropout_p")
+        or key not in parameters
+        or repr(parameters[key].default) != repr(value)
+    }
 
 
 def _region_parts(node: fx.Node) -> tuple[Context, fx.Node, tuple[Any, ...]]:

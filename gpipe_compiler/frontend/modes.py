@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.fold import with_arguments
 from gpipe_compiler.frontend.naming import Names
 from gpipe_compiler.ir import (
     Argument,
+    Block,
     ByMode,
     Call,
     FunctionCall,
@@ -112,17 +113,20 @@ class _Merging:
         name = result if isinstance(result, str) else self._names.unique(op.name)
         call = with_arguments(op.call, self._ours)
         if isinstance(call, RegionCall):
-            body = call.body
-            self._values.update((old, self._names.unique(old)) for old in body.inputs)
-            inner = tuple(dataclasses.replace(self._one_sided(o, mode), mode=Mode.ALWAYS) for o in body.ops)
-            body = dataclasses.replace(
-                body,
-                inputs=tuple(self._values[old] for old in body.inputs),
-                ops=inner,
-                outputs=self._ours(body.outputs),
-            )
-            call = dataclasses.replace(call, body=body)
+            call = dataclasses.replace(call, body=self._renamed_body(call.body))
         return dataclasses.replace(op, name=name, call=call, result=result, mode=mode)
+
+    def _renamed_body(self, body: Block) -> Block:
+        """The body of a region of the eval graph, under names that are free."""
+        for old in body.inputs:
+            self._values[old] = self._names.unique(old)
+        ops = [self._one_sided(op, Mode.EVAL) for op in body.ops]
+        return Block(
+            tuple(self._values[old] for old in body.inputs),
+            # The region as a whole runs in one mode only.
+            tuple(dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops),
+            self._ours(body.outputs),
+        )
 
     def _renamed(self, result: Result) -> Result:
         """The result of an op of the eval graph, under names that are free."""

@@ -25,7 +25,7 @@ _DERIVED: Mapping[tuple[str, str], Callable[[nn.Module], object]] = {
     ("MultiheadAttention", "bias"): lambda m: m.in_proj_bias is not None,
     ("MultiheadAttention", "add_bias_kv"): lambda m: m.bias_k is not None,
     ("PReLU", "init"): lambda m: 0.25,
-    ("AdaptiveLogSoftmaxWithLoss", "cutoffs"): lambda m: list(m.cutoffs[:-1]),
+    ("AdaptiveLogSoftmaxWithLoss", "cutoffs"): lambda m: list(vars(m)["cutoffs"][:-1]),
 }
 """Arguments that are kept under another name."""
 
@@ -79,20 +79,14 @@ def is_plain(module: nn.Module) -> bool:
 
 def _signature(cls: type[nn.Module]) -> Iterator[inspect.Parameter]:
     """The parameters of the constructor that a person would pass."""
-    initialisers = [cls.__init__]
-    if issubclass(cls, _RECURRENT):
-        # Their own constructors take *args: the base class names the arguments.
-        initialisers = [nn.RNNBase.__init__]
-    for initialiser in initialisers:
-        for parameter in list(inspect.signature(initialiser).parameters.values())[1:]:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                continue
-            if parameter.name in ("device", "dtype", "mode") and (
-                parameter.name != "mode" or issubclass(cls, _RECURRENT)
-            ):
-                continue
-            if not parameter.name.startswith("_"):
-                yield parameter
+    # The constructors of recurrent modules take *args: their base class names the arguments.
+    recurrent = issubclass(cls, _RECURRENT)
+    ignored = {"device", "dtype", *(["mode"] if recurrent else [])}
+    for parameter in inspect.signature(nn.RNNBase if recurrent else cls).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name not in ignored and not parameter.name.startswith("_"):
+            yield parameter
     if cls is nn.RNN:
         yield inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
 
@@ -106,7 +100,8 @@ def _arguments(module: nn.Module) -> Iterator[tuple[str, object]]:
         value = derived(module) if derived else getattr(module, name, missing)
         if name in ("bias", "elementwise_affine") and not isinstance(value, bool):
             value = value is not None and value is not missing
-        if value is missing or (type(value) is type(parameter.default) and value == parameter.default):
+        same_type = type(value) is type(parameter.default)
+        if value is missing or (same_type and value == parameter.default):
             continue
         yield name, tuple(value) if isinstance(value, torch.Size) else value
     dtype = _dtype(module)
@@ -191,6 +186,4 @@ def _state(module: nn.Module) -> dict[str, tuple[object, ...]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return {
-        name: (tuple(t.shape), t.dtype, isinstance(t, nn.Parameter)) for name, t in tensors
-    }
+    return {name: (tuple(t.shape), t.dtype, isinstance(t, nn.Parameter)) for name, t in tensors}

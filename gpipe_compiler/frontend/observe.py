@@ -59,14 +59,14 @@ def observe(graph: Graph, entry: Entry) -> Observed:
 
 
 @dataclass
-class _Watcher(TorchDispatchMode):
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Notes which op runs a kernel that writes or draws random numbers."""
 
     current: str = ""
     effects: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

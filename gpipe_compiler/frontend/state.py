@@ -48,7 +48,7 @@ def state_table(model: nn.Module) -> StateTable:
         (StateKind.BUFFER, model.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in pairs:
-            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            if nn.parameter.is_lazy(tensor):
                 raise ModelError(
                     f"{name} has no shape yet: its module is lazy",
                     hint="call the model once in build_model(), so that lazy modules get a shape",

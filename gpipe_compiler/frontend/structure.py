@@ -46,8 +46,8 @@ def replace_tensors(tree: object, replacement: Callable[[Path], object], path: P
         return replacement(path)
     if isinstance(tree, tuple | list):
         items = [replace_tensors(item, replacement, (*path, i)) for i, item in enumerate(tree)]
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*items)
+        if isinstance(tree, tuple) and hasattr(tree, "_make"):
+            return tree._make(items)
         return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, Mapping):
         pairs = {

@@ -12,7 +12,6 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -35,8 +34,11 @@ _FACTORIES = frozenset(
 )
 """Functions that make tensors from numbers alone: recorded, so that nothing random is baked in."""
 
-_INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
-_INPLACE_BITS = ("iand", "ior", "ixor", "ilshift", "irshift", "imatmul")
+_INPLACE = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"),
+    *("iand", "ior", "ixor", "ilshift", "irshift", "imatmul"),
+)
+_INPLACE_FUNCTIONS = frozenset(getattr(operator, name) for name in _INPLACE)
 
 _CONTEXTS: tuple[tuple[type, str, str], ...] = (
     (torch.no_grad, "__enter__", "no_grad"),
@@ -115,7 +117,7 @@ def _inplace(name: str) -> Callable[[HardProxy, object], fx.Proxy]:
     return write
 
 
-for _name in (*_INPLACE, *_INPLACE_BITS):
+for _name in _INPLACE:
     setattr(HardProxy, f"__{_name}__", _inplace(_name))
 
 
@@ -163,9 +165,7 @@ class HardTracer(fx.Tracer):
         except NameError:
             return ""
 
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a module that is in the model; one from elsewhere is traced as a function."""
         if self.path_of_module(m) == "" and m is not self.root:
             return forward(*args, **kwargs)
@@ -177,7 +177,7 @@ class HardTracer(fx.Tracer):
         if isinstance(value, HardProxy) and isinstance(attr_val, torch.Tensor):
             if not isinstance(value, _ConstantShapeProxy):
                 value = _ConstantShapeProxy(value.node, self, attr_val)
-                parameter_proxy_cache[value.node.target] = value
+                parameter_proxy_cache[str(value.node.target)] = value
             return value
         return value
 
@@ -229,19 +229,29 @@ def _recording(tracer: HardTracer) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for cls, method, label in _CONTEXTS:
-            stack.enter_context(mock.patch.object(cls, method, _refusal(label)))
-        stack.enter_context(mock.patch.object(nn.Module, "__setattr__", set_attribute))
+            stack.enter_context(_patched(cls, method, _refusal(label)))
+        stack.enter_context(_patched(nn.Module, "__setattr__", set_attribute))
         stack.enter_context(_Factories(tracer))
         yield
+
+
+@contextlib.contextmanager
+def _patched(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    original = vars(cls)[name]
+    setattr(cls, name, function)
+    try:
+        yield
+    finally:
+        setattr(cls, name, original)
 
 
 def _assign_buffer(module: nn.Module, name: str, value: fx.Proxy) -> None:
     """`self.buffer = value`: the new contents go into the old tensor."""
     buffer = getattr(module, name)
-    node = value.node
-    while isinstance(node, fx.Node) and node.target in (operator.iadd, operator.isub, operator.imul):
-        node = node.args[0]
-    if node is not buffer.node:
+    source: Any = value.node
+    while isinstance(source, fx.Node) and source.target in _INPLACE_FUNCTIONS:
+        source = source.args[0]
+    if source is not buffer.node:
         buffer.copy_(value)
 
 
