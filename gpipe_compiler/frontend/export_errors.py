@@ -1,0 +1,135 @@
+"""What went wrong in an export, in the words of the user's program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.locate import is_users, line_of, location
+from gpipe_compiler.frontend.structure import Path
+
+_OTHER_FRONTENDS = "try another frontend (--frontend fx, --frontend dynamo)"
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A known reason for an export to fail: how its message reads, what it is, what helps."""
+
+    pattern: str
+    problem: str
+    hint: str
+
+
+_CAUSES = (
+    _Cause(
+        r"tgt_is_causal|_detect_is_causal_mask|tgt_mask",
+        "nn.Transformer looks into the values of its mask to find out whether it is causal",
+        "pass tgt_is_causal=True (or False) to nn.Transformer or nn.TransformerDecoder",
+    ),
+    _Cause(
+        r"src_is_causal|is_causal",
+        "nn.TransformerEncoder looks into the values of its mask to find out whether it is causal",
+        "pass is_causal=True (or False) along with the mask",
+    ),
+    _Cause(
+        r"DynamicCache|EncoderDecoderCache|StaticCache",
+        "the model returns or takes a cache object",
+        "build the model with use_cache=False",
+    ),
+    _Cause(
+        r"\.numpy\(\) is not supported|Tensor\.tolist|\.tolist",
+        "the model leaves torch: it turns a tensor into a NumPy array or a list",
+        "compute it with torch operators",
+    ),
+    _Cause(
+        r"has no memory|data_ptr|storage",
+        "the model reads the memory of a tensor while it is traced",
+        "compute it with torch operators",
+    ),
+    _Cause(
+        r"torch\.utils\.checkpoint|checkpoint",
+        "the model recomputes activations with torch.utils.checkpoint",
+        "turn its checkpointing off: a pipeline recomputes by itself",
+    ),
+)
+
+
+def explained(error: Exception) -> TraceError:
+    """The error that tells the user which construct cannot be traced, and where."""
+    where = line_of(error)
+    code = f" at `{where.code}`" if where and where.code else ""
+    text = str(error)
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return TraceError(
+            f"the model decides by the values of a tensor{code}: torch.export follows shapes only",
+            location=where,
+            hint="use torch.where or torch.cond instead of a branch on the data, "
+            "and a fixed number instead of .item()",
+        )
+    haystack = f"{where.code if where else ''}\n{text}"
+    for cause in _CAUSES:
+        if re.search(cause.pattern, haystack):
+            return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
+    first = text.strip().splitlines()[0] if text.strip() else "no message"
+    return TraceError(
+        f"torch.export cannot trace the model{code}: {type(error).__name__}: {first}",
+        location=where,
+        hint=_OTHER_FRONTENDS,
+    )
+
+
+def refuse_fixed_batch(entry: Entry, placeholders: Sequence[fx.Node]) -> None:
+    """Checks that the batch is free to vary in the traced graph.
+
+    Raises:
+        TraceError: when the model works for the traced batch size only; with the line that needs
+            it, where torch knows it.
+    """
+    for node, source in zip(placeholders, entry.signature.inputs, strict=True):
+        value = node.meta.get("val")
+        if not source.batched or not isinstance(value, torch.Tensor):
+            continue
+        size: Any = value.shape[0]
+        if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
+            continue
+        where = _fixing_line(value)
+        code = f" at `{where.code}`" if where and where.code else ""
+        raise TraceError(
+            f"the model works for a batch of {int(size)} only{code}: dimension 0 of "
+            f"{_spoken(source.path)} cannot vary",
+            location=where,
+            hint="take the batch size from the input (x.shape[0]), compare it with nothing, "
+            "and leave -1 for it in view and reshape",
+        )
+
+
+def _fixing_line(value: torch.Tensor) -> SourceLocation | None:
+    """The user's line behind the guard that fixed a size."""
+    mode = getattr(value, "fake_mode", None)
+    shape_env = getattr(mode, "shape_env", None)
+    for guard in getattr(shape_env, "guards", ()):
+        sloc = getattr(guard, "sloc", None)
+        equality = type(guard.expr).__name__ in ("Equality", "Eq")
+        for frame in (
+            getattr(sloc, "maybe_user_loc", None),
+            getattr(sloc, "framework_loc", None),
+        ):
+            file, line = getattr(frame, "filename", None), getattr(frame, "lineno", None)
+            if equality and isinstance(file, str) and isinstance(line, int) and is_users(file):
+                return location(file, line, getattr(frame, "name", ""))
+    return None
+
+
+def _spoken(path: Path) -> str:
+    """An input as the user passes it."""
+    root, *way = path
+    inside = "".join(f"[{key!r}]" for key in way)
+    return f"{root}{inside}"

@@ -1,0 +1,209 @@
+"""The torch.export frontend: one mode of a model, traced on fake tensors, made readable again.
+
+What is traced is the training IR of non-strict export: operators are not decomposed and writes in
+place stay. Parameters and buffers keep their names, regions under `no_grad` and `autocast` stay
+whole, calls of torch.nn modules are put together again (`relift`), and what remains is written as
+a person would (`readable`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.export_errors import explained, refuse_fixed_batch
+from gpipe_compiler.frontend.locate import is_users, line_of_trace
+from gpipe_compiler.frontend.lower import lower
+from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.readable import make_readable, write_constants
+from gpipe_compiler.frontend.relift import CallRecorder, relift
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+
+_SMALLEST_BATCH = 2
+"""A batch of one is taken for a constant by torch.export."""
+
+
+def trace_export(subject: Subject, training: bool) -> Graph:
+    """The model's graph in one mode, by torch.export.
+
+    Raises:
+        TraceError: with the construct that cannot be traced, its line, and what to do about it.
+        ModelError: when the model raises on its example inputs.
+    """
+    entry = make_entry(subject, training)
+    recorder = CallRecorder()
+    with recorder.watching(entry.model, "model"):
+        program = export(entry)
+    module = program.graph_module
+    refuse_fixed_batch(entry, name_state(module, program))
+    graphs = [region.graph for region in regions(module)]
+    find_sources(graphs[::-1])
+    relift(graphs, recorder, lambda path, leaf: rebuild(path, leaf) is not None)
+    write_constants(graphs, program.constants)
+    make_readable(graphs)
+    return lower(module.graph, module, entry)
+
+
+def export(entry: Entry) -> ExportedProgram:
+    """The entry in torch.export's training IR, the batch free to vary.
+
+    Raises:
+        TraceError: when torch.export fails.
+    """
+    signature = entry.signature
+    examples = signature.samples(max(signature.batch_size, _SMALLEST_BATCH))
+    dynamic = tuple({0: Dim.AUTO} if source.batched else None for source in signature.inputs)
+    try:
+        with _quiet(), _user_lines(), torch.enable_grad():
+            return torch.export.export(
+                entry, tuple(examples), dynamic_shapes={"inputs": dynamic}, strict=False
+            )
+    except GPipeCompilerError:
+        raise
+    except Exception as error:  # whatever the user's code or torch raises on fake tensors
+        raise explained(error) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch's advice to users of torch.export to itself: failures are explained here."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx", "torch.export", "torch._export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _user_lines() -> Iterator[None]:
+    """Lets every node know the user's lines that made it, helper functions included.
+
+    By itself torch.export keeps those frames only that are named `forward`.
+    """
+
+    def keep(_tracer: object, stack: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([f for f in stack if is_users(f.filename)])
+
+    with mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep):
+        yield
+
+
+def name_state(module: fx.GraphModule, program: ExportedProgram) -> list[fx.Node]:
+    """Reads parameters, buffers and constants by their names, in regions too.
+
+    An exported program takes them as inputs. Returns the placeholders of the inputs that remain.
+    """
+    inputs = []
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in [node for node in module.graph.nodes if node.op == "placeholder"]:
+        spec = specs[node.name]
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(node)
+            continue
+        target = str(spec.target)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            _keep(module, target, program.constants[target])
+        _replace_by_state(module.graph, node, target)
+    _pull_state_into_regions(module)
+    return inputs
+
+
+def find_sources(graphs: Sequence[fx.Graph]) -> None:
+    """Gives nodes that torch.export made up (sizes, regions) the line of what they are for."""
+    for graph in graphs:
+        for node in reversed(graph.nodes):
+            node.meta["source"] = line_of_trace(node.stack_trace)
+            if node.meta["source"] is None or not Path(node.meta["source"].file).is_absolute():
+                near = [*node.users, *_inside(graph, node)]
+                node.meta["source"] = next(
+                    (user.meta["source"] for user in near if user.meta.get("source")), None
+                )
+
+
+def _inside(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The nodes of a region."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    for item in node.all_input_nodes:
+        body = getattr(graph.owning_module, str(item.target), None)
+        if item.op == "get_attr" and isinstance(body, fx.GraphModule):
+            return list(body.graph.nodes)
+    return []
+
+
+def _keep(module: fx.GraphModule, target: str, tensor: object) -> None:
+    """Makes a constant an attribute of the graph's module, under its own name."""
+    owner: torch.nn.Module = module
+    *path, name = target.split(".")
+    for part in path:
+        if not hasattr(owner, part):
+            owner.add_module(part, torch.nn.Module())
+        owner = getattr(owner, part)
+    object.__setattr__(owner, name, tensor)
+
+
+def _replace_by_state(graph: fx.Graph, node: fx.Node, target: str) -> None:
+    with graph.inserting_before(node):
+        state = graph.create_node("get_attr", target)
+    state.meta = dict(node.meta)
+    node.replace_all_uses_with(state)
+    graph.erase_node(node)
+
+
+def _pull_state_into_regions(module: fx.GraphModule) -> None:
+    """Lets a region read a parameter by its name, instead of being handed it."""
+    for node in module.graph.nodes:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        bodies = [
+            (place, getattr(module, str(item.target)))
+            for place, item in enumerate(node.args)
+            if isinstance(item, fx.Node) and _is_body(module, item)
+        ]
+        if len(bodies) != 1:
+            continue
+        place, body = bodies[0]
+        operands = node.args[place + 1 :]
+        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        kept = []
+        for operand, placeholder in zip(operands, placeholders, strict=True):
+            if isinstance(operand, fx.Node) and operand.op == "get_attr":
+                _replace_by_state(body.graph, placeholder, str(operand.target))
+            else:
+                kept.append(operand)
+        node.args = (*node.args[: place + 1], *kept)
+        _pull_state_into_regions(body)
+
+
+def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(
+        getattr(module, str(node.target), None), fx.GraphModule
+    )
+
+
+def regions(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph module and the bodies of its regions, each once."""
+    found = [module]
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            found.extend(regions(child))
+    return found
