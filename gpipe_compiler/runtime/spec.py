@@ -32,11 +32,14 @@ class Input:
         path: where it stands in the call: ("args", 0), ("kwargs", "mask"), ("target",); further
             keys and indices lead into nested tuples, lists and dicts.
         batched: whether dimension 0 is the batch, so that it is split into micro-batches.
+        shape, dtype: what is accepted, where known; dimension 0 of a batched input may differ.
     """
 
     name: str
     path: tuple[str | int, ...]
     batched: bool = True
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,212 @@
+"""From what the caller passes to the named tensors of every micro-batch, and back to outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from .errors import UsageError
+from .spec import Input, Leaf, PipelineSpec, Structure
+
+Values = dict[str, torch.Tensor]
+
+Inputs: TypeAlias = object
+"""A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict)."""
+
+_MISSING = object()
+
+
+def bind(inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[str]) -> Values:
+    """The tensors of a call by the names of the pipeline's inputs.
+
+    Args:
+        needed: the inputs that must be there; others may be None or absent.
+
+    Raises:
+        UsageError: when one is missing, is no tensor, has another dtype or shape, or when a tensor
+            is passed that the pipeline knows nothing of.
+    """
+    args, kwargs = as_call(inputs)
+    call = {"args": args, "kwargs": kwargs, "target": target}
+    bound: Values = {}
+    for source in spec.inputs:
+        item = _lookup(call, source.path)
+        if isinstance(item, torch.Tensor):
+            _check(source, item)
+            bound[source.name] = item.detach()
+        elif source.name in needed:
+            found = "is missing" if item is _MISSING or item is None else f"is {_describe(item)}"
+            raise UsageError(
+                f"{spec.name}: {describe_path(source.path)} {found}; a tensor is needed",
+                hint=f"the pipeline takes {_expected(spec)}; this call passes {_describe(inputs)}",
+            )
+    known = {source.path for source in spec.inputs}
+    passed = {"args": args, "kwargs": kwargs}
+    for path in _tensor_paths(passed, ()):
+        if path not in known:
+            raise UsageError(
+                f"{spec.name} takes no {describe_path(path)}",
+                hint=f"the pipeline takes {_expected(spec)}",
+            )
+    return bound
+
+
+def as_call(inputs: Inputs) -> tuple[tuple[object, ...], Mapping[str, object]]:
+    """Positional and keyword arguments, from any of the forms of `Inputs`."""
+    match inputs:
+        case (tuple() as args, dict() as kwargs):
+            return args, kwargs
+        case tuple():
+            return inputs, {}
+        case dict():
+            return (), inputs
+        case _:
+            return (inputs,), {}
+
+
+def batch_of(bound: Values, spec: PipelineSpec) -> int | None:
+    """The samples in a call, None where nothing is batched."""
+    for source in spec.inputs:
+        if source.batched and source.name in bound:
+            return bound[source.name].shape[0]
+    return None
+
+
+def split(bound: Values, spec: PipelineSpec, microbatches: int) -> tuple[list[Values], int]:
+    """The inputs of every micro-batch, and the samples in each.
+
+    Raises:
+        UsageError: when the batch does not divide, or inputs disagree on its size.
+    """
+    sizes = {
+        source.name: bound[source.name].shape[0]
+        for source in spec.inputs
+        if source.batched and source.name in bound
+    }
+    if not sizes:
+        return [dict(bound) for _ in range(microbatches)], spec.microbatch_size
+    name, batch = next(iter(sizes.items()))
+    for other, size in sizes.items():
+        if size != batch:
+            raise UsageError(f"{spec.name}: {name} has {batch} samples, {other} has {size}")
+    if batch == 0 or batch % microbatches:
+        raise UsageError(
+            f"{spec.name}: a batch of {batch} does not divide into {microbatches} micro-batches",
+            hint=f"pass a multiple of {microbatches} samples, or set microbatches",
+        )
+    parts = {
+        name: tensor.chunk(microbatches) if name in sizes else (tensor,) * microbatches
+        for name, tensor in bound.items()
+    }
+    return [
+        {name: pieces[m] for name, pieces in parts.items()} for m in range(microbatches)
+    ], batch // microbatches
+
+
+def join(leaf: Leaf, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """An output of the mini-batch from those of the micro-batches.
+
+    Along its batch dimension the pieces follow each other. A floating scalar that belongs to the
+    whole batch is the mean of the pieces; anything else is that of the last micro-batch.
+    """
+    if leaf.batch_dim is not None:
+        return torch.cat(list(pieces), leaf.batch_dim) if len(pieces) > 1 else pieces[0]
+    if pieces[0].dim() == 0 and pieces[0].is_floating_point() and len(pieces) > 1:
+        return torch.stack(list(pieces)).mean()
+    return pieces[-1]
+
+
+def rebuild(structure: Structure, values: Mapping[str, torch.Tensor]) -> object:
+    """The structure that the pipeline returns, with a tensor at every leaf."""
+    match structure:
+        case Leaf(value=value):
+            return values[value]
+        case dict():
+            return {key: rebuild(item, values) for key, item in structure.items()}
+        case list():
+            return [rebuild(item, values) for item in structure]
+        case tuple():
+            return tuple(rebuild(item, values) for item in structure)
+        case _:
+            return structure
+
+
+def describe_path(path: Sequence[str | int]) -> str:
+    """Where a tensor stands in the call, as its caller would write it."""
+    head, *rest = path
+    if head == "args" and rest:
+        text = f"positional argument {rest.pop(0)}"
+    elif head == "kwargs" and rest:
+        text = f"keyword argument {rest.pop(0)!r}"
+    else:
+        text = str(head)
+    return text + "".join(f"[{key!r}]" for key in rest)
+
+
+def _lookup(call: Mapping[str, object], path: Sequence[str | int]) -> object:
+    item: object = call
+    for key in path:
+        match item:
+            case dict() if key in item:
+                item = item[key]
+            case tuple() | list() if isinstance(key, int) and key < len(item):
+                item = item[key]
+            case _ if isinstance(key, str) and key.isidentifier() and hasattr(item, key):
+                item = getattr(item, key)
+            case _:
+                return _MISSING
+    return item
+
+
+def _check(source: Input, tensor: torch.Tensor) -> None:
+    where = describe_path(source.path)
+    if source.batched and tensor.dim() == 0:
+        raise UsageError(f"{where} has no dimension to split into micro-batches")
+    if source.dtype is not None and tensor.dtype != source.dtype:
+        raise UsageError(
+            f"{where} is of {tensor.dtype}, the model was compiled for {source.dtype}",
+            hint=f"convert it: .to({source.dtype})",
+        )
+    if source.shape is None:
+        return
+    first = 1 if source.batched else 0
+    if tensor.dim() != len(source.shape) or tensor.shape[first:] != source.shape[first:]:
+        wanted = ["batch", *source.shape[1:]] if source.batched else [*source.shape]
+        raise UsageError(
+            f"{where} has shape {_sizes(tensor.shape)}, the model was compiled for {_sizes(wanted)}"
+        )
+
+
+def _tensor_paths(item: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(item, torch.Tensor):
+        yield path
+    elif isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from _tensor_paths(value, (*path, key))
+    elif isinstance(item, tuple | list):
+        for index, value in enumerate(item):
+            yield from _tensor_paths(value, (*path, index))
+
+
+def _expected(spec: PipelineSpec) -> str:
+    return ", ".join(describe_path(source.path) for source in spec.inputs) or "nothing"
+
+
+def _describe(item: object) -> str:
+    match item:
+        case torch.Tensor():
+            return f"a tensor {_sizes(item.shape)}"
+        case dict():
+            return "{" + ", ".join(f"{key!r}: {_describe(v)}" for key, v in item.items()) + "}"
+        case tuple() | list():
+            return f"{type(item).__name__}({', '.join(map(_describe, item))})"
+        case None:
+            return "None"
+        case _:
+            return type(item).__name__
+
+
+def _sizes(shape: Sequence[object]) -> str:
+    return "x".join(map(str, shape)) or "()"

@@ -1,0 +1,194 @@
+"""Runs a prepared schedule once: on the threads of this process, or as one of several processes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from .distributed import DistributedEndpoint, Network, sum_over_owners
+from .engine import Engine, Job, Outcome, Values
+from .inputs import join
+from .local import Inbox, LocalEndpoint, Workers
+from .programs import Prepared
+from .schedule.actions import SharedSum
+from .shared import SharedParameter
+from .spec import PipelineSpec
+from .wiring import makers, output_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a mini-batch comes to: its loss, and the outputs that were asked for, by value name."""
+
+    loss: torch.Tensor | None
+    outputs: Mapping[str, torch.Tensor]
+
+
+class Runner(Protocol):
+    """The way in which a pipeline's programs are executed."""
+
+    def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
+        """Execute every device's program once; `samples` are in each micro-batch."""
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
+
+
+class LocalRunner:
+    """All devices in this process, a thread for each.
+
+    Args:
+        devices: where each worker computes; several may be the same.
+    """
+
+    def __init__(
+        self, spec: PipelineSpec, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]
+    ) -> None:
+        self.spec = spec
+        self.devices = tuple(devices)
+        per_device = len(spec.stages) // len(devices)
+        loss = spec.loss.value if spec.loss is not None else None
+        self.engines = [
+            Engine(
+                {s: modules[s] for s in range(d * per_device, (d + 1) * per_device)}, device, loss
+            )
+            for d, device in enumerate(devices)
+        ]
+        on_cpu = sum(device.type == "cpu" for device in devices)
+        threads = max(1, torch.get_num_threads() // on_cpu) if on_cpu > 1 else None
+        self.workers: Workers[Outcome] = Workers(len(devices), threads)
+
+    def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
+        """Execute every device's program once."""
+        inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.devices]
+        others = Job(job.microbatches, (), job.loss_weight, job.kept, job.seed, job.number)
+        tasks = []
+        for index, engine in enumerate(self.engines):
+            endpoint = LocalEndpoint(index, inboxes, self.devices, prepared.placement)
+            tasks.append(
+                partial(
+                    engine.run,
+                    prepared.steps[index],
+                    prepared.wiring,
+                    others if index else _on(job, self.devices[0]),
+                    endpoint,
+                )
+            )
+
+        def abort() -> None:
+            for inbox in inboxes:
+                inbox.put(None)
+
+        outcomes = self.workers.run(tasks, abort)
+        losses = [loss for outcome in outcomes for loss in outcome.losses]
+        outputs = {}
+        for leaf in output_leaves(self.spec.outputs):
+            for outcome in outcomes:
+                if job.kept and leaf.value in outcome.results[0]:
+                    pieces = [values[leaf.value] for values in outcome.results]
+                    outputs[leaf.value] = join(leaf, pieces)
+        return Result(_total(losses, job), outputs)
+
+    def close(self) -> None:
+        """Join the threads."""
+        self.workers.close()
+
+
+class DistributedRunner:
+    """This process's device; the others are other processes."""
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        modules: Mapping[int, nn.Module],
+        network: Network,
+        shared: Mapping[str, SharedParameter],
+    ) -> None:
+        self.spec = spec
+        self.network = network
+        self.shared = shared
+        loss = spec.loss.value if spec.loss is not None else None
+        self.engine = Engine(modules, network.device, loss)
+        self.makers = makers(spec)
+
+    def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
+        """Execute this rank's program once; the loss comes to all ranks, outputs to rank 0."""
+        endpoint = DistributedEndpoint(
+            self.network,
+            prepared.placement,
+            prepared.crossings,
+            samples,
+            self.spec.microbatch_size,
+            partial(self._sum, prepared),
+        )
+        rank = self.network.rank
+        outcome = self.engine.run(
+            prepared.steps[rank], prepared.wiring, _on(job, self.network.device), endpoint
+        )
+        loss = None
+        if job.loss_weight is not None and self.spec.loss is not None:
+            source = prepared.placement[self.makers[self.spec.loss.value]]
+            loss = self.network.share_scalar(_total(outcome.losses, job), source, "the loss")
+        return Result(loss, self._gather(prepared, job, outcome))
+
+    def _gather(self, prepared: Prepared, job: Job, outcome: Outcome) -> Values:
+        """The outputs, on rank 0: one after another, in the same order on all ranks."""
+        outputs: Values = {}
+        for leaf in output_leaves(self.spec.outputs):
+            if leaf.value not in job.kept:
+                continue
+            source = prepared.placement[self.makers[leaf.value]]
+            if source not in (0, self.network.rank) and self.network.rank != 0:
+                continue
+            mine = None
+            if source == self.network.rank:
+                mine = join(leaf, [values[leaf.value] for values in outcome.results])
+            if source != 0 and self.network.rank in (0, source):
+                mine = self.network.pass_on(mine, source, f"output {leaf.value}")
+            if mine is not None and self.network.rank == 0:
+                outputs[leaf.value] = mine
+        return outputs
+
+    def _sum(self, prepared: Prepared, total: SharedSum) -> None:
+        ranks = sorted({prepared.placement[stage] for stage in total.stages})
+
+        def over_ranks(name: str, gradient: torch.Tensor) -> torch.Tensor:
+            return sum_over_owners(self.network, ranks, gradient, name)
+
+        self.shared[total.parameter].exchange(over_ranks)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.network.close()
+
+
+def default_devices(stages: int) -> tuple[torch.device, ...]:
+    """A worker per stage, spread in order over the GPUs; without any, on the CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return (torch.device("cpu"),) * stages
+    used = min(count, stages)
+    return tuple(torch.device("cuda", stage * used // stages) for stage in range(stages))
+
+
+def _on(job: Job, device: torch.device) -> Job:
+    moved = [
+        {
+            name: tensor.to(device, non_blocking=device.type != "cpu")
+            for name, tensor in values.items()
+        }
+        for values in job.inputs
+    ]
+    return Job(job.microbatches, moved, job.loss_weight, job.kept, job.seed, job.number)
+
+
+def _total(losses: Sequence[torch.Tensor], job: Job) -> torch.Tensor | None:
+    if not losses or job.loss_weight is None:
+        return None
+    return torch.stack([loss.reshape(()) for loss in losses]).sum() * job.loss_weight

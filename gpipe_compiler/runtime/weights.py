@@ -1,0 +1,224 @@
+"""The weights of a package: safetensors files under the model's own names, and their index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from .errors import WeightsError
+from .spec import StageSpec
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder of safetensors files.
+
+    Attributes:
+        files: for every tensor, the file in `directory` that holds it.
+    """
+
+    directory: Path
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path) -> Weights:
+        """The folder with its index.json; one file of any name needs no index.
+
+        Raises:
+            WeightsError: when there is no such folder, or the index is broken.
+        """
+        index = directory / INDEX
+        if not index.is_file():
+            raise WeightsError(f"{index} is missing", hint="compile the model again")
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            files = content.get("weight_map", content)
+            return cls(directory, {str(name): str(file) for name, file in files.items()})
+        except (ValueError, AttributeError) as error:
+            raise WeightsError(f"{index} is no index of weights: {error}") from error
+
+    def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """These tensors, on a device; names that the folder does not hold are left out.
+
+        Raises:
+            WeightsError: when a file is missing or broken.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name in dict.fromkeys(names):
+            if name in self.files:
+                by_file.setdefault(self.files[name], []).append(name)
+        loaded: dict[str, torch.Tensor] = {}
+        for file, wanted in by_file.items():
+            path = self.directory / file
+            try:
+                with safetensors.safe_open(path, framework="pt", device=str(device)) as opened:
+                    for name in wanted:
+                        loaded[name] = opened.get_tensor(name)
+            except (OSError, safetensors.SafetensorError) as error:
+                raise WeightsError(f"cannot read {path}: {error}") from error
+        return loaded
+
+
+def save_weights(
+    tensors: Mapping[str, torch.Tensor], directory: Path, *, shard_bytes: int = 4 << 30
+) -> None:
+    """Write tensors into a folder, with an index; files hold up to `shard_bytes` each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().contiguous()
+        size += tensor.nbytes
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        )
+        save_file(shard, directory / file)
+        files.update(dict.fromkeys(shard, file))
+    text = json.dumps({"weight_map": files}, indent=1) + "\n"
+    (directory / INDEX).write_text(text, encoding="utf-8")
+
+
+def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors into one safetensors file; those that share memory are written each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(copies, path)
+
+
+def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of one safetensors file.
+
+    Raises:
+        WeightsError: when it cannot be read.
+    """
+    try:
+        return safetensors.torch.load_file(path, device=str(device or "cpu"))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"cannot read {path}: {error}") from error
+
+
+def build_stage(
+    spec: StageSpec, weights: Weights | None, device: torch.device, seed: int
+) -> nn.Module:
+    """A stage's module on its device, with its weights.
+
+    Without weights, every module of the stage is initialised on the device by its own rule, from a
+    seed that depends on `seed` and on the model's name of its first tensor: the same for any
+    number of stages. A parameter that stands in no module with a rule of its own is drawn from
+    normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise.
+
+    Raises:
+        WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
+            of another shape.
+    """
+    if weights is None:
+        return _initialised(spec, device, seed)
+    stored = weights.load(spec.state.values(), device)
+    with torch.device("meta"):
+        module = spec.module()
+    own_names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if any(spec.state.get(own, own) not in stored for own in own_names):
+        # Something is computed by the constructor: let it.
+        with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
+            module = spec.module()
+    for own, parameter in list(module.named_parameters()):
+        name = spec.state.get(own, own)
+        if name not in stored:
+            raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
+        _replace(module, own, name, parameter, stored[name])
+    for own, buffer in list(module.named_buffers()):
+        name = spec.state.get(own, own)
+        if name in stored:
+            _replace(module, own, name, buffer, stored[name])
+    return module
+
+
+def _replace(
+    module: nn.Module, own: str, name: str, old: torch.Tensor, tensor: torch.Tensor
+) -> None:
+    if old.shape != tensor.shape:
+        raise WeightsError(
+            f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(old.shape)} in the "
+            "stage"
+        )
+    path, _, attribute = own.rpartition(".")
+    holder = module.get_submodule(path)
+    if isinstance(old, nn.Parameter):
+        setattr(holder, attribute, nn.Parameter(tensor, requires_grad=old.requires_grad))
+    else:
+        holder._buffers[attribute] = tensor
+
+
+def parameter_kinds(spec: StageSpec) -> dict[str, bool]:
+    """The stage's parameters by own name, with whether they need a gradient."""
+    with torch.device("meta"):
+        module = spec.module()
+    return {
+        name: parameter.requires_grad
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
+    generators = _generators(device)
+    with torch.random.fork_rng(devices=generators):
+        with torch.device(device):
+            module = spec.module()
+        # Children first: a parent such as MultiheadAttention has the last word on their biases.
+        for path, holder in reversed(list(module.named_modules())):
+            own_names = [
+                name
+                for name, tensor in (*holder._parameters.items(), *holder._buffers.items())
+                if tensor is not None
+            ]
+            if own_names:
+                first = f"{path}.{own_names[0]}" if path else own_names[0]
+                torch.manual_seed(_seed_of(spec.state.get(first, first), seed))
+                _reset(holder, path, spec, seed)
+    return module
+
+
+def _reset(holder: nn.Module, path: str, spec: StageSpec, seed: int) -> None:
+    for rule in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(holder, rule, None)
+        if callable(reset):
+            reset()
+            return
+    for own, parameter in holder._parameters.items():
+        if parameter is None or not parameter.is_floating_point():
+            continue
+        name = spec.state.get(f"{path}.{own}" if path else own, own)
+        torch.manual_seed(_seed_of(name, seed))
+        with torch.no_grad():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _generators(device: torch.device) -> list[int]:
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.current_device() if device.index is None else device.index]

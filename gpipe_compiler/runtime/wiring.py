@@ -1,0 +1,196 @@
+"""What each stage needs and makes, worked out once from the spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .schedule.actions import Action, Compute, Phase, Send
+from .schedule.lowering import first_targets
+from .spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A value that a stage reads: from the caller, an earlier stage here, or another device.
+
+    `sender` is the source of the transfer that brings it, None for a value that is made here;
+    `via` the stage that the transfer is addressed to.
+    """
+
+    value: str
+    gradient: bool
+    sender: int | None
+    via: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A summand of a value's gradient: from `stage`, which is on this device or is `remote`.
+
+    A remote part is already the sum over the stages of its device.
+    """
+
+    stage: int
+    remote: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageWiring:
+    """How one stage hangs in the pipeline.
+
+    Attributes:
+        needs: forward's arguments in order, then what only `loss` reads.
+        arguments: how many of `needs` forward takes.
+        returned: for each output with a gradient, its summands in the order of summation.
+    """
+
+    index: int
+    spec: StageSpec
+    needs: tuple[Need, ...]
+    arguments: int
+    returned: tuple[tuple[str, tuple[Part, ...]], ...]
+    makes_loss: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An action with the values (of its micro-batch) that the device is done with afterwards."""
+
+    action: Action
+    drops: tuple[str, ...]
+
+
+def wire(spec: PipelineSpec, placement: Sequence[int], training: bool) -> tuple[StageWiring, ...]:
+    """The wiring of every stage."""
+    crossings = {c.value: c for c in crossings_for(spec, training)}
+    return tuple(
+        _wire_stage(spec, stage, placement, crossings, training)
+        for stage in range(len(spec.stages))
+    )
+
+
+def crossings_for(spec: PipelineSpec, training: bool) -> tuple[Crossing, ...]:
+    """The boundary values that are sent: inference does without those that serve only the loss."""
+    if training:
+        return spec.crossings
+    kept = []
+    for crossing in spec.crossings:
+        targets = tuple(t for t in crossing.targets if crossing.value in spec.stages[t].inputs)
+        if targets:
+            kept.append(dataclasses.replace(crossing, targets=targets, gradient=False))
+    return tuple(kept)
+
+
+def inputs_for(spec: PipelineSpec, training: bool) -> frozenset[str]:
+    """The inputs of the pipeline that some stage reads."""
+    read = {name for stage in spec.stages for name in stage.inputs}
+    if training and spec.loss is not None and spec.loss.separate:
+        read.update(spec.stages[-1].loss_inputs)
+    return frozenset(source.name for source in spec.inputs if source.name in read)
+
+
+def output_leaves(structure: Structure) -> tuple[Leaf, ...]:
+    """Every leaf of the structure that the pipeline returns, each value once."""
+    found: dict[str, Leaf] = {}
+
+    def walk(item: Structure) -> None:
+        if isinstance(item, Leaf):
+            found.setdefault(item.value, item)
+        elif isinstance(item, dict):
+            for value in item.values():
+                walk(value)
+        elif isinstance(item, tuple | list):
+            for value in item:
+                walk(value)
+
+    walk(structure)
+    return tuple(found.values())
+
+
+def makers(spec: PipelineSpec) -> dict[str, int]:
+    """The stage that makes each value; inputs of the pipeline count as made by stage 0."""
+    table = {source.name: 0 for source in spec.inputs}
+    for index, stage in enumerate(spec.stages):
+        for name in stage.outputs:
+            table.setdefault(name, index)
+    if spec.loss is not None and spec.loss.separate:
+        table.setdefault(spec.loss.value, len(spec.stages) - 1)
+    return table
+
+
+def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[Step, ...]:
+    """A device's program with the place at which every value is let go."""
+    last: dict[tuple[str, int], int] = {}
+    for position, action in enumerate(program):
+        if isinstance(action, Compute) and action.phase is Phase.FORWARD:
+            stage = wiring[action.stage]
+            names = [*(need.value for need in stage.needs), *stage.spec.outputs]
+        elif isinstance(action, Send) and not action.transfer.gradient:
+            names = [action.transfer.value]
+        else:
+            continue
+        microbatch = (
+            action.microbatch if isinstance(action, Compute) else action.transfer.microbatch
+        )
+        for name in names:
+            last[name, microbatch] = position
+    drops: dict[int, list[str]] = {}
+    for (name, _), position in last.items():
+        drops.setdefault(position, []).append(name)
+    return tuple(Step(action, tuple(drops.get(i, ()))) for i, action in enumerate(program))
+
+
+def _wire_stage(
+    spec: PipelineSpec,
+    stage: int,
+    placement: Sequence[int],
+    crossings: dict[str, Crossing],
+    training: bool,
+) -> StageWiring:
+    own = spec.stages[stage]
+    loss = spec.loss if training else None
+    separate = loss is not None and loss.separate and stage == len(spec.stages) - 1
+    only_loss = [
+        name
+        for name in (own.loss_inputs if separate else ())
+        if name not in own.inputs and name not in own.outputs
+    ]
+    names = [*own.inputs, *dict.fromkeys(only_loss)]
+    return StageWiring(
+        index=stage,
+        spec=own,
+        needs=tuple(_need(name, stage, placement, crossings) for name in names),
+        arguments=len(own.inputs),
+        returned=tuple(
+            (crossing.value, _parts(crossing, placement))
+            for crossing in crossings.values()
+            if crossing.source == stage and crossing.gradient
+        ),
+        makes_loss=loss is not None and (separate or loss.value in own.outputs),
+    )
+
+
+def _need(name: str, stage: int, placement: Sequence[int], crossings: dict[str, Crossing]) -> Need:
+    crossing = crossings.get(name)
+    if crossing is None or stage not in crossing.targets:
+        return Need(name, gradient=False, sender=None, via=stage)
+    here = placement[stage]
+    if placement[crossing.source] == here:
+        return Need(name, crossing.gradient, sender=None, via=stage)
+    via = next(t for t in first_targets(crossing, placement) if placement[t] == here)
+    return Need(name, crossing.gradient, sender=crossing.source, via=via)
+
+
+def _parts(crossing: Crossing, placement: Sequence[int]) -> tuple[Part, ...]:
+    """Summands in stage order, those of another device together in the place of its first stage."""
+    home = placement[crossing.source]
+    firsts = set(first_targets(crossing, placement))
+    parts = []
+    for target in sorted(crossing.targets):
+        if placement[target] == home:
+            parts.append(Part(target, remote=False))
+        elif target in firsts:
+            parts.append(Part(target, remote=True))
+    return tuple(parts)

@@ -1,0 +1,387 @@
+"""Pipelines on threads do what plain autograd does."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import pytest
+import torch
+from tiny_pipelines import (
+    SAMPLES,
+    SPECS,
+    WIDTH,
+    X,
+    data_for,
+    norm_spec,
+    reference,
+    skip_spec,
+    spec_of,
+    states,
+    tied_spec,
+)
+from torch import nn
+
+from gpipe_compiler.runtime.errors import StageError, UsageError
+from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+
+
+def devices_of(count):
+    return ["cpu"] * count
+
+
+def parts_of(values, microbatches):
+    pieces = {name: tensor.chunk(microbatches) for name, tensor in values.items()}
+    return [{name: piece[m] for name, piece in pieces.items()} for m in range(microbatches)]
+
+
+def snapshot(pipe):
+    return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+
+
+def assert_same(expected, actual):
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+CASES = [("skip", 1), ("skip", 2), ("skip", 4), ("tied", 1), ("tied", 3), ("norm", 1), ("norm", 2)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("name", "workers"), CASES)
+def test_a_step_equals_plain_autograd(name, workers, schedule, microbatches):
+    """Loss, every gradient, outputs and buffers, whatever the schedule and the placement."""
+    spec = SPECS[name](microbatches=microbatches)
+    inputs, target, values = data_for(name, SAMPLES * microbatches)
+    with Pipeline(spec, None, devices=devices_of(workers), schedule=schedule, seed=3) as pipe:
+        before = snapshot(pipe)
+        loss, outputs = pipe.step_with_outputs(inputs, target)
+        parts = parts_of(values, microbatches)
+        expected, gradients, pieces, buffers = reference(spec, before, parts, seed=3)
+
+        assert_same(expected, loss)
+        assert gradients.keys() == dict(pipe.named_parameters()).keys()
+        for parameter_name, parameter in pipe.named_parameters():
+            assert_same(gradients[parameter_name], parameter.grad)
+        for buffer_name, buffer in pipe.named_buffers():
+            assert_same(buffers[buffer_name], buffer)
+        if name == "skip":
+            assert_same(torch.cat([piece["y"] for piece in pieces]), outputs["y"])
+            early, rest = outputs["early"]
+            assert_same(torch.cat([piece["ct"] for piece in pieces], 1), early)
+            assert_same(torch.cat([piece["b"] for piece in pieces]), rest[0])
+            assert rest[1:] == [None, "fixed"]
+
+
+@pytest.mark.parametrize("name", ["skip", "tied"])
+def test_training_follows_the_plain_loop(name):
+    """Weights stay those of the plain loop over several optimizer steps, tied ones included."""
+    spec = SPECS[name]()
+    with Pipeline(spec, None, schedule="1f1b") as pipe:
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.05)
+        plain = {n: p.detach().clone().requires_grad_() for n, p in pipe.named_parameters()}
+        plain_optimizer = torch.optim.Adam(plain.values(), lr=0.05)
+        for step in range(4):
+            inputs, target, values = data_for(name, 8, seed=step)
+            optimizer.zero_grad()
+            pipe.step(inputs, target)
+            optimizer.step()
+            _, gradients, _, _ = reference(spec, plain, parts_of(values, 4))
+            for n, parameter in plain.items():
+                parameter.grad = gradients[n]
+            plain_optimizer.step()
+
+        for n, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter, plain[n], rtol=1e-4, atol=1e-5)
+        copies = [s.state_dict() for s in pipe.stages.values()]
+        if name == "tied":
+            assert torch.equal(copies[0]["embedding.weight"], copies[2]["head"])
+
+
+def test_gradients_accumulate():
+    """As in PyTorch: two steps without zero_grad add up, tied parameters too."""
+    inputs, target, _ = data_for("tied", 8)
+    with Pipeline(tied_spec(), None) as pipe:
+        pipe.step(inputs, target)
+        once = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+        pipe.step(inputs, target)
+
+        for name, parameter in pipe.named_parameters():
+            assert_same(2 * once[name], parameter.grad)
+        pipe.zero_grad()
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_dropout_does_not_depend_on_the_cut():
+    """One stage and two, and any number of micro-batch orders, give the same masks."""
+    x, _, _ = data_for("norm", 8)
+    found = []
+    for stages, schedule in ((1, "gpipe"), (2, "gpipe"), (2, "1f1b")):
+        with Pipeline(norm_spec(stages), None, schedule=schedule, seed=5) as pipe:
+            losses = [pipe.step(x) for _ in range(3)]
+            found.append((losses, snapshot(pipe), {n: p.grad for n, p in pipe.named_parameters()}))
+
+    assert losses[0] != losses[1]  # another step, other masks
+    for losses, state, gradients in found[1:]:
+        assert losses == found[0][0]
+        for name, tensor in found[0][1].items():
+            assert torch.equal(tensor, state[name])
+        for name, tensor in found[0][2].items():
+            assert_same(tensor, gradients[name])
+
+
+def test_steps_leave_the_callers_random_state_alone():
+    """Neither weights made here nor dropout draw from the caller's generator."""
+    x, _, _ = data_for("norm", 8)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    with Pipeline(norm_spec(), None) as pipe:
+        pipe.step(x)
+
+    assert torch.equal(expected, torch.rand(3))
+
+
+def test_inference():
+    """Outputs in the model's structure, without gradients, without a target."""
+    inputs, target, values = data_for("skip", 8)
+    with Pipeline(skip_spec(), None).eval() as pipe:
+        outputs = pipe(inputs)
+        _, _, pieces, _ = reference(skip_spec(), snapshot(pipe), parts_of(values, 4), train=False)
+
+        assert_same(torch.cat([piece["y"] for piece in pieces]), outputs["y"])
+        assert not outputs["y"].requires_grad
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        assert_same(outputs["y"], pipe.step_with_outputs(inputs, target)[1]["y"])
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+def test_inference_takes_any_batch(batch):
+    """A batch that does not divide is split into fewer micro-batches."""
+    inputs, _, _ = data_for("skip", 12)
+    with Pipeline(skip_spec(), None).eval() as pipe:
+        assert_same(pipe(inputs)["y"][:batch], pipe((inputs[0][:batch],))["y"])
+
+
+def test_state_dict_round_trip():
+    """Names are the model's, tied names included; another pipeline takes them over."""
+    with Pipeline(tied_spec(), None, seed=1) as one, Pipeline(tied_spec(), None, seed=2) as two:
+        state = one.state_dict()
+
+        assert set(state) == {"emb.weight", "head.weight", "l1.weight", "l1.bias"}
+        assert [name for name, _ in one.named_parameters()] == [
+            "emb.weight",
+            "l1.weight",
+            "l1.bias",
+        ]
+        two.load_state_dict(state)
+        for name, tensor in two.state_dict().items():
+            assert torch.equal(state[name], tensor)
+        with pytest.raises(UsageError, match=r"l1\.bias is missing; other is unknown"):
+            two.load_state_dict(
+                {k: v for k, v in state.items() if k != "l1.bias"} | {"other": state["l1.bias"]}
+            )
+        with pytest.raises(UsageError, match="shape"):
+            two.load_state_dict(state | {"l1.bias": torch.zeros(1)}, strict=False)
+
+
+def test_what_initialises_itself_does_not_depend_on_the_cut():
+    """Without weights, the same seed gives the same weights for any number of stages."""
+    with Pipeline(norm_spec(1), None, seed=4) as one, Pipeline(norm_spec(2), None, seed=4) as two:
+        state = two.state_dict()
+
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, state[name])
+        assert not torch.equal(state["first.l0.weight"], state["second.l1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "target", "message"),
+    [
+        (torch.ones(7, WIDTH), torch.ones(7, WIDTH), "a batch of 7 does not divide into 4"),
+        (torch.ones(8, WIDTH), None, "target is missing; a tensor is needed"),
+        ({"x": torch.ones(8, WIDTH)}, torch.ones(8), "positional argument 0 is missing"),
+        (torch.ones(8, WIDTH), torch.ones(4, WIDTH), "x has 8 samples, target has 4"),
+        ((torch.ones(8, 6), torch.ones(8)), torch.ones(8, 6), "takes no positional argument 1"),
+        (("text",), torch.ones(8, WIDTH), "positional argument 0 is str"),
+        (torch.tensor(1.0), torch.ones(8, WIDTH), "has no dimension to split"),
+    ],
+)
+def test_wrong_inputs_are_refused(inputs, target, message):
+    """One clear sentence, and the pipeline is as good as before."""
+    with Pipeline(skip_spec(), None) as pipe:
+        with pytest.raises(UsageError, match=message):
+            pipe.step(inputs, target)
+        good, target, _ = data_for("skip", 8)
+        pipe.step(good, target)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(8, 3), "is of torch.float32, the model was compiled for torch.int64"),
+        (torch.zeros(8, 4, dtype=torch.int64), "has shape 8x4, the model was compiled for batchx3"),
+    ],
+)
+def test_wrong_tensors_are_refused(tokens, message):
+    """What the spec knows of an input is held against what comes."""
+    with Pipeline(tied_spec(), None) as pipe, pytest.raises(UsageError, match=message):
+        pipe.step({"batch": {"tokens": tokens}}, {"labels": torch.zeros(8, 3, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": ["cpu"] * 3}, "4 stages cannot be spread over 3"),
+        ({"devices": ["nowhere"]}, "nowhere"),
+        ({"microbatches": 0}, "at least one"),
+        ({"schedule": "fast"}, "no schedule 'fast'; there are gpipe, 1f1b"),
+        ({"transport": "pigeon"}, "no transport 'pigeon'; there are local, distributed"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    """The constructor says what it does not take."""
+    with pytest.raises(UsageError, match=message):
+        Pipeline(skip_spec(), None, **arguments)
+
+
+class Failing(nn.Module):
+    """Fails at one micro-batch, forward or backward; slow elsewhere so that others wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.l1 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a):
+        if a.sum() > 1000:
+            raise ValueError("too large")
+        y = self.l1(a)
+        y.register_hook(self.check)
+        return y
+
+    def check(self, gradient):
+        if gradient.abs().sum() > 1000:
+            raise ValueError("gradient too large")
+
+    def loss(self, y, target):
+        return (y * target).mean()
+
+
+def failing_spec():
+    spec = skip_spec()
+    first = spec.stages[0]
+    last = StageSpec(Failing, ("a",), ("y",), states(Failing), ("y", "target"))
+    crossings = [
+        dataclasses.replace(spec.crossings[0], targets=(1,)),
+        dataclasses.replace(spec.crossings[1], targets=(1,)),
+    ]
+    return spec_of([first, last], crossings, spec.inputs, Leaf("y"), spec.loss)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_error_in_a_stage_stops_all_workers(schedule):
+    """It names stage, micro-batch and action, keeps the traceback, and nothing hangs."""
+    x = torch.zeros(8, WIDTH)
+    target = torch.ones(8, WIDTH)
+    bad = target.clone()
+    bad[4] = 1e9
+    with Pipeline(failing_spec(), None, schedule=schedule) as pipe:
+        with pytest.raises(
+            StageError, match=r"stage 1, backward of micro-batch 2 \(1B2\): ValueError: gradient"
+        ) as raised:
+            pipe.step(x, bad)
+        assert isinstance(raised.value.__cause__, ValueError)
+        pipe.stages[0].l0.bias.data.fill_(0.1)
+        pipe.zero_grad()
+        assert torch.isfinite(pipe.step(x, target))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage-")]
+
+
+def test_a_forgotten_pipeline_ends_its_threads():
+    """Without close(), its threads end with it."""
+    pipe = Pipeline(skip_spec(), None)
+    pipe.step(*data_for("skip", 8)[:2])
+    del pipe
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not [thread for thread in threading.enumerate() if thread.name.startswith("stage-")]:
+            return
+        time.sleep(0.01)
+    raise AssertionError("threads are left")
+
+
+class Frozen(nn.Module):
+    """Has an output that depends on nothing trainable, and a scalar of the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.scale, x.mean(), x.sum(0)
+
+
+class Unused(nn.Module):
+    """Does not use the value whose gradient its maker waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.l1 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h, x):
+        return self.l1(x)
+
+    def loss(self, y):
+        return y.mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_value_without_a_gradient_makes_nobody_wait(schedule):
+    """Where autograd gives none, zeros are taken; scalars of the batch are averaged."""
+    stages = [
+        StageSpec(Frozen, ("x",), ("h", "average", "total"), {"scale": "scale"}),
+        StageSpec(Unused, ("h", "x"), ("y",), states(Unused), ("y",)),
+    ]
+    crossings = [
+        dataclasses.replace(skip_spec().crossings[0], value="h", targets=(1,)),
+        dataclasses.replace(skip_spec().crossings[0], value="x", targets=(1,), gradient=False),
+    ]
+    outputs = (Leaf("average", None), Leaf("total", None), Leaf("x"))
+    spec = spec_of(stages, crossings, [X], outputs, LossSpec("loss", Reduction.MEAN, True))
+    x, _, _ = data_for("norm", 8)
+    with Pipeline(spec, None, schedule=schedule) as pipe:
+        _, (average, total, same) = pipe.step_with_outputs(x)
+
+        assert_same(x.mean(), average)
+        assert_same(x[6:].sum(0), total)
+        assert torch.equal(x, same)
+        gradients = dict(pipe.named_parameters())
+        assert gradients["scale"].grad is None
+        assert gradients["model.l1.weight"].grad is not None
+
+
+def test_inputs_that_are_not_batched_go_to_every_microbatch():
+    """Such an input is whole in each micro-batch."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x, factor):
+            return x * self.w * factor
+
+        def loss(self, y):
+            return y.sum()
+
+    inputs = [X, Input("factor", ("kwargs", "factor"), batched=False)]
+    stage = StageSpec(Scale, ("x", "factor"), ("y",), {"w": "w"}, ("y",))
+    spec = spec_of([stage], [], inputs, Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    x, _, _ = data_for("norm", 8)
+    with Pipeline(spec, None) as pipe:
+        loss = pipe.step(((x,), {"factor": torch.tensor(3.0)}))
+
+        assert_same((x * 3 * pipe.stages[0].w).sum(), loss)
