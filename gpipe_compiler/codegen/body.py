@@ -1,0 +1,431 @@
+"""Ops of one method become statements."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gpipe_compiler.codegen.comments import shape_text
+from gpipe_compiler.codegen.constants import UnwritableError
+from gpipe_compiler.codegen.expressions import Writer, reads_in_order
+from gpipe_compiler.codegen.functions import AUGMENTED
+from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
+from gpipe_compiler.codegen.methods import Given, Method, drop_dead
+from gpipe_compiler.codegen.names import Names
+from gpipe_compiler.codegen.sources import statement_at
+from gpipe_compiler.codegen.statements import Statement
+from gpipe_compiler.codegen.templates import contains_batch, write_template
+from gpipe_compiler.codegen.variables import END, Run, Variables, find_runs, wishes
+from gpipe_compiler.errors import EmitError, SourceLocation
+from gpipe_compiler.ir import (
+    Autocast,
+    ByMode,
+    Call,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Mode,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    Result,
+    StateRef,
+    ValueKind,
+)
+from gpipe_compiler.ir.arguments import value_names
+
+_LONGEST_NESTED = WIDTH - 16
+"""Columns that nested calls may fill; longer ones are written one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A written method: names of its arguments, its statements, what it returns."""
+
+    arguments: tuple[str, ...]
+    statements: tuple[Statement, ...]
+    returns: tuple[str, ...]
+
+
+def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
+    """The statements of a method.
+
+    Raises:
+        EmitError: naming the user's line, for an op that has no spelling.
+    """
+    ops = method.ops
+    names = Names()
+    uses = Uses.of(graph, ops, method.returns)
+    variables = Variables(
+        names, uses.last, lambda value: _kind(graph, value), {*method.arguments, *method.returns}
+    )
+    arguments = tuple(variables.enter(value) for value in method.arguments)
+    writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
+    writer.anchor = next(iter(arguments), "")
+    scribe = _Scribe(graph, writer, variables, names, uses)
+    for value, argument in zip(method.arguments, arguments, strict=True):
+        if value in method.clones:
+            cloned = Expression(f"{argument}.clone()")
+            scribe.statements.append(
+                Statement(f"{argument} = ", cloned, note="written in place below")
+            )
+    scribe.give(method.given, method.arguments)
+    scribe.write(ops)
+    returns = tuple(writer.variables[value].flat for value in method.returns)
+    return Body(arguments, tuple(scribe.statements), returns)
+
+
+def _kind(graph: Graph, value: str) -> ValueKind:
+    known = graph.values.get(value)
+    return ValueKind.TENSOR if known is None else known.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Who reads each value: how often, where last, and the mode partners of single-mode values.
+
+    Attributes:
+        count: readings, returns included.
+        last: the position of the last reader.
+        reader: the position of some reader.
+        chosen: values that stand in a choice between modes.
+        partner: values of eval mode to those of train mode that stand for the same thing.
+    """
+
+    count: dict[str, int]
+    last: dict[str, int]
+    reader: dict[str, Op]
+    chosen: frozenset[str]
+    partner: dict[str, str]
+
+    @classmethod
+    def of(cls, graph: Graph, ops: Sequence[Op], returns: Sequence[str]) -> Uses:
+        """The uses in a method or region."""
+        count: dict[str, int] = {}
+        last: dict[str, int] = {}
+        reader: dict[str, Op] = {}
+        chosen: set[str] = set()
+        partner: dict[str, str] = {}
+        mode = {value: op.mode for op in ops for value in op.outputs}
+        for position, op in enumerate(ops):
+            arguments = (op.call.args, dict(op.call.kwargs))
+            for value in value_names(arguments):
+                count[value] = count.get(value, 0) + 1
+                last[value] = position
+                reader[value] = op
+            for choice in _choices(arguments):
+                chosen.update(value_names(choice))
+                match choice:
+                    case ByMode(train=Ref(name=train), evaluation=Ref(name=evaluation)):
+                        if mode.get(train) is Mode.TRAIN and mode.get(evaluation) is Mode.EVAL:
+                            partner[evaluation] = train
+        for value in returns:
+            count[value] = count.get(value, 0) + 1
+            last[value] = END
+        for op in reversed(ops):
+            if _is_attribute(op.call):
+                for value in op.inputs:
+                    last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
+        return cls(count, last, reader, frozenset(chosen), partner)
+
+
+def _choices(argument: object) -> Iterator[ByMode]:
+    match argument:
+        case ByMode():
+            yield argument
+        case tuple() | list():
+            for item in argument:
+                yield from _choices(item)
+        case dict():
+            for item in argument.values():
+                yield from _choices(item)
+
+
+def _is_attribute(made: Call) -> bool:
+    """`x.shape` and the like: written wherever it is used."""
+    return isinstance(made, FunctionCall) and made.function is getattr and len(made.args) == 2
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An op whose expression waits for its one reader."""
+
+    op: Op
+    position: int
+    sources: tuple[SourceLocation | None, ...]
+
+
+@dataclass
+class _Scribe:
+    """Writes the ops of one method, or of one region, in order.
+
+    Ops that the user nested in one statement nest here too: an op with a single reader waits in
+    `pending` until its reader comes, as long as the order in which ops run stays what it was.
+    """
+
+    graph: Graph
+    writer: Writer
+    variables: Variables
+    names: Names
+    uses: Uses
+    statements: list[Statement] = field(default_factory=list)
+    pending: list[_Pending] = field(default_factory=list)
+    shape: str = ""
+
+    def give(self, given: Sequence[Given], arguments: Sequence[str]) -> None:
+        """Reads batch sizes off the arguments; what they do not change is written as it is."""
+        made: dict[str, Expression] = {}
+        for item in given:
+            expression = write_template(item.template, self.graph, self.writer, arguments)
+            if expression is None:
+                raise EmitError(
+                    f"no tensor of the stage tells the batch size that {item.op.name} needs",
+                    location=item.op.source,
+                )
+            if contains_batch(item.template):
+                if expression.flat not in made:
+                    statement = statement_at(item.op.source)
+                    targets = statement.targets if statement else ()
+                    wish = targets[0] if len(targets) == 1 else None
+                    variable = self.variables.assign(item.value, wish, -1)
+                    self._append(item.op, f"{variable} = ", expression)
+                    made[expression.flat] = name(variable)
+                expression = made[expression.flat]
+            self.writer.variables[item.value] = expression
+
+    def write(self, ops: Sequence[Op]) -> None:
+        """Writes all ops."""
+        self.runs = find_runs(ops)
+        for position, op in enumerate(ops):
+            try:
+                self._op(op, position)
+            except UnwritableError as error:
+                raise EmitError(
+                    f"the op {op.name} cannot be written as source code: {error}",
+                    location=op.source,
+                    hint="use an operator of torch, or trace with another --frontend",
+                ) from error
+        self._flush()
+
+    def _op(self, op: Op, position: int) -> None:
+        made = op.call
+        if isinstance(made, RegionCall):
+            self._flush()
+            self._region(op, made)
+            return
+        if _is_attribute(made) and isinstance(op.result, str) and self._plain(made.args[0]):
+            self.writer.variables[op.result] = self.writer.call(made)
+            return
+        if isinstance(made, FunctionCall) and made.function is operator.setitem:
+            self._flush()
+            target = self.writer.subscript(*made.args[:2])
+            self._append(op, f"{target.flat} = ", self.writer.argument(made.args[2]))
+            return
+        if self._in_place(op, made):
+            return
+        taken = self._take(op)
+        expression = self.writer.call(made)
+        if taken and len(expression.flat) > _LONGEST_NESTED:
+            self._write_out(taken)
+            taken, expression = [], self.writer.call(made)
+        sources = tuple(source for pending in taken for source in pending.sources)
+        if self._waits(op):
+            assert isinstance(op.result, str)
+            self.writer.variables[op.result] = expression
+            self.pending.append(_Pending(op, position, (*sources, op.source)))
+            return
+        self._flush()
+        self._assign(op, expression, position, sources)
+
+    def _plain(self, argument: object) -> bool:
+        """Whether an argument is a variable or a tensor of the module."""
+        if isinstance(argument, Ref):
+            return self.writer.variables[argument.name].flat.isidentifier()
+        return True
+
+    def _take(self, op: Op) -> list[_Pending]:
+        """Pending ops that nest into this one without changing the order in which ops run."""
+        taken: list[_Pending] = []
+        for value in reversed(list(reads_in_order(op.call))):
+            if self.pending and value == self.pending[-1].op.result:
+                taken.insert(0, self.pending.pop())
+        if {pending.op.result for pending in self.pending}.intersection(op.inputs):
+            # One waits below another that this op does not read: nothing nests.
+            self._write_out(taken)
+            return []
+        return taken
+
+    def _write_out(self, taken: list[_Pending]) -> None:
+        """Writes ops as statements that were to nest, after all that wait before them."""
+        self.pending.extend(taken)
+        self._flush()
+
+    def _waits(self, op: Op) -> bool:
+        """Whether an op nests into its reader, as the user wrote it."""
+        value = op.result
+        if not isinstance(value, str) or self.uses.count.get(value) != 1:
+            return False
+        reader = self.uses.reader.get(value)
+        if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
+            return False
+        if isinstance(reader.call, RegionCall) or _in_place_call(reader.call):
+            return False
+        run: Run = self.runs[op.name]
+        return run.nested and self.runs[reader.name] is run
+
+    def _flush(self) -> None:
+        """Writes what is pending as statements of their own."""
+        pending, self.pending = self.pending, []
+        for waiting in pending:
+            expression = self.writer.call(_call_of(waiting.op))
+            self._assign(waiting.op, expression, waiting.position, waiting.sources[:-1])
+
+    def _in_place(self, op: Op, made: Call) -> bool:
+        """Writes `x += y` or `x.add_(y)`; False where the op is no such thing."""
+        if not _in_place_call(made) or not isinstance(op.result, str | None):
+            return False
+        changed = made.args[0]
+        if isinstance(changed, Ref) and _kind(self.graph, changed.name) is not ValueKind.TENSOR:
+            return False
+        if not isinstance(changed, Ref | StateRef):
+            return False
+        self._flush()
+        variable = self.writer.argument(changed)
+        if isinstance(made, FunctionCall):
+            sign = AUGMENTED[made.function]
+            self._append(op, f"{variable.flat} {sign} ", self.writer.argument(made.args[1]))
+        else:
+            assert isinstance(made, MethodCall)
+            self._append(op, "", self.writer.call(made))
+        if op.result is not None:
+            if isinstance(changed, Ref):
+                self.variables.alias(op.result, changed.name)
+            self.writer.variables[op.result] = variable
+        return True
+
+    def _assign(
+        self,
+        op: Op,
+        expression: Expression,
+        position: int,
+        sources: tuple[SourceLocation | None, ...],
+    ) -> None:
+        read = [value for value in op.outputs if value in self.uses.count]
+        if not read:
+            self._append(op, "", expression, sources)
+            return
+        asked = dict(zip(op.outputs, wishes(op, self.runs[op.name]), strict=True))
+        for value in read:
+            variable = self._variable(value, asked[value], position)
+            self.writer.variables[value] = name(variable)
+        target = self._target(op.result)
+        note = self._note(read[0]) if len(read) == 1 else ""
+        self._append(op, f"{target} = ", expression, sources, note)
+
+    def _variable(self, value: str, wish: str | None, position: int) -> str:
+        partner = self.uses.partner.get(value)
+        if partner is not None and self.variables.holder(partner):
+            shared = self.variables.alias(value, partner)
+            assert shared is not None
+            return shared
+        return self.variables.assign(value, wish, position)
+
+    def _target(self, result: Result) -> str:
+        """The left-hand side for a result; `_` where nothing reads a part of it."""
+        if isinstance(result, tuple):
+            parts = [
+                f"({self._target(item)})" if isinstance(item, tuple) else self._target(item)
+                for item in result
+            ]
+            return f"{parts[0]}," if len(parts) == 1 else ", ".join(parts)
+        if result is None or result not in self.uses.count:
+            return "_"
+        return self.writer.variables[result].flat
+
+    def _note(self, value: str) -> str:
+        """The shape of a value, where it is not that of the statement before."""
+        known = self.graph.values.get(value)
+        if known is None or known.kind is not ValueKind.TENSOR or not known.shape:
+            return ""
+        text = shape_text(known, self.graph.batch_size)
+        if text == self.shape:
+            return ""
+        self.shape = text
+        return text
+
+    def _append(
+        self,
+        op: Op,
+        target: str,
+        expression: Expression,
+        sources: tuple[SourceLocation | None, ...] = (),
+        note: str = "",
+    ) -> None:
+        self.statements.append(
+            Statement(target, expression, op.mode, op.module, (*sources, op.source), note)
+        )
+
+    def _region(self, op: Op, made: RegionCall) -> None:
+        """Writes a block under its context, its results straight into the op's variables."""
+        block = made.body
+        results = op.result if isinstance(op.result, tuple) else (op.result,) * bool(op.result)
+        bound = [self.writer.argument(argument) for argument in made.args]
+        inner = Writer(
+            self.writer.imports, self.writer.states, self.writer.modules, self.writer.anchor
+        )
+        inner.variables.update(zip(block.inputs, bound, strict=True))
+        ops = drop_dead(block.ops, value_names(block.outputs))
+        uses = Uses.of(self.graph, ops, tuple(value_names(block.outputs)))
+        variables = Variables(self.names, uses.last, lambda _: None, ())
+        scribe = _Scribe(self.graph, inner, variables, self.names, uses)
+        scribe.write(ops)
+        body = list(scribe.statements)
+        for target, argument in zip(results, block.outputs, strict=True):
+            if not isinstance(target, str) or target not in self.uses.count:
+                continue
+            made_inside = isinstance(argument, Ref) and argument.name not in block.inputs
+            expression = inner.argument(argument)
+            if made_inside and expression.flat.isidentifier():
+                self.writer.variables[target] = expression
+                continue
+            variable = self.variables.fresh(target)
+            self.writer.variables[target] = name(variable)
+            body.append(Statement(f"{variable} = ", expression, Mode.ALWAYS, op.module))
+        context = self._context(made)
+        self.statements.append(
+            Statement("", context, op.mode, op.module, (op.source,), body=tuple(body))
+        )
+
+    def _context(self, made: RegionCall) -> Expression:
+        imports = self.writer.imports
+        imports.torch()
+        match made.context:
+            case Autocast(device_type=device, dtype=dtype, enabled=enabled):
+                followed = device in ("cpu", "meta") and bool(self.writer.anchor)
+                where = f"{self.writer.anchor}.device.type" if followed else f'"{device}"'
+                options = [name(where)]
+                if dtype is not None:
+                    options.append(name(f"dtype={dtype}"))
+                if not enabled:
+                    options.append(name("enabled=False"))
+                return call("torch.autocast", options)
+            case context:
+                return name("torch.enable_grad()" if context.enabled else "torch.no_grad()")
+
+
+def _call_of(op: Op) -> FunctionCall | MethodCall | ModuleCall:
+    assert not isinstance(op.call, RegionCall)
+    return op.call
+
+
+def _in_place_call(made: Call) -> bool:
+    """`x += y`, or a method that ends in one underscore and returns its receiver."""
+    match made:
+        case FunctionCall(function=function, args=(_, _)):
+            return function in AUGMENTED and not made.kwargs
+        case MethodCall(method=method):
+            return method.endswith("_") and not method.endswith("__")
+        case _:
+            return False

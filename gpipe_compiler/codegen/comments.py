@@ -1,0 +1,66 @@
+"""What comments say: shapes with the batch as B, the user's file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePath
+
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.ir import Graph, Value, ValueKind
+
+BATCH = "B"
+"""Stands for the samples in a micro-batch."""
+
+
+def shape_text(value: Value, batch_size: int) -> str:
+    """`(B, 64, 56, 56)`: the batch dimension in terms of B."""
+    sizes = [
+        _batch_text(size, batch_size) if index == value.batch_dim else str(size)
+        for index, size in enumerate(value.shape)
+    ]
+    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+
+def _batch_text(size: int, batch_size: int) -> str:
+    if size % batch_size == 0:
+        times = size // batch_size
+        return BATCH if times == 1 else f"{times}*{BATCH}"
+    return f"{BATCH}/{batch_size // size}" if size and batch_size % size == 0 else str(size)
+
+
+def value_text(graph: Graph, name: str) -> str:
+    """Shape and dtype of a value, as far as they are known."""
+    value = graph.values.get(name)
+    if value is None:
+        return "tensor"
+    if value.kind is not ValueKind.TENSOR:
+        return "number" if value.kind is ValueKind.SCALAR else "object"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if not value.shape:
+        return f"{dtype} scalar"
+    return f"{shape_text(value, graph.batch_size)} {dtype}"
+
+
+def file_name(path: str) -> str:
+    """The file's own name: `model.py`."""
+    return PurePath(path).name
+
+
+def where(source: SourceLocation | None) -> str:
+    """`model.py:12`, or nothing where the line is not known."""
+    return f"{file_name(source.file)}:{source.line}" if source is not None else ""
+
+
+def group_comment(module: str, sources: Iterable[SourceLocation | None]) -> str:
+    """`# layer1.0 (model.py:12-19)`: over the statements of one module."""
+    known = [source for source in sources if source is not None]
+    files = dict.fromkeys(source.file for source in known)
+    places = []
+    for file in files:
+        lines = sorted({source.line for source in known if source.file == file})
+        span = str(lines[0]) if len(lines) == 1 else f"{lines[0]}-{lines[-1]}"
+        places.append(f"{file_name(file)}:{span}")
+    text = f"# {module} ({', '.join(places)})" if module and places else ""
+    if not text:
+        text = f"# {module or ', '.join(places)}"
+    return text if text != "# " else ""

@@ -1,0 +1,176 @@
+"""The `__init__` of a stage: its modules, parameters, buffers and constants."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
+from gpipe_compiler.codegen.functions import spell
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.layout import Expression, call, lay_out, name
+from gpipe_compiler.codegen.names import RESERVED, Names
+from gpipe_compiler.ir import Graph, ModuleSpec, State, StateKind
+
+LITERAL_ELEMENTS = 16
+"""Constants up to this size are written out."""
+
+_ATTRIBUTES = frozenset(dir(nn.Module())) | {"loss"} | (RESERVED - frozenset(dir(builtins)))
+"""Names that no attribute of a stage takes."""
+
+
+@dataclass
+class StageState:
+    """What a stage owns and what it calls it.
+
+    Attributes:
+        modules: module paths to attributes.
+        places: canonical state names to where the stage keeps them (`self.conv1.weight`).
+        originals: the stage's own state names (`conv1.weight`) to canonical ones; a tensor that
+            two modules of the stage share stands here under both names.
+        lines: the body of `__init__`, without `super().__init__()`.
+    """
+
+    modules: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    originals: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def construct_state(
+    graph: Graph, paths: Iterable[str], states: Iterable[str], imports: Imports
+) -> StageState:
+    """The state of a stage that calls the modules `paths` and reads `states` by itself.
+
+    Raises:
+        UnwritableError: when a module's class or an argument of it has no spelling.
+    """
+    made = StageState()
+    names = Names(_ATTRIBUTES)
+    for path in paths:
+        made.modules[path] = names.take(path or "module")
+    for path, attribute in made.modules.items():
+        for local, canonical in graph.modules[path].state.items():
+            made.originals[f"{attribute}.{local}"] = canonical
+            made.places.setdefault(canonical, f"self.{attribute}.{local}")
+    bare = [state for state in states if state not in made.places]
+    for state in bare:
+        attribute = names.take(state)
+        made.originals[attribute] = state
+        made.places[state] = f"self.{attribute}"
+    made.lines = list(_grouped(_lines(graph, made, bare, imports)))
+    return made
+
+
+def _grouped(lines: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
+    """Lines with a comment over each run that belongs to the same parent module."""
+    current = ""
+    first = True
+    for parent, statement in lines:
+        if parent != current:
+            if not first:
+                yield ""
+            if parent:
+                yield f"        # {parent}"
+            current = parent
+        first = False
+        yield from statement
+
+
+def _lines(
+    graph: Graph, made: StageState, bare: Iterable[str], imports: Imports
+) -> Iterator[tuple[str, list[str]]]:
+    for path, attribute in made.modules.items():
+        spec = graph.modules[path]
+        expression = _with_flags(construct_module(spec, imports), spec, graph.state)
+        lines = lay_out(expression, prefix=f"self.{attribute} = ", indent=2)
+        for local, canonical in spec.state.items():
+            own, place = f"self.{attribute}.{local}", made.places[canonical]
+            if own != place:
+                lines.append(f"        {own} = {place}  # shared")
+        yield _parent(path), lines
+    for canonical in bare:
+        state = graph.state[canonical]
+        attribute = made.places[canonical].removeprefix("self.")
+        tensor = graph.tensors.get(canonical)
+        yield _parent(canonical), _bare_state(state, attribute, tensor, imports)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def construct_module(spec: ModuleSpec, imports: Imports) -> Expression:
+    """`nn.Conv2d(64, 64, 3, padding=1, bias=False)`.
+
+    Raises:
+        UnwritableError: when the class or an argument has no spelling.
+    """
+    callee = spell(spec.cls, imports)
+    if callee is None:
+        raise UnwritableError(f"the module class {spec.cls.__module__}.{spec.cls.__qualname__}")
+    return call(
+        callee,
+        [
+            *(write_literal(value, imports) for value in spec.args),
+            *(
+                write_literal(value, imports).prefixed(f"{key}=")
+                for key, value in spec.kwargs.items()
+            ),
+        ],
+    )
+
+
+def _with_flags(
+    expression: Expression, spec: ModuleSpec, states: Mapping[str, State]
+) -> Expression:
+    """The same followed by `.requires_grad_(False)` for a module that is not to be trained."""
+    parameters = [
+        states[canonical]
+        for canonical in spec.state.values()
+        if states[canonical].kind is StateKind.PARAMETER
+    ]
+    if parameters and not any(state.requires_grad for state in parameters):
+        return Expression(f"{expression.flat}.requires_grad_(False)")
+    return expression
+
+
+def _bare_state(
+    state: State, attribute: str, tensor: torch.Tensor | None, imports: Imports
+) -> list[str]:
+    """The statement that registers a tensor which the model uses without a module of torch."""
+    imports.torch()
+    if state.kind is StateKind.PARAMETER:
+        imports.from_torch("nn")
+        memory = _memory("torch.empty", state, imports)
+        flag = [] if state.requires_grad else [name("requires_grad=False")]
+        parameter = call("nn.Parameter", [memory, *flag])
+        return lay_out(parameter, prefix=f"self.{attribute} = ", indent=2)
+    # Weights that are not loaded are initialised; of a buffer nobody can know its values.
+    unknown = tensor is None or tensor.is_meta
+    made = _memory("torch.zeros" if unknown else "torch.empty", state, imports)
+    if state.kind is StateKind.CONSTANT and tensor is not None and not unknown:
+        made = _values(tensor, imports) if tensor.numel() <= LITERAL_ELEMENTS else made
+    persistent = state.persistent and state.kind is StateKind.BUFFER
+    flag = [] if persistent else [name("persistent=False")]
+    return lay_out(call("self.register_buffer", [name(quote(attribute)), made, *flag]), indent=2)
+
+
+def _memory(function: str, state: State, imports: Imports) -> Expression:
+    """`torch.empty(3, 4)`: memory to load values into."""
+    options = [] if state.dtype is torch.float32 else [name(f"dtype={state.dtype}")]
+    if not state.shape:
+        return call(function, [name("()"), *options])
+    return call(function, [*(write_literal(size, imports) for size in state.shape), *options])
+
+
+def _values(tensor: torch.Tensor, imports: Imports) -> Expression:
+    """`torch.tensor([0.0, 1.0])`."""
+    values = tensor.detach().cpu().tolist()
+    inferred = torch.tensor(values).dtype == tensor.dtype
+    options = [] if inferred else [name(f"dtype={tensor.dtype}")]
+    return call("torch.tensor", [write_literal(values, imports), *options])

@@ -1,0 +1,183 @@
+"""Calls and arguments of the graph as Python expressions."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from gpipe_compiler.codegen.constants import UnwritableError, write_constant, write_nest
+from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, spell
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.layout import Binding, Expression, call, name
+from gpipe_compiler.ir import (
+    Argument,
+    ByMode,
+    FunctionCall,
+    MethodCall,
+    ModuleCall,
+    Ref,
+    RegionCall,
+    StateRef,
+)
+
+_SLICE_OPERAND = re.compile(r"-?([A-Za-z_]\w*|\d+)")
+_POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass
+class Writer:
+    """Writes expressions of one method.
+
+    Attributes:
+        variables: for every value, the variable that holds it, or the expression that makes it.
+        states: for every parameter, buffer and constant, where the stage keeps it (`self.scale`).
+        modules: for every module path, the stage's attribute.
+        anchor: a tensor of the method; a device that was fixed by tracing becomes its device.
+    """
+
+    imports: Imports
+    states: Mapping[str, str]
+    modules: Mapping[str, str]
+    anchor: str = ""
+    variables: dict[str, Expression] = field(default_factory=dict)
+
+    def call(self, made: FunctionCall | MethodCall | ModuleCall) -> Expression:
+        """A call.
+
+        Raises:
+            UnwritableError: when a function or constant has no spelling.
+        """
+        match made:
+            case FunctionCall():
+                return self._function(made)
+            case MethodCall():
+                receiver = self.argument(made.args[0]).within(Binding.ATOM)
+                return call(f"{receiver}.{made.method}", self.arguments(made.args[1:], made.kwargs))
+            case ModuleCall():
+                attribute = self.modules[made.module]
+                return call(f"self.{attribute}", self.arguments(made.args, made.kwargs))
+
+    def arguments(
+        self, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]
+    ) -> list[Expression]:
+        """The inside of a call's parentheses."""
+        return [
+            *(self.argument(item) for item in args),
+            *(self.argument(item).prefixed(f"{key}=") for key, item in kwargs.items()),
+        ]
+
+    def argument(self, argument: Argument) -> Expression:
+        """One argument."""
+        return write_nest(argument, self._leaf)
+
+    def subscript(self, container: Argument, index: Argument) -> Expression:
+        """`container[index]`."""
+        return Expression(f"{self.argument(container).within(Binding.ATOM)}[{self._index(index)}]")
+
+    def _leaf(self, leaf: object) -> Expression:
+        match leaf:
+            case Ref(name=value):
+                return self.variables[value]
+            case StateRef(name=state):
+                return name(self.states[state])
+            case ByMode():
+                return self._by_mode(leaf)
+            case torch.device() if self.anchor:
+                return name(f"{self.anchor}.device")
+            case _:
+                return write_constant(leaf, self.imports)
+
+    def _by_mode(self, choice: ByMode) -> Expression:
+        if choice.train is True and choice.evaluation is False:
+            return name("self.training")
+        if choice.train is False and choice.evaluation is True:
+            return Expression("not self.training", Binding.NOT)
+        train, evaluation = self.argument(choice.train), self.argument(choice.evaluation)
+        if train.flat == evaluation.flat:
+            return train
+        text = f"{train.within(Binding.NOT)} if self.training else {evaluation.flat}"
+        return Expression(text, Binding.CONDITIONAL)
+
+    def _function(self, made: FunctionCall) -> Expression:
+        function = PLAIN_OF_AUGMENTED.get(made.function, made.function)
+        args = made.args
+        if not made.kwargs:
+            match len(args):
+                case 2 if function in BINARY:
+                    return self._binary(*BINARY[function], *args)
+                case 1 if function in UNARY:
+                    sign, binding = UNARY[function]
+                    operand = self.argument(args[0]).within(binding)
+                    return Expression(f"{sign}{operand}", binding)
+                case 2 if function is operator.getitem:
+                    return self.subscript(*args)
+                case 2 if function is getattr and str(args[1]).isidentifier():
+                    return Expression(f"{self.argument(args[0]).within(Binding.ATOM)}.{args[1]}")
+        spelling = spell(function, self.imports)
+        if spelling is None:
+            raise UnwritableError(f"the function {_describe(function)} is no part of torch")
+        return call(spelling, self.arguments(args, made.kwargs))
+
+    def _binary(self, sign: str, binding: Binding, left: Argument, right: Argument) -> Expression:
+        first, second = self.argument(left), self.argument(right)
+        if binding is Binding.POWER:
+            base, exponent = first.within(Binding.ATOM), second.within(Binding.UNARY)
+            tight = _POWER_OPERAND.fullmatch(base) and _POWER_OPERAND.fullmatch(exponent)
+            return Expression(f"{base}**{exponent}" if tight else f"{base} ** {exponent}", binding)
+        tighter = Binding(binding + 1)
+        loosest = tighter if binding is Binding.COMPARISON else binding
+        return Expression(f"{first.within(loosest)} {sign} {second.within(tighter)}", binding)
+
+    def _index(self, index: Argument) -> str:
+        if isinstance(index, tuple) and index:
+            return ", ".join(map(self._index_part, index))
+        return self._index_part(index)
+
+    def _index_part(self, part: Argument) -> str:
+        if not isinstance(part, slice):
+            return self.argument(part).flat
+        texts = [
+            "" if bound is None else self.argument(bound).flat for bound in (part.start, part.stop)
+        ]
+        if part.step is not None:
+            texts.append(self.argument(part.step).flat)
+        if all(not text or _SLICE_OPERAND.fullmatch(text) for text in texts):
+            return ":".join(texts)
+        return " : ".join(texts).strip().replace(":  :", "::")
+
+
+def reads_in_order(
+    made: FunctionCall | MethodCall | ModuleCall | RegionCall,
+) -> Iterator[str | None]:
+    """The values a call reads, in the order Python evaluates them.
+
+    None stands for a choice between modes, of which only one side is evaluated.
+    """
+
+    def walk(argument: Argument) -> Iterator[str | None]:
+        match argument:
+            case Ref(name=value):
+                yield value
+            case ByMode():
+                yield None
+            case tuple() | list():
+                for item in argument:
+                    yield from walk(item)
+            case dict():
+                for item in argument.values():
+                    yield from walk(item)
+            case slice(start=start, stop=stop, step=step):
+                yield from walk((start, stop, step))
+
+    yield from walk(made.args)
+    yield from walk(dict(made.kwargs))
+
+
+def _describe(function: object) -> str:
+    module = getattr(function, "__module__", None)
+    own = getattr(function, "__qualname__", None) or str(function)
+    return f"{module}.{own}" if module else own

@@ -1,0 +1,54 @@
+"""What the analyses say of a graph, gathered once for all its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpipe_compiler.ir import Argument, Graph, Op
+from gpipe_compiler.passes.duplicate import shape_values
+from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.random_ops import random_ops
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A graph and what code generation asks about it.
+
+    Attributes:
+        templates: what non-tensor values are, where that follows from shapes alone.
+        randoms: how many random aten ops each op runs.
+    """
+
+    graph: Graph
+    effects: Effects
+    templates: Mapping[str, Argument]
+    randoms: Mapping[str, int]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Facts:
+        """The facts of an annotated graph."""
+        return cls(graph, effects(graph), shape_values(graph), random_ops(graph))
+
+    @cached_property
+    def _first_random(self) -> Mapping[str, int]:
+        """The number of each op's first random aten op in the whole model."""
+        numbers: dict[str, int] = {}
+        count = 0
+        for op in self.graph.ops:
+            numbers[op.name] = count
+            count += self.randoms.get(op.name, 0)
+        return numbers
+
+    def random_numbers(self, ops: Iterable[Op]) -> tuple[int, ...]:
+        """The numbers, in the whole model, of the random aten ops that these ops run."""
+        return tuple(
+            self._first_random[op.name] + index
+            for op in ops
+            for index in range(self.randoms.get(op.name, 0))
+        )
+
+    def writes(self, op: str) -> bool:
+        """Whether an op writes into memory that others see."""
+        return op in self.effects.writes or op in self.effects.state_writes

@@ -1,0 +1,217 @@
+"""How the functions of a graph are written: found by identity in torch's public namespaces."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._library.custom_ops import OPDEFS
+
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.layout import Binding
+
+BINARY: dict[Callable[..., Any], tuple[str, Binding]] = {
+    operator.add: ("+", Binding.SUM),
+    operator.sub: ("-", Binding.SUM),
+    operator.mul: ("*", Binding.PRODUCT),
+    operator.truediv: ("/", Binding.PRODUCT),
+    operator.floordiv: ("//", Binding.PRODUCT),
+    operator.mod: ("%", Binding.PRODUCT),
+    operator.matmul: ("@", Binding.PRODUCT),
+    operator.pow: ("**", Binding.POWER),
+    operator.and_: ("&", Binding.AND),
+    operator.or_: ("|", Binding.OR),
+    operator.xor: ("^", Binding.XOR),
+    operator.lshift: ("<<", Binding.SHIFT),
+    operator.rshift: (">>", Binding.SHIFT),
+    operator.eq: ("==", Binding.COMPARISON),
+    operator.ne: ("!=", Binding.COMPARISON),
+    operator.lt: ("<", Binding.COMPARISON),
+    operator.le: ("<=", Binding.COMPARISON),
+    operator.gt: (">", Binding.COMPARISON),
+    operator.ge: (">=", Binding.COMPARISON),
+    operator.is_: ("is", Binding.COMPARISON),
+    operator.is_not: ("is not", Binding.COMPARISON),
+}
+
+UNARY: dict[Callable[..., Any], tuple[str, Binding]] = {
+    operator.neg: ("-", Binding.UNARY),
+    operator.pos: ("+", Binding.UNARY),
+    operator.invert: ("~", Binding.UNARY),
+    operator.not_: ("not ", Binding.NOT),
+}
+
+AUGMENTED: dict[Callable[..., Any], str] = {
+    operator.iadd: "+=",
+    operator.isub: "-=",
+    operator.imul: "*=",
+    operator.itruediv: "/=",
+    operator.ifloordiv: "//=",
+    operator.imod: "%=",
+    operator.imatmul: "@=",
+    operator.ipow: "**=",
+    operator.iand: "&=",
+    operator.ior: "|=",
+    operator.ixor: "^=",
+    operator.ilshift: "<<=",
+    operator.irshift: ">>=",
+}
+"""Writes in place where the left operand is a tensor."""
+
+PLAIN_OF_AUGMENTED: dict[Callable[..., Any], Callable[..., Any]] = {
+    getattr(operator, f"i{name.__name__.strip('_')}"): name
+    for name in BINARY
+    if hasattr(operator, f"i{name.__name__.strip('_')}")
+}
+"""`operator.iadd` to `operator.add`: what `x += y` means for a number."""
+
+
+_TORCH_NAMESPACES = frozenset({"aten", "prims", "prim", "quantized", "mkldnn", "_c10d_functional"})
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """An expression for an object, and what must be imported for it."""
+
+    text: str
+    module: str
+
+
+@cache
+def _known() -> dict[int, tuple[object, Spelling]]:
+    """Public callables by identity; the first namespace that has one names it."""
+    namespaces: list[tuple[str, ModuleType | type]] = [
+        ("F", F),
+        ("nn", nn),
+        ("torch", torch),
+        ("torch.special", torch.special),
+        ("torch.fft", torch.fft),
+        ("torch.linalg", torch.linalg),
+        ("torch.sparse", torch.sparse),
+        ("torch.nested", torch.nested),
+        ("torch.nn.init", torch.nn.init),
+        ("torch.nn.utils.rnn", torch.nn.utils.rnn),
+        ("math", math),
+        ("operator", operator),
+        ("", builtins),
+        ("torch.Tensor", torch.Tensor),
+    ]
+    table: dict[int, tuple[object, Spelling]] = {}
+    for prefix, namespace in namespaces:
+        for name in sorted(dir(namespace), key=lambda name: (name.startswith("_"), name)):
+            value = getattr(namespace, name, None)
+            if not callable(value) or isinstance(value, ModuleType) or name.startswith("__"):
+                continue
+            own = getattr(value, "__name__", name)
+            if prefix == "F" and (own != name or not _of_functional(value)):
+                continue
+            text = f"{prefix}.{name}" if prefix else name
+            table.setdefault(id(value), (value, Spelling(text, _imported(prefix))))
+    return table
+
+
+def _of_functional(value: object) -> bool:
+    """Whether an attribute of torch.nn.functional belongs there, and is not merely used there."""
+    module = getattr(value, "__module__", None) or ""
+    return module in ("torch.nn.functional", "torch._C._nn", "torch") and not isinstance(
+        value, type
+    )
+
+
+def _imported(prefix: str) -> str:
+    """What to import for names that start so; attributes of torch come with torch."""
+    return "torch" if prefix.startswith("torch") else prefix
+
+
+def spell(function: object, imports: Imports) -> str | None:
+    """How a function or class is written, imports noted; None where it has no public name."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _spell_operator(function, imports)
+    entry = _known().get(id(function))
+    if entry is not None and entry[0] is function:
+        spelling = entry[1]
+    else:
+        found = _spell_by_module(function)
+        if found is None:
+            return None
+        spelling = found
+    _note(spelling.module, imports)
+    return spelling.text
+
+
+def _note(module: str, imports: Imports) -> None:
+    if module == "F":
+        imports.functional()
+    elif module == "nn":
+        imports.from_torch("nn")
+    elif module:
+        imports.module(module)
+
+
+def _spell_by_module(function: object) -> Spelling | None:
+    """A function deep inside torch, where its module and name lead back to it."""
+    module = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__qualname__", "") or ""
+    if module.split(".")[0] != "torch" or not name.isidentifier():
+        return None
+    if getattr(sys.modules.get(module), name, None) is not function:
+        return None
+    return Spelling(f"{module}.{name}", module)
+
+
+def _spell_operator(
+    function: torch._ops.OpOverload | torch._ops.OpOverloadPacket, imports: Imports
+) -> str | None:
+    """`torch.ops.aten.relu.default`, and the import of whatever registers the operator."""
+    qualified = (
+        function._schema.name
+        if isinstance(function, torch._ops.OpOverload)
+        else function._qualified_op_name
+    )
+    namespace = qualified.split("::")[0]
+    library = _library(qualified)
+    if library is None:
+        return None
+    imports.torch()
+    if library and library != "torch":
+        imports.library(library, namespace)
+    return f"torch.ops.{function}" if "." in str(function) else None
+
+
+def _library(qualified: str) -> str | None:
+    """The module to import for an operator: "" for torch's own, None where none is known."""
+    namespace = qualified.split("::")[0]
+    if namespace in (
+        "aten",
+        "prims",
+        "prim",
+        "quantized",
+        "_c10d_functional",
+        "profiler",
+        "mkldnn",
+    ):
+        return ""
+    definition = OPDEFS.get(qualified)
+    if definition is not None:
+        module = definition._init_fn.__module__
+        return module if _importable(module) else None
+    if _importable(namespace):
+        return namespace
+    return None
+
+
+def _importable(module: str) -> bool:
+    """Whether `import module` would find what is loaded now."""
+    loaded = sys.modules.get(module)
+    spec = getattr(loaded, "__spec__", None)
+    return spec is not None and spec.origin is not None and module != "__main__"

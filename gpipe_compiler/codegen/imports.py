@@ -1,0 +1,67 @@
+"""The imports of one emitted file: just those that its code needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+STANDARD = ("math", "operator")
+
+
+class Imports:
+    """Collects what the code of one file refers to."""
+
+    def __init__(self) -> None:
+        self._modules: set[str] = set()
+        self._from_torch: set[str] = set()
+        self._functional = False
+        self._libraries: dict[str, str] = {}
+
+    def torch(self) -> None:
+        """`import torch`."""
+        self._modules.add("torch")
+
+    def functional(self) -> None:
+        """`import torch.nn.functional as F`."""
+        self._functional = True
+
+    def from_torch(self, name: str) -> None:
+        """`from torch import name`."""
+        self._from_torch.add(name)
+
+    def module(self, name: str) -> None:
+        """`import name`."""
+        self._modules.add(name)
+
+    def library(self, module: str, namespace: str) -> None:
+        """Imports a module for the operators it registers under `torch.ops.<namespace>`."""
+        self._libraries[module] = namespace
+
+    def lines(self) -> list[str]:
+        """The import block, sorted as isort would sort it."""
+        standard = sorted(module for module in self._modules if module in STANDARD)
+        others = sorted(module for module in self._modules if module not in STANDARD)
+        third = [f"import {module}" for module in others]
+        if self._functional:
+            third.append("import torch.nn.functional as F")
+        third.extend(
+            f"import {module}  # noqa: F401  (registers torch.ops.{namespace})"
+            for module, namespace in sorted(self._libraries.items())
+            if module not in self._modules
+        )
+        third.sort(key=lambda line: line.split()[1])
+        if self._from_torch:
+            third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_case))}")
+        return _blocks([f"import {module}" for module in standard], third)
+
+
+def _case(name: str) -> tuple[bool, str]:
+    """Classes before functions and modules, as isort has them."""
+    return (not name[0].isupper(), name)
+
+
+def _blocks(*blocks: Iterable[str]) -> list[str]:
+    lines: list[str] = []
+    for block in map(list, blocks):
+        if block:
+            lines.extend(([""] if lines else []) + block)
+    return lines

@@ -1,0 +1,150 @@
+"""Source text of expressions, broken over lines the way Black and ruff would break them.
+
+Only bracketed lists break: arguments of a call, items of a tuple, list or dict, parameters of a
+function. Anything else stays on one line, so callers keep such expressions short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+WIDTH = 100
+"""Columns of emitted code."""
+
+INDENT = "    "
+
+
+class Binding(IntEnum):
+    """How tightly Python binds an expression; a looser operand needs parentheses."""
+
+    CONDITIONAL = 0
+    NOT = 1
+    COMPARISON = 2
+    OR = 3
+    XOR = 4
+    AND = 5
+    SHIFT = 6
+    SUM = 7
+    PRODUCT = 8
+    UNARY = 9
+    POWER = 10
+    ATOM = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A piece of Python.
+
+    Attributes:
+        flat: the text on one line.
+        opening: for what may break: the text through the bracket, such as `torch.cat(`.
+        items: what stands between the brackets.
+        fills: whether all items may share one line inside broken brackets (calls do, tuples not).
+        exploded: always one item a line, as a trailing comma asks for.
+    """
+
+    flat: str
+    binding: Binding = Binding.ATOM
+    opening: str = ""
+    items: tuple[Expression, ...] = ()
+    closing: str = ""
+    fills: bool = False
+    exploded: bool = False
+
+    def within(self, loosest: Binding) -> str:
+        """The flat text, in parentheses where it binds looser than its surroundings allow."""
+        return f"({self.flat})" if self.binding < loosest else self.flat
+
+    def prefixed(self, prefix: str) -> Expression:
+        """The same after `prefix`, such as the `dim=` of a keyword argument."""
+        return replace(
+            self,
+            flat=prefix + self.flat,
+            opening=prefix + self.opening if self.opening else "",
+        )
+
+
+def name(text: str) -> Expression:
+    """A name or a literal."""
+    return Expression(text)
+
+
+def call(callee: str, items: Iterable[Expression], *, exploded: bool = False) -> Expression:
+    """`callee(items)`."""
+    return _bracketed(f"{callee}(", tuple(items), ")", fills=True, exploded=exploded)
+
+
+def tuple_of(items: Sequence[Expression], *, exploded: bool = False) -> Expression:
+    """`(items)`, with the comma that a single item needs."""
+    made = _bracketed("(", tuple(items), ")", fills=False, exploded=exploded)
+    if len(items) == 1:
+        # Ruff keeps a one-tuple's comma without taking it for a wish to break.
+        return replace(made, flat=f"({items[0].flat},)")
+    return made
+
+
+def list_of(items: Iterable[Expression]) -> Expression:
+    """`[items]`."""
+    return _bracketed("[", tuple(items), "]", fills=False, exploded=False)
+
+
+def dict_of(
+    items: Iterable[tuple[Expression, Expression]], *, exploded: bool = False
+) -> Expression:
+    """`{key: value}`."""
+    pairs = tuple(value.prefixed(f"{key.flat}: ") for key, value in items)
+    return _bracketed("{", pairs, "}", fills=False, exploded=exploded)
+
+
+def _bracketed(
+    opening: str, items: tuple[Expression, ...], closing: str, *, fills: bool, exploded: bool
+) -> Expression:
+    flat = opening + ", ".join(item.flat for item in items) + closing
+    if not items:
+        return Expression(flat)
+    exploded = exploded or any(item.exploded for item in items)
+    return Expression(
+        flat, opening=opening, items=items, closing=closing, fills=fills, exploded=exploded
+    )
+
+
+def lay_out(
+    expression: Expression, *, prefix: str = "", suffix: str = "", indent: int = 0
+) -> list[str]:
+    """The lines of `prefix expression suffix`, indented by `indent` levels.
+
+    A long right-hand side that cannot break is put in parentheses on a line of its own.
+    """
+    margin = INDENT * indent
+    line = f"{margin}{prefix}{expression.flat}{suffix}"
+    if len(line) <= WIDTH and not expression.exploded:
+        return [line]
+    if not expression.items:
+        return _parenthesized(expression, prefix, suffix, indent) or [line]
+    inner = INDENT * (indent + 1)
+    together = inner + ", ".join(item.flat for item in expression.items)
+    if expression.fills and not expression.exploded and len(together) <= WIDTH:
+        body = [together]
+    else:
+        body = [
+            text
+            for item in expression.items
+            for text in lay_out(item, suffix=",", indent=indent + 1)
+        ]
+    return [
+        f"{margin}{prefix}{expression.opening}",
+        *body,
+        f"{margin}{expression.closing}{suffix}",
+    ]
+
+
+def _parenthesized(
+    expression: Expression, prefix: str, suffix: str, indent: int
+) -> list[str] | None:
+    inner = INDENT * (indent + 1) + expression.flat
+    if not prefix.endswith(("= ", "return ")) or len(inner) > WIDTH:
+        return None
+    margin = INDENT * indent
+    return [f"{margin}{prefix}(", inner, f"{margin}){suffix}"]

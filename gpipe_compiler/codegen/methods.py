@@ -1,0 +1,142 @@
+"""The methods of a stage: which ops `forward` runs and which `loss`, on what, for what."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.functions import BINARY, UNARY
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.ir import Argument, FunctionCall, Op
+from gpipe_compiler.passes.atoms import clones
+from gpipe_compiler.plan import Stage
+
+_PURE = frozenset({getattr, operator.getitem, len, *BINARY, *UNARY})
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that the stage reads off the shapes of what it has, instead of asking its maker.
+
+    Attributes:
+        template: what it is; see `passes.duplicate.shape_values`.
+    """
+
+    value: str
+    template: Argument
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What a method computes.
+
+    Attributes:
+        arguments: the values it is given; those in `clones` it copies before writing into them.
+        returns: the values it gives back.
+    """
+
+    ops: tuple[Op, ...]
+    arguments: tuple[str, ...]
+    returns: tuple[str, ...]
+    given: tuple[Given, ...] = ()
+    clones: frozenset[str] = frozenset()
+
+
+def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Method:
+    """A stage's `forward`.
+
+    Raises:
+        EmitError: when it reads a value that it does not have.
+    """
+    graph = facts.graph
+    ops = [graph.op_of[name] for name in stage.ops if name not in graph.loss_only]
+    return _method(facts, ops, stage.inputs, returns, frozenset(stage.duplicates))
+
+
+def loss_method(facts: Facts, stage: Stage, outputs: Sequence[str]) -> Method:
+    """The last stage's `loss`, of outputs and inputs of that stage.
+
+    Raises:
+        EmitError: when it reads a value that it does not have.
+    """
+    graph = facts.graph
+    assert graph.loss is not None
+    known = dict.fromkeys((*outputs, *stage.inputs))
+    names = {name for name in stage.ops if name in graph.loss_only}
+    pending = list(names)
+    while pending:
+        for value in graph.op_of[pending.pop()].inputs:
+            maker = graph.producer.get(value)
+            if value in known or maker is None or maker.name in names:
+                continue
+            if maker.name in stage.ops:
+                names.add(maker.name)
+                pending.append(maker.name)
+    ops = [graph.op_of[name] for name in stage.ops if name in names]
+    return _method(facts, ops, tuple(known), (graph.loss.value,), frozenset(stage.duplicates))
+
+
+def _method(
+    facts: Facts,
+    ops: Sequence[Op],
+    inputs: Iterable[str],
+    returns: tuple[str, ...],
+    duplicates: frozenset[str],
+) -> Method:
+    inputs = tuple(inputs)
+    rebased, given = _rebase(facts, ops, inputs)
+    unwritten = frozenset(name for name in duplicates if not facts.writes(name))
+    kept = drop_dead(rebased, returns, unwritten)
+    read = {value for op in kept for value in op.inputs}.union(returns)
+    written = clones(facts.graph, facts.effects, [op.name for op in kept])
+    arguments = tuple(value for value in inputs if value in read)
+    return Method(
+        ops=kept,
+        arguments=arguments,
+        returns=returns,
+        given=tuple(item for item in given if item.value in read),
+        clones=written.intersection(arguments),
+    )
+
+
+def _rebase(
+    facts: Facts, ops: Sequence[Op], inputs: tuple[str, ...]
+) -> tuple[list[Op], list[Given]]:
+    """Splits off the ops that ask for the shape of a tensor which the stage does not have."""
+    available = set(inputs)
+    kept: list[Op] = []
+    given: list[Given] = []
+    for op in ops:
+        lacking = [value for value in op.inputs if value not in available]
+        if not lacking:
+            available.update(op.outputs)
+            kept.append(op)
+            continue
+        templated = [value for value in op.outputs if value in facts.templates]
+        if len(templated) < len(op.outputs):
+            raise EmitError(
+                f"the op {op.name} reads {', '.join(lacking)}, which its stage does not have",
+                location=op.source,
+            )
+        given.extend(Given(value, facts.templates[value], op) for value in templated)
+        available.update(templated)
+    return kept, given
+
+
+def drop_dead(
+    ops: Sequence[Op], returns: Iterable[str], droppable: frozenset[str] = frozenset()
+) -> tuple[Op, ...]:
+    """The ops without attribute look-ups, arithmetic and `droppable` ops that nothing reads."""
+    needed = set(returns)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        made = op.call
+        pure = isinstance(made, FunctionCall) and made.function in _PURE
+        if (pure or op.name in droppable) and needed.isdisjoint(op.outputs):
+            continue
+        kept.append(op)
+        needed.update(op.inputs)
+    return tuple(reversed(kept))

@@ -1,0 +1,69 @@
+"""Names that Python accepts, each given out once."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterable
+
+MODULE_NAMES = frozenset({"torch", "nn", "F", "math", "operator", "Tensor", "builtins"})
+"""What an emitted stage may import; no variable is called so."""
+
+RESERVED = (
+    MODULE_NAMES
+    | frozenset(keyword.kwlist)
+    | frozenset(dir(builtins))
+    | {"self", "_", "l", "O", "I"}
+)
+"""Names that no variable or argument takes: they mean something else, or cannot be read."""
+
+LONGEST = 48
+"""Characters; longer names lose their middle, so that statements fit on a line."""
+
+
+def identifier(text: str) -> str:
+    """`text` as an identifier: `layer1.0.conv1` becomes `layer1_0_conv1`.
+
+    Not unique: `a.b` and `a_b` meet; `Names` tells them apart.
+    """
+    cleaned = re.sub(r"\W", "_", text, flags=re.ASCII).strip("_") or "value"
+    if cleaned[0].isdigit():
+        cleaned = f"layer_{cleaned}"
+    if len(cleaned) > LONGEST:
+        half = (LONGEST - 2) // 2
+        cleaned = f"{cleaned[:half]}__{cleaned[-half:]}"
+    return cleaned
+
+
+class Names:
+    """Gives out identifiers, each once.
+
+    Args:
+        reserved: names that are taken from the start.
+    """
+
+    def __init__(self, reserved: Iterable[str] = RESERVED) -> None:
+        self._taken = set(reserved)
+
+    def take(self, wanted: str) -> str:
+        """An identifier like `wanted` that was not given out before."""
+        base = identifier(wanted)
+        candidate = base
+        if candidate in self._taken and candidate in RESERVED:
+            candidate = base = f"{base}_"
+        number = 2
+        while candidate in self._taken:
+            candidate = f"{base}_{number}" if not base.endswith("_") else f"{base}{number}"
+            number += 1
+        self._taken.add(candidate)
+        return candidate
+
+    def __contains__(self, text: object) -> bool:
+        return text in self._taken
+
+
+def class_name(text: str) -> str:
+    """`resnet50` as the name of a class: `Resnet50`."""
+    words = re.split(r"[\W_]+", text)
+    return identifier("".join(word[:1].upper() + word[1:] for word in words if word) or "Model")

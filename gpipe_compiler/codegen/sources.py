@@ -1,0 +1,73 @@
+"""The user's statements: which names they assign to, and how much they compute."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from dataclasses import dataclass
+from functools import cache
+
+from gpipe_compiler.errors import SourceLocation
+
+_SHAPE_ATTRIBUTES = frozenset({"shape", "T", "mT", "H", "real", "imag", "ndim", "dtype", "device"})
+
+
+@dataclass(frozen=True, slots=True)
+class UserStatement:
+    """One statement of the user's program.
+
+    Attributes:
+        targets: the names it assigns to; empty where it assigns to none, or to anything else.
+        operations: calls, operators and subscripts in it; ops beyond that number come from inside
+            the functions it calls.
+    """
+
+    file: str
+    line: int
+    targets: tuple[str, ...]
+    operations: int
+
+
+def statement_at(location: SourceLocation | None) -> UserStatement | None:
+    """The statement that a line belongs to; None where the source cannot be read."""
+    if location is None:
+        return None
+    return _statements(location.file).get(location.line)
+
+
+@cache
+def _statements(file: str) -> dict[int, UserStatement]:
+    """The simple statements of a file by each line they cover."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    table: dict[int, UserStatement] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
+            statement = UserStatement(file, node.lineno, _targets(node), _operations(node))
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                table[line] = statement
+    return table
+
+
+def _targets(node: ast.stmt) -> tuple[str, ...]:
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return (name,)
+        case ast.Assign(targets=[ast.Tuple(elts=elements)]):
+            names = [item.id for item in elements if isinstance(item, ast.Name)]
+            return tuple(names) if len(names) == len(elements) else ()
+        case ast.AugAssign(target=ast.Name(id=name)) | ast.AnnAssign(target=ast.Name(id=name)):
+            return (name,)
+        case _:
+            return ()
+
+
+def _operations(node: ast.stmt) -> int:
+    counted = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
+    return sum(
+        isinstance(part, counted)
+        or (isinstance(part, ast.Attribute) and part.attr in _SHAPE_ATTRIBUTES)
+        for part in ast.walk(node)
+    )

@@ -1,0 +1,302 @@
+"""One stage of a plan as the source of one nn.Module."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.codegen.body import Body, write_body
+from gpipe_compiler.codegen.comments import value_text, where
+from gpipe_compiler.codegen.constants import UnwritableError, quote
+from gpipe_compiler.codegen.constructors import StageState, construct_state
+from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.layout import WIDTH, call, dict_of, lay_out, name
+from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
+from gpipe_compiler.codegen.statements import write_statements
+from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir.arguments import state_names
+from gpipe_compiler.plan import Plan, Stage
+
+MANY_OUTPUTS = 4
+"""From so many on, the types of the outputs are not told one by one."""
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """A stage module, and what `schedule.py` says about it.
+
+    Attributes:
+        text: the source of `stage_<index>.py`.
+        inputs, outputs, loss_inputs: values in the order of arguments and results.
+        state: the stage's own state names to the model's.
+        random_ops: numbers of the random aten ops it runs in training.
+    """
+
+    index: int
+    class_name: str
+    text: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loss_inputs: tuple[str, ...]
+    state: Mapping[str, str]
+    random_ops: tuple[int, ...]
+
+
+def has_separate_loss(plan: Plan, graph: Graph) -> bool:
+    """Whether the loss is computed by the last stage's `loss`, and not by a `forward`."""
+    if not plan.training or graph.loss is None:
+        return False
+    maker = graph.producer.get(graph.loss.value)
+    return maker is not None and maker.name in graph.loss_only
+
+
+def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
+    """The source of a stage.
+
+    Raises:
+        EmitError: naming the user's line, when something in it has no spelling.
+    """
+    graph = facts.graph
+    separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
+    outputs = _outputs(plan, graph, stage)
+    methods = [forward_method(facts, stage, outputs)]
+    if separate:
+        methods.append(loss_method(facts, stage, outputs))
+    imports = Imports()
+    imports.from_torch("nn")
+    ops = [op for method in methods for op in method.ops]
+    state = _state(graph, ops, imports)
+    written = []
+    for method in methods:
+        writer = Writer(imports, state.places, state.modules)
+        written.append(_Written(method, write_body(graph, method, writer)))
+    if any(method.arguments for method in methods) or outputs:
+        imports.from_torch("Tensor")
+    text = render(
+        "stage.py.jinja",
+        title=_title(plan, stage, ops),
+        imports=imports.lines(),
+        class_name=f"Stage{stage.index}",
+        constructor=state.lines,
+        methods=[
+            _method_lines(plan, graph, stage, label, item)
+            for label, item in zip(("forward", "loss"), written, strict=False)
+        ],
+        state=lay_out(
+            dict_of(
+                ((name(quote(own)), name(quote(model))) for own, model in state.originals.items()),
+                exploded=True,
+            ),
+            prefix="STATE = ",
+        ),
+    )
+    return StageSource(
+        index=stage.index,
+        class_name=f"Stage{stage.index}",
+        text=text,
+        inputs=methods[0].arguments,
+        outputs=outputs,
+        loss_inputs=methods[1].arguments if separate else (),
+        state=state.originals,
+        random_ops=facts.random_numbers(ops),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    method: Method
+    body: Body
+
+
+def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:
+    """What `forward` returns: never the loss where `loss` makes it, always where it does not."""
+    names = list(stage.outputs)
+    loss = graph.loss.value if graph.loss is not None else None
+    if loss is None:
+        return tuple(names)
+    maker = graph.producer.get(loss)
+    if maker is not None and maker.name in graph.loss_only:
+        return tuple(value for value in names if value != loss)
+    made_here = maker is not None and maker.name in stage.ops
+    if plan.training and made_here and loss not in names:
+        names.append(loss)
+    return tuple(names)
+
+
+def _state(graph: Graph, ops: Sequence[Op], imports: Imports) -> StageState:
+    """The modules and tensors that ops use, in the order of first use."""
+    paths: dict[str, Op] = {}
+    states: dict[str, Op] = {}
+
+    def visit(op: Op, outer: Op) -> None:
+        made = op.call
+        if isinstance(made, ModuleCall):
+            paths.setdefault(made.module, outer)
+        for state in state_names((made.args, dict(made.kwargs))):
+            states.setdefault(state, outer)
+        if isinstance(made, RegionCall):
+            for inner in made.body.ops:
+                visit(inner, outer)
+            for state in state_names(made.body.outputs):
+                states.setdefault(state, outer)
+
+    for op in ops:
+        visit(op, op)
+    try:
+        return construct_state(graph, paths, states, imports)
+    except UnwritableError as error:
+        raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
+
+
+def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
+    """The docstring of the file."""
+    spans = list(dict.fromkeys(path for op in ops if (path := _path(op))))
+    span = ""
+    if spans:
+        span = f": {spans[0]}" if len(spans) == 1 else f": {spans[0]} to {spans[-1]}"
+    return (
+        f"Stage {stage.index} of {plan.name}, the {_ordinal(stage.index + 1)} of "
+        f"{len(plan.stages)}{span}."
+    )
+
+
+def _path(op: Op) -> str:
+    return op.call.module if isinstance(op.call, ModuleCall) else op.module
+
+
+def _ordinal(number: int) -> str:
+    suffix = (
+        "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
+    return f"{number}{suffix}"
+
+
+def _method_lines(
+    plan: Plan, graph: Graph, stage: Stage, label: str, written: _Written
+) -> list[str]:
+    method, body = written.method, written.body
+    parameters = [name("self"), *(name(f"{argument}: Tensor") for argument in body.arguments)]
+    lines = lay_out(
+        call(f"def {label}", parameters),
+        suffix=f" -> {_returned(label, method.returns)}:",
+        indent=1,
+    )
+    if label == "loss":
+        lines.extend(
+            _docstring(
+                "The loss of one micro-batch.",
+                _argument_lines(graph, plan, stage, written, inside=True),
+                [],
+            )
+        )
+    else:
+        lines.extend(
+            _docstring(
+                "One micro-batch of B samples; sizes in comments are for it.",
+                _argument_lines(graph, plan, stage, written, inside=False),
+                _return_lines(graph, plan, stage, written),
+            )
+        )
+    lines.extend(write_statements(body.statements, 2))
+    if len(body.returns) == 1:
+        lines.append(f"        return {body.returns[0]}")
+    elif not body.returns:
+        lines.append("        return ()")
+    else:
+        flat = f"        return {', '.join(body.returns)}"
+        if len(flat) <= WIDTH:
+            lines.append(flat)
+        else:
+            lines.append("        return (")
+            lines.extend(f"            {value}," for value in body.returns)
+            lines.append("        )")
+    return lines
+
+
+def _returned(label: str, returns: Sequence[str]) -> str:
+    if label == "loss" or len(returns) == 1:
+        return "Tensor"
+    if not returns:
+        return "tuple[()]"
+    if len(returns) >= MANY_OUTPUTS:
+        return "tuple[Tensor, ...]"
+    return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
+
+
+def _docstring(summary: str, arguments: Sequence[str], returns: Sequence[str]) -> list[str]:
+    if not arguments and not returns:
+        return [f'        """{summary}"""']
+    lines = [f'        """{summary}']
+    for heading, entries in (("Args:", arguments), ("Returns:", returns)):
+        if entries:
+            lines.extend(["", f"        {heading}"])
+            for entry in entries:
+                lines.extend(
+                    textwrap.wrap(
+                        entry,
+                        WIDTH,
+                        initial_indent=" " * 12,
+                        subsequent_indent=" " * 16,
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
+                )
+    lines.append('        """')
+    return lines
+
+
+def _argument_lines(
+    graph: Graph, plan: Plan, stage: Stage, written: _Written, *, inside: bool
+) -> list[str]:
+    """What every argument is and where it comes from."""
+    inputs = {source.name: source for source in graph.inputs}
+    source_stage = {crossing.value: crossing.source for crossing in plan.crossings}
+    entries = []
+    for value, argument in zip(written.method.arguments, written.body.arguments, strict=True):
+        if value in inputs:
+            origin = _call_path(inputs[value].path)
+        elif inside and value in stage.outputs:
+            origin = "what forward returned"
+        else:
+            place = where(graph.producer[value].source)
+            origin = f"from stage {source_stage.get(value, stage.index)}"
+            origin += f", made at {place}" if place else ""
+        entries.append(f"{argument}: {value_text(graph, value)}, {origin}.")
+    return entries
+
+
+def _call_path(path: tuple[str | int, ...]) -> str:
+    """`args[0]` of the model's call, in words."""
+    first, *rest = path
+    suffix = "".join(f"[{item!r}]" for item in rest).replace("'", '"')
+    if first == "target":
+        return f"the target{suffix}"
+    return f"the model's {first}{suffix}"
+
+
+def _return_lines(graph: Graph, plan: Plan, stage: Stage, written: _Written) -> list[str]:
+    targets = {
+        crossing.value: crossing.targets
+        for crossing in plan.crossings
+        if crossing.source == stage.index
+    }
+    entries = []
+    for value, variable in zip(written.method.returns, written.body.returns, strict=True):
+        users = [f"stage {target}" for target in targets.get(value, ())]
+        if value in graph.output_values:
+            users.append("the caller")
+        if graph.loss is not None and value == graph.loss.value:
+            users.append("the loss")
+        use = f", for {_listing(users)}" if users else ""
+        label = value if value == variable else f"{value} ({variable})"
+        entries.append(f"{label}: {value_text(graph, value)}{use}.")
+    return entries
+
+
+def _listing(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,84 @@
+"""The body of a method: ops as statements, nested, guarded and commented."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gpipe_compiler.codegen.comments import group_comment
+from gpipe_compiler.codegen.layout import INDENT, WIDTH, Expression, lay_out
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.ir import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement of a method.
+
+    Attributes:
+        target: the left-hand side with its operator (`x = `, `x += `), "" for none.
+        expression: the right-hand side.
+        note: what a comment at the end of the line says, such as a shape.
+        body: for a `with` block, the statements inside; `expression` is then the context.
+    """
+
+    target: str
+    expression: Expression
+    mode: Mode = Mode.ALWAYS
+    module: str = ""
+    sources: tuple[SourceLocation | None, ...] = ()
+    note: str = ""
+    body: tuple[Statement, ...] = ()
+
+
+def write_statements(statements: Sequence[Statement], indent: int) -> list[str]:
+    """Lines of code, with a comment over the statements of each module and guards by mode."""
+    lines: list[str] = []
+    previous: str | None = None
+    guards = groupby(statements, key=lambda statement: statement.mode)
+    last_mode = Mode.ALWAYS
+    for mode, guarded in guards:
+        depth = indent
+        members = list(guarded)
+        if mode is not Mode.ALWAYS:
+            if last_mode is Mode.ALWAYS and members[0].module != previous:
+                lines.extend(_heading(members, indent, spaced=bool(lines)))
+                previous = members[0].module
+            lines.append(INDENT * indent + _guard(mode, last_mode))
+            depth = indent + 1
+        for module, group in groupby(members, key=lambda statement: statement.module):
+            grouped = list(group)
+            if module != previous:
+                lines.extend(_heading(grouped, depth, spaced=bool(lines) and depth == indent))
+                previous = module
+            for statement in grouped:
+                lines.extend(_write(statement, depth))
+        last_mode = mode
+    return lines
+
+
+def _guard(mode: Mode, before: Mode) -> str:
+    if before is not Mode.ALWAYS:
+        return "else:"
+    return "if self.training:" if mode is Mode.TRAIN else "if not self.training:"
+
+
+def _heading(statements: Sequence[Statement], indent: int, *, spaced: bool) -> list[str]:
+    module = statements[0].module
+    own = [statement for statement in statements if statement.module == module]
+    text = group_comment(module, (source for statement in own for source in statement.sources))
+    return ([""] if spaced else []) + ([INDENT * indent + text] if text else [])
+
+
+def _write(statement: Statement, indent: int) -> Iterator[str]:
+    if statement.body:
+        yield from lay_out(statement.expression, prefix="with ", suffix=":", indent=indent)
+        yield from write_statements(statement.body, indent + 1)
+        return
+    lines = lay_out(statement.expression, prefix=statement.target, indent=indent)
+    if statement.note and len(lines) == 1:
+        noted = f"{lines[0]}  # {statement.note}"
+        if len(noted) <= WIDTH:
+            lines = [noted]
+    yield from lines

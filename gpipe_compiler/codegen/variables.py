@@ -1,0 +1,131 @@
+"""Which variable holds each value: the user's own names where they are known, reused once dead."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.codegen.names import Names
+from gpipe_compiler.codegen.sources import UserStatement, statement_at
+from gpipe_compiler.ir import FunctionCall, Op
+
+END = 1 << 60
+"""The position after the last statement: what is returned is used there."""
+
+
+class Variables:
+    """Gives values their variables, in program order.
+
+    A user's name is bound anew (`x = self.conv(x)`) once every value that it holds is dead.
+    Otherwise, and for what enters or leaves the method, a value's own name is taken.
+
+    Args:
+        last_use: the position of each value's last reader.
+        kind: what a value is; a name keeps to one kind.
+        own: values that always go by their own names.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        last_use: Mapping[str, int],
+        kind: Callable[[str], object],
+        own: Iterable[str],
+    ) -> None:
+        self._names = names
+        self._last_use = last_use
+        self._kind = kind
+        self._own = frozenset(own)
+        self._holds: dict[str, set[str]] = {}
+        self._of: dict[str, str] = {}
+
+    def enter(self, value: str) -> str:
+        """The name of a value that the method is given."""
+        return self._bind(value, self._names.take(value))
+
+    def assign(self, value: str, wish: str | None, position: int) -> str:
+        """The variable for a value made at `position`."""
+        if wish is not None and value not in self._own:
+            held = self._holds.get(wish)
+            if held is not None and all(self._dead(value, old, position) for old in held):
+                held.clear()
+                return self._bind(value, wish)
+            if held is None and wish not in self._names:
+                return self._bind(value, self._names.take(wish))
+        return self._bind(value, self._names.take(value))
+
+    def fresh(self, value: str) -> str:
+        """A variable that holds nothing yet, whatever the user called it."""
+        return self._bind(value, self._names.take(value))
+
+    def alias(self, value: str, of: str) -> str | None:
+        """The variable of the value `of` for `value` too: both are one tensor."""
+        variable = self._of.get(of)
+        return None if variable is None else self._bind(value, variable)
+
+    def holder(self, value: str) -> str | None:
+        """The variable that still holds a value."""
+        variable = self._of.get(value)
+        return variable if variable and value in self._holds[variable] else None
+
+    def _bind(self, value: str, variable: str) -> str:
+        self._holds.setdefault(variable, set()).add(value)
+        self._of[value] = variable
+        return variable
+
+    def _dead(self, value: str, old: str, position: int) -> bool:
+        return self._last_use.get(old, -1) <= position and self._kind(old) == self._kind(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Ops that one statement of the user makes in one module, in a row.
+
+    Attributes:
+        nested: whether the statement spells each of its ops, so that they may nest as there.
+    """
+
+    statement: UserStatement | None
+    nested: bool
+    last: frozenset[str]
+
+
+def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
+    """The run of every op, by name."""
+    runs: list[tuple[UserStatement | None, list[Op]]] = []
+    current: dict[str, int] = {}
+    for op in ops:
+        statement = statement_at(op.source)
+        index = current.get(op.module)
+        if index is None or statement is None or runs[index][0] != statement:
+            current[op.module] = len(runs)
+            runs.append((statement, [op]))
+        else:
+            runs[index][1].append(op)
+    table: dict[str, Run] = {}
+    for statement, members in runs:
+        read = {name for op in members for name in op.inputs}
+        last = frozenset(op.name for op in members if not read.intersection(op.outputs))
+        nested = statement is not None and len(members) <= statement.operations
+        table.update(dict.fromkeys((op.name for op in members), Run(statement, nested, last)))
+    return table
+
+
+def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
+    """The user's names for the values of an op, None where there is none."""
+    nothing = (None,) * len(op.outputs)
+    if run.statement is None:
+        return nothing
+    targets = run.statement.targets
+    if len(op.outputs) > 1:
+        return targets if len(targets) == len(op.outputs) else nothing
+    if op.name not in run.last and run.nested:
+        return nothing
+    if len(targets) == 1:
+        return (targets[0],)
+    match op.call:
+        case FunctionCall(function=operator.getitem, args=(_, int(index))):
+            if op.name in run.last and 0 <= index < len(targets):
+                return (targets[index],)
+    return nothing
