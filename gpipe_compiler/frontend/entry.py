@@ -277,6 +277,8 @@ def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
             names.unique(_input_name(path, parameters)),
             path,
             batched=tensor.ndim > 0 and tensor.shape[0] == batch_size,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
         )
         for path, tensor in found
     )

@@ -82,6 +82,13 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         batch_size=entry.signature.batch_size,
         loss=loss,
         tensors={**entry.states.tensors, **lowering.constant_tensors},
+        example=dict(
+            zip(
+                (source.name for source in entry.signature.inputs),
+                entry.signature.examples,
+                strict=True,
+            )
+        ),
     )
     return check(finish(raw, entry), after="the frontend")
 
