@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +13,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpipe_compiler.cluster import Cluster, local_cluster
+from gpipe_compiler.arguments import compile_parser, graph_parser, inspect_parser, trace_parser
+from gpipe_compiler.cluster import Cluster, named_cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
@@ -30,13 +29,14 @@ from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.report.units import format_source
 from gpipe_compiler.runtime.spec import ScheduleKind
 
+_PIPE_WIDTH = 120
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ends, as shells have it."""
 
 
 def compile_command(argv: Sequence[str] | None = None) -> int:
     """gpipe-compile: from a model to a package; returns the exit code."""
-    return _run(_compile_parser(), argv, _compile)
+    return _run(compile_parser(), argv, _compile)
 
 
 def inspect_command(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +44,11 @@ def inspect_command(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     match words:
         case ["graph", *rest]:
-            return _run(_graph_parser(), rest, _draw)
+            return _run(graph_parser(), rest, _draw)
         case ["trace", *rest]:
-            return _run(_trace_parser(), rest, _trace)
+            return _run(trace_parser(), rest, _trace)
         case _:
-            return _run(_inspect_parser(), words, _inspect)
+            return _run(inspect_parser(), words, _inspect)
 
 
 def _run(
@@ -98,7 +98,7 @@ def _compile(arguments: argparse.Namespace) -> None:
     directory = _directory(arguments)
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
-        torch.manual_seed(arguments.seed)
+        torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
         training = arguments.mode == "train"
         subject = load(arguments.model, input_specs=arguments.input, training=training)
         options = CompileOptions(
@@ -135,7 +135,7 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    cluster = local_cluster()
+    cluster = named_cluster(arguments.device)
     link = cluster.link
     if arguments.bandwidth is not None:
         link = dataclasses.replace(link, bandwidth=arguments.bandwidth)
@@ -166,7 +166,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
 
 
 def _print_compiled(compiled: Compiled) -> None:
-    console = Console()
+    console = _console()
     plan, directory = compiled.plan, compiled.directory
     rows = compiled.validation.rows if compiled.validation else None
     if directory is None:
@@ -184,6 +184,14 @@ def _print_compiled(compiled: Compiled) -> None:
     _say(f"For people: {directory}/README.md, {directory}/report.html; gpipe-inspect {directory}")
 
 
+def _console() -> Console:
+    """Where tables go; a file or a pipe is wider than a small terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    return console
+
+
 def _say(line: str) -> None:
     """Prints a line as it is: no colours, no wrapping, so that it can be copied."""
     print(line)
@@ -197,7 +205,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(plan.to_json(), end="")
     else:
-        Console().print(show_plan(plan))
+        _console().print(show_plan(plan))
 
 
 def _draw(arguments: argparse.Namespace) -> None:
@@ -229,172 +237,3 @@ def read_plan(package: Path) -> Plan:
         return Plan.from_json(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is no plan.json: it is not even text") from error
-
-
-# --- arguments -------------------------------------------------------------------------------
-
-
-def _compile_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-compile",
-        description="Compiles a PyTorch model into a pipeline: one readable module per stage, and "
-        "the script that trains or serves it.",
-        epilog="exit codes: 0 done, 1 the model is at fault, 2 the command line is, 3 the package "
-        "does not reproduce the model",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
-        "example_inputs(), to be trained also loss_fn(output, target) and example_target()",
-    )
-    parser.add_argument(
-        "-k", "--stages", metavar="K", type=_positive, required=True, help="stages to cut it into"
-    )
-    parser.add_argument(
-        "-m",
-        "--microbatches",
-        metavar="M",
-        type=_positive,
-        help="micro-batches in a mini-batch (default: the most that divide the batch, "
-        "up to 4 for every stage)",
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=[kind.value for kind in ScheduleKind],
-        default=ScheduleKind.GPIPE.value,
-        help="the order of the work (default %(default)s)",
-    )
-    parser.add_argument(
-        "--mode",
-        choices=["train", "infer"],
-        default="train",
-        help="what the package does (default %(default)s)",
-    )
-    parser.add_argument(
-        "--frontend",
-        choices=[frontend.value for frontend in Frontend],
-        default=Frontend.AUTO.value,
-        help="what traces the model (default %(default)s: the first that is right)",
-    )
-    _cost_arguments(parser)
-    _output_arguments(parser)
-    return parser
-
-
-def _cost_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what it runs on")
-    group.add_argument(
-        "--input",
-        metavar="SPEC",
-        action="append",
-        default=[],
-        help="[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
-        "example_inputs()",
-    )
-    group.add_argument(
-        "--cost",
-        choices=["roofline", "measured"],
-        default="roofline",
-        help="op times: estimated from work and bytes, or timed on this machine "
-        "(default %(default)s)",
-    )
-    group.add_argument(
-        "--bandwidth",
-        metavar="B/s",
-        type=_bandwidth,
-        help="bytes a second between two devices, such as 12.5G",
-    )
-    group.add_argument(
-        "--latency", metavar="S", type=_seconds, help="seconds before the first byte, such as 20us"
-    )
-
-
-def _output_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what comes out")
-    group.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        type=Path,
-        help="the package (default: <model>_x<stages> in the current directory)",
-    )
-    group.add_argument("--force", action="store_true", help="replace a package that is there")
-    group.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
-    group.add_argument(
-        "--no-validate", action="store_true", help="do not hold the package against the model"
-    )
-    group.add_argument("--json", action="store_true", help="print one JSON document instead")
-    group.add_argument(
-        "--seed", type=int, default=0, help="of random weights and inputs (default %(default)s)"
-    )
-
-
-def _inspect_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect",
-        description="Prints what a package holds: stages, boundaries, prediction.",
-        epilog="gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
-        "simulated step for ui.perfetto.dev; each has its own --help",
-    )
-    _package_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
-    return parser
-
-
-def _graph_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect graph", description="Draws a package's stages, or one stage, as SVG."
-    )
-    _package_argument(parser)
-    parser.add_argument("--stage", metavar="K", type=int, help="the ops of this stage, from 0")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the SVG file")
-    return parser
-
-
-def _trace_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect trace",
-        description="Writes the simulated step as a trace for ui.perfetto.dev.",
-    )
-    _package_argument(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the JSON file")
-    return parser
-
-
-def _package_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package", metavar="PKG", type=Path, help="what gpipe-compile wrote")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-_QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)([a-zA-Z]*)")
-_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-
-def _bandwidth(text: str) -> float:
-    value = _quantity(text, _DECIMAL)
-    if value is None or value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: write bytes/s, such as 12.5G")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = _quantity(text, _TIME)
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, such as 2e-5, 20us")
-    return value
-
-
-def _quantity(text: str, units: dict[str, float]) -> float | None:
-    """A finite number with one of these units; None when it is none."""
-    match = _QUANTITY.fullmatch(text)
-    if match is None or match[2] not in units:
-        return None
-    value = float(match[1]) * units[match[2]]
-    return value if math.isfinite(value) else None

@@ -21,11 +21,11 @@ def render(template: str, **context: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals["type_of"] = units.format_type
     environment.filters |= {
         "bytes": units.format_bytes,
         "seconds": units.format_seconds,
         "share": units.format_share,
-        "shape": units.format_shape,
         "source": units.format_source,
     }
     return environment.get_template(template).render(**context)

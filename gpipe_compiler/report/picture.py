@@ -19,8 +19,8 @@ from gpipe_compiler.report.units import (
     counted,
     format_bytes,
     format_seconds,
-    format_shape,
     format_source,
+    format_type,
 )
 
 LINE = 15.0
@@ -171,9 +171,8 @@ def _stage_box(plan: Plan, stage: Stage) -> Box:
 
 def _boundary_box(boundary: Boundary) -> Box:
     crossing = boundary.crossing
-    dtype = str(crossing.dtype).removeprefix("torch.")
-    shape = f"{format_shape(crossing.shape)} {dtype}, {format_bytes(boundary.bytes)}"
-    return Box("boundary", (_shortened(crossing.value), shape), _tip(boundary))
+    size = f"{format_type(crossing.shape, crossing.dtype)}, {format_bytes(boundary.bytes)}"
+    return Box("boundary", (_shortened(crossing.value), size), _tip(boundary))
 
 
 def _tip(boundary: Boundary) -> str:

@@ -49,7 +49,9 @@ class Progress:
         if self._status is not None:
             self._status.stop()
             self._status = None
+        if not self._step:
+            return
         took = time.monotonic() - self._began
-        if self._step and took >= WORTH_TELLING_S:
+        if took >= WORTH_TELLING_S:
             self._console.print(f"{self._step} ({format_seconds(took)})", markup=False)
         self._step = ""

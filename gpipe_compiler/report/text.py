@@ -16,9 +16,9 @@ from gpipe_compiler.report.units import (
     counted,
     format_bytes,
     format_seconds,
-    format_shape,
     format_share,
     format_source,
+    format_type,
 )
 from gpipe_compiler.runtime.comparison import Row
 
@@ -70,9 +70,10 @@ def stage_table(plan: Plan) -> Table:
         *(["backward"] if plan.training else []),
         "receives",
         *(["saved"] if plan.training else []),
-        "peak memory",
+        "peak",
     ]
-    table = _table("stages (times and bytes of one micro-batch)", columns, left=("holds",))
+    title = "stages (times and bytes of one micro-batch, memory at its peak)"
+    table = _table(title, columns, words={"holds"})
     for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True):
         table.add_row(
             str(stage.index),
@@ -95,18 +96,14 @@ def _ops(count: int, duplicates: int) -> str:
 def boundary_table(plan: Plan) -> Table:
     """One row for every value that crosses between stages."""
     gradient = ["gradient"] if plan.training else []
-    columns = ["value", "from", "to", "shape", "dtype", "bytes", *gradient, "made by", "line"]
-    table = _table(
-        "boundaries (of one micro-batch)", columns, left=set(columns) - {"from", "bytes"}
-    )
+    columns = ["value", "stages", "type", "bytes", *gradient, "made by", "line"]
+    table = _table("boundaries (of one micro-batch)", columns, words={"value", "made by", "line"})
     for boundary in boundaries(plan):
         crossing = boundary.crossing
         table.add_row(
             crossing.value,
-            str(crossing.source),
-            ", ".join(map(str, crossing.targets)),
-            format_shape(crossing.shape),
-            str(crossing.dtype).removeprefix("torch."),
+            f"{crossing.source} → {', '.join(map(str, crossing.targets))}",
+            format_type(crossing.shape, crossing.dtype),
             format_bytes(boundary.bytes),
             *([("yes" if crossing.gradient else "no")] if plan.training else []),
             boundary.label,
@@ -171,12 +168,21 @@ def format_validation(rows: Iterable[Row]) -> str:
     )
 
 
-def _table(title: str, columns: Iterable[str], left: Container[str]) -> Table:
+def _table(title: str, columns: Iterable[str], words: Container[str]) -> Table:
+    """An empty table; columns of words stand at the left and fold, those of figures do neither."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+        if name in words:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

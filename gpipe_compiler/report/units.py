@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
@@ -44,9 +46,9 @@ def format_share(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def format_shape(shape: tuple[int, ...]) -> str:
-    """Sizes as they are typed on the command line: `8x64x56x56`; `scalar` for none."""
-    return "x".join(map(str, shape)) or "scalar"
+def format_type(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """A tensor's type: `8x64x56x56 float32`, `scalar int64`."""
+    return f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
 
 
 def format_source(source: str, home: Path | None = None) -> str:

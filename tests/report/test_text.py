@@ -1,0 +1,165 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.progress import Progress
+from gpipe_compiler.report.text import format_plan, plain_text, show_plan, summary_table
+from gpipe_compiler.report.units import (
+    counted,
+    format_bytes,
+    format_seconds,
+    format_share,
+    format_source,
+)
+from gpipe_compiler.runtime.comparison import Row
+
+EXPECTED = """\
+little trains in 3 stages on toy: gpipe, a batch of 8 in 2 micro-batches of 4
+stages (times and bytes of one micro-batch, memory at its peak)
+
+ stage  holds             ops  parameters  forward  backward  receives  saved       peak
+ ───────────────────────────────────────────────────────────────────────────────────────
+     0  embed               1          80      1 s       2 s       0 B  100 B   1.95 KiB
+     1  body.conv … body    2          24      2 s       4 s     128 B  100 B   2.93 KiB
+     2  head                2          18      1 s       2 s     288 B  100 B  0.977 KiB
+
+boundaries (of one micro-batch)
+
+ value    stages         type  bytes  gradient  made by             line
+ ───────────────────────────────────────────────────────────────────────────────────
+ ids       0 → 2      4 int64   32 B        no  input of the model
+ embed  0 → 1, 2  4x8 float32  128 B       yes  Embedding embed     /home/user/model.py:10
+ relu      1 → 2  4x8 float32  128 B       yes  torch.relu body     /home/user/model.py:21
+
+prediction
+
+ training step    18 s (0.4 samples/s)
+ busiest device   6 s a micro-batch
+ lower bound      15 s (gap at most 20.0%)
+ bubble           55.6%
+ boundaries       800 B a micro-batch
+ peak memory      2.93 KiB on a device of 977 KiB
+ op times         estimated for toy"""
+
+
+def without_rules(text: str) -> list[str]:
+    """The lines but for the rules under headers, whose length is the table library's affair."""
+    return [line for line in text.splitlines() if set(line) - set(" ─")]
+
+
+def test_a_plan_prints_as_tables(plan: Plan) -> None:
+    assert without_rules(str(plan)) == without_rules(EXPECTED)
+    assert format_plan(plan) == str(plan)
+
+
+def test_an_inference_plan_has_no_backward(plan: Plan) -> None:
+    text = str(dataclasses.replace(plan, training=False))
+
+    assert "little infers in 3 stages" in text
+    assert "mini-batch" in text
+    for word in ("backward", "saved", "gradient"):
+        assert word not in text
+
+
+def test_a_plan_without_notes_prints_too(plan: Plan) -> None:
+    text = str(dataclasses.replace(plan, noted=()))
+
+    assert "embed  0 → 1, 2  4x8 float32  128 B       yes" in text
+
+
+def test_too_much_memory_is_said(plan: Plan) -> None:
+    prediction = dataclasses.replace(plan.prediction, peak_bytes=(1, 2_000_000, 3))
+
+    assert "1.91 MiB on a device of 977 KiB: too much" in str(
+        dataclasses.replace(plan, prediction=prediction)
+    )
+
+
+def test_a_plan_fits_a_small_terminal(plan: Plan) -> None:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(show_plan(plan))
+
+    text = capture.get()
+    for header in ("parameters", "receives", "peak", "gradient"):
+        assert header in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_summary_tells_what_was_validated(plan: Plan) -> None:
+    rows = (
+        Row("output", 1, 1.25e-7, 2e-7, 1e-3, "y", ()),
+        Row("gradient", 161, 0.0, 0.0, 1e-3, "fc.weight", ()),
+    )
+
+    text = plain_text(summary_table(plan, "export", rows))
+
+    assert "traced by        export" in text
+    assert "output: 1 tensor, largest difference 1.2e-07 (2e-07 of its size, 1e-03 allowed)" in text
+    assert "gradient: 161 tensors, largest difference 0 (0 of its size, 1e-03 allowed)" in text
+    assert "validated        no" in plain_text(summary_table(plan, "export", None))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1048575, "1 MiB"),
+        (25557032 * 4, "97.5 MiB"),
+        (2**31, "2 GiB"),
+        (5 * 2**50, "5,120 TiB"),
+    ],
+)
+def test_bytes(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (1, "1 s"),
+        (1234.5, "1,234 s"),
+        (0.9996, "1 s"),
+        (0.25, "250 ms"),
+        (3.14159e-5, "31.4 µs"),
+        (2e-9, "2 ns"),
+        (2e-10, "0.2 ns"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_other_figures(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+
+    assert format_share(0.125) == "12.5%"
+    assert counted(1, "op") == "1 op"
+    assert counted(2048, "op") == "2,048 ops"
+    assert counted(2, "micro-batch", "es") == "2 micro-batches"
+    assert format_source(f"{tmp_path}/deep/model.py:7") == "deep/model.py:7"
+    assert format_source("/elsewhere/model.py:7") == "/elsewhere/model.py:7"
+
+
+def test_progress_tells_only_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.5, 0.5, 3.0, 3.0, 3.1])  # begins and ends of three steps
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture, Progress(console) as progress:
+        progress("quick [step]")
+        progress("slow [step]")
+        progress("quick again")
+
+    assert capture.get() == "slow [step] (2.5 s)\n"

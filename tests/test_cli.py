@@ -1,0 +1,413 @@
+"""The commands: what they understand, what they print, how they fail.
+
+The compiler itself is replaced by one that hands back a plan made by hand; the whole way is run by
+the tests of the examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_compiler import cli
+from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
+from gpipe_compiler.compile import CompileOptions
+from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
+from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.listing import OpNote
+from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.schedule.actions import parse_order
+from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
+
+TOY = Cluster(Device("toy", 1e9, 1e9, 10**6, 1e-6), IN_PROCESS)
+
+PLAN = Plan(
+    name="model",
+    stages=(
+        Stage(0, ("a",), (), ("x",), ("a",), ("a.weight",), 0.1, 0.2, 0, 0, 24, 6, 100),
+        Stage(1, ("b",), (), ("a",), ("b",), ("b.weight",), 0.1, 0.2, 32, 32, 16, 4, 100),
+    ),
+    crossings=(Crossing("a", 0, (1,), (4, 2), torch.float32),),
+    schedule=ScheduleKind.GPIPE,
+    microbatches=2,
+    batch_size=8,
+    training=True,
+    orders=(parse_order("0F0 0F1 0B1 0B0"), parse_order("1F0 1F1 1B1 1B0")),
+    cluster=TOY,
+    cost_source="estimated for toy",
+    prediction=Prediction(0.9, 0.3, 1 / 3, 0.9, True, (248, 232)),
+    noted=(
+        OpNote("a", "Linear", ("x",), ("a",), ("4x2 float32",), "a", ("a.weight",), "/u/m.py:5"),
+        OpNote("b", "Linear", ("a",), ("b",), ("4x2 float32",), "b", ("b.weight",), "/u/m.py:6"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Stands for what the compiler hands back."""
+
+    plan: Plan
+    directory: Path | None
+    validation: object
+    frontend: Frontend = Frontend.FX
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands for a validation."""
+
+    rows: tuple[Row, ...] = (Row("output", 1, 1e-7, 2e-7, 1e-3, "y", ()),)
+    passed: bool = True
+
+
+@dataclass
+class Compiler:
+    """Stands for the compiler: keeps what it is asked for, or fails as it is told."""
+
+    error: BaseException | None = None
+    subject: Subject | None = None
+    options: CompileOptions | None = None
+    directory: Path | None = None
+
+    def __call__(
+        self,
+        subject: Subject,
+        options: CompileOptions,
+        directory: Path | None,
+        progress: Callable[[str], None],
+    ) -> Outcome:
+        progress("tracing")
+        self.subject, self.options, self.directory = subject, options, directory
+        if self.error is not None:
+            raise self.error
+        return Outcome(PLAN, directory, Held() if options.validate and directory else None)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current directory with a model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(cli, "named_cluster", lambda name: TOY)
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build_model():\n    print('building')\n    return nn.Linear(3, 2)\n\n"
+        "def example_inputs():\n    return torch.ones(8, 3)\n"
+    )
+    yield tmp_path
+    sys.modules.pop("model", None)
+
+
+@pytest.fixture
+def compiler(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    stand_in = Compiler()
+    monkeypatch.setattr(cli, "compile_subject", stand_in)
+    return stand_in
+
+
+Printed = pytest.CaptureFixture[str]
+
+
+class TestCompileArguments:
+    def test_defaults(self, compiler: Compiler) -> None:
+        assert cli.compile_command(["model.py", "--stages", "4"]) == 0
+
+        assert compiler.options == CompileOptions(stages=4, cluster=TOY)
+        assert compiler.directory == Path("model_x4")
+        assert compiler.subject is not None
+        assert compiler.subject.name == "model"
+
+    def test_everything(self, compiler: Compiler) -> None:
+        words = (
+            "model.py --stages 2 --microbatches 8 --schedule 1f1b --mode infer --frontend export "
+            "--cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here --force "
+            "--no-validate --seed 7"
+        )
+
+        assert cli.compile_command(words.split()) == 0
+        assert compiler.options == CompileOptions(
+            stages=2,
+            microbatches=8,
+            schedule=ScheduleKind.ONE_F_ONE_B,
+            training=False,
+            frontend=Frontend.EXPORT,
+            measured=True,
+            cluster=dataclasses.replace(TOY, link=Link(12.5e9, 2e-3)),
+            validate=False,
+            force=True,
+            seed=7,
+        )
+        assert compiler.directory == Path("here")
+        assert compiler.subject is not None
+        assert not compiler.subject.training
+        assert compiler.subject.args[0].shape == (16, 3)  # type: ignore[attr-defined]
+
+    def test_the_seed_fixes_random_inputs(self, compiler: Compiler) -> None:
+        drawn = []
+        for seed in ("1", "1", "2"):
+            cli.compile_command(
+                ["model.py", "-k", "2", "--input", "4x3", "--seed", seed, "--dry-run"]
+            )
+            assert compiler.subject is not None
+            drawn.append(compiler.subject.args[0])
+
+        assert torch.equal(drawn[0], drawn[1])  # type: ignore[arg-type]
+        assert not torch.equal(drawn[0], drawn[2])  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("model.py", "the following arguments are required: -k/--stages"),
+            ("--stages 2", "the following arguments are required: MODEL"),
+            (
+                "model.py --stages 0",
+                "argument -k/--stages: '0' is not a whole number of at least 1",
+            ),
+            ("model.py --stages two", "'two' is not a whole number of at least 1"),
+            ("model.py --stages 2 --microbatches -1", "argument -m/--microbatches"),
+            ("model.py --stages 2 --bandwidth fast", "write bytes/s, such as 12.5G"),
+            ("model.py --stages 2 --bandwidth 0", "'0' is no bandwidth"),
+            ("model.py --stages 2 --latency 3h", "'3h' is no time: write seconds"),
+            ("model.py --stages 2 --schedule zero", "invalid choice: 'zero'"),
+            ("model.py --stages 2 --device abacus", "invalid choice: 'abacus'"),
+            ("model.py --stages 2 --what", "unrecognized arguments: --what"),
+        ],
+    )
+    def test_bad_ones_end_with_2(
+        self, words: str, said: str, compiler: Compiler, capsys: Printed
+    ) -> None:
+        assert cli.compile_command(words.split()) == 2
+
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert printed.out == ""
+
+    def test_help(self, capsys: Printed) -> None:
+        assert cli.compile_command(["--help"]) == 0
+
+        assert "MODEL" in capsys.readouterr().out
+
+
+class TestCompilePrints:
+    def test_a_summary_and_how_to_run_it(self, compiler: Compiler, capsys: Printed) -> None:
+        cli.compile_command(["model.py", "--stages", "2"])
+
+        out = capsys.readouterr().out
+        for line in ("stages 2", "ops 2", "parameters 10", "traced by fx", "bubble 33.3%"):
+            assert line in " ".join(out.split())
+        assert "900 ms (proved optimal)" in out
+        assert "output: 1 tensor, largest difference 1e-07" in out
+        assert "  python model_x2/run.py train\n" in out
+        assert "  torchrun --nproc-per-node 2 model_x2/run.py train\n" in out
+
+    def test_a_dry_run_prints_the_whole_plan(self, compiler: Compiler, capsys: Printed) -> None:
+        cli.compile_command(["model.py", "--stages", "2", "--dry-run"])
+
+        out = capsys.readouterr().out
+        assert compiler.directory is None
+        assert "/u/m.py:5" in out
+        assert "dry run: nothing written" in out
+        assert "run.py" not in out
+
+    def test_json_is_all_there_is_on_stdout(self, compiler: Compiler, capsys: Printed) -> None:
+        assert cli.compile_command(["model.py", "--stages", "2", "--json"]) == 0
+
+        printed = capsys.readouterr()
+        document = json.loads(printed.out)
+        assert document["directory"] == "model_x2"
+        assert document["frontend"] == "fx"
+        assert document["plan"]["prediction"]["step_s"] == 0.9
+        assert document["validation"] == {
+            "passed": True,
+            "rows": [dataclasses.asdict(Held().rows[0]) | {"faults": []}],
+        }
+        assert "building" in printed.err
+
+    def test_json_of_a_dry_run(self, compiler: Compiler, capsys: Printed) -> None:
+        cli.compile_command(["model.py", "--stages", "2", "--json", "--dry-run"])
+
+        document = json.loads(capsys.readouterr().out)
+        assert (document["directory"], document["validation"]) == (None, None)
+
+
+class TestCompileFails:
+    def test_there_is_no_file(self, compiler: Compiler, workplace: Path, capsys: Printed) -> None:
+        assert cli.compile_command(["nothing.py", "--stages", "2"]) == 2
+
+        assert capsys.readouterr().err == (
+            f"error: there is no file nothing.py; {workplace} has model.py\n"
+            "  hint: check the path, it is relative to here\n"
+        )
+
+    def test_the_model_is_at_fault(
+        self, compiler: Compiler, workplace: Path, capsys: Printed
+    ) -> None:
+        (workplace / "model.py").write_text("def build_model():\n    return 1 / 0\n")
+
+        assert cli.compile_command(["model.py", "--stages", "2"]) == 1
+        assert capsys.readouterr().err == (
+            "error: model.py:2: build_model() raises ZeroDivisionError: division by zero\n"
+            "  hint: the line is the last of your own; run the file with Python to see all of it\n"
+        )
+
+    def test_the_directory_is_taken(
+        self, compiler: Compiler, workplace: Path, capsys: Printed
+    ) -> None:
+        (workplace / "model_x2").mkdir()
+
+        assert cli.compile_command(["model.py", "--stages", "2"]) == 2
+        assert compiler.options is None
+        assert capsys.readouterr().err == (
+            "error: model_x2 exists\n"
+            "  hint: --force replaces it, -o names another directory, --dry-run writes nothing\n"
+        )
+
+    def test_tracing_fails_at_a_line(
+        self, compiler: Compiler, workplace: Path, capsys: Printed
+    ) -> None:
+        where = SourceLocation(str(workplace / "model.py"), 12)
+        compiler.error = TraceError("a tensor decides a branch", location=where, hint="torch.where")
+
+        assert cli.compile_command(["model.py", "--stages", "2"]) == 1
+        assert capsys.readouterr().err.endswith(
+            "error: model.py:12: a tensor decides a branch\n  hint: torch.where\n"
+        )
+
+    def test_validation_fails(self, compiler: Compiler, capsys: Printed) -> None:
+        compiler.error = ValidationError("fc.weight differs; the package is model_x2.failed")
+
+        assert cli.compile_command(["model.py", "--stages", "2"]) == 3
+        assert "error: fc.weight differs" in capsys.readouterr().err
+
+    def test_json_tells_of_the_failure_too(
+        self, compiler: Compiler, workplace: Path, capsys: Printed
+    ) -> None:
+        where = SourceLocation(str(workplace / "model.py"), 12)
+        compiler.error = TraceError("a tensor decides a branch", location=where, hint="torch.where")
+
+        assert cli.compile_command(["model.py", "--stages", "2", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out) == {
+            "error": {
+                "problem": "a tensor decides a branch",
+                "file": str(workplace / "model.py"),
+                "line": 12,
+                "hint": "torch.where",
+                "exit_code": 1,
+            }
+        }
+
+    def test_the_disk_fails(self, compiler: Compiler, capsys: Printed) -> None:
+        compiler.error = PermissionError(13, "Permission denied", "/locked/model_x2")
+
+        assert cli.compile_command(["model.py", "--stages", "2"]) == 2
+        assert "error: /locked/model_x2: Permission denied\n" in capsys.readouterr().err
+
+    def test_ctrl_c(self, compiler: Compiler, capsys: Printed) -> None:
+        compiler.error = KeyboardInterrupt()
+
+        assert cli.compile_command(["model.py", "--stages", "2"]) == 130
+        assert capsys.readouterr().err.endswith("interrupted\n")
+
+    def test_a_mistake_of_ours_shows_its_traceback(self, compiler: Compiler) -> None:
+        compiler.error = AssertionError("a bug")
+
+        with pytest.raises(AssertionError, match="a bug"):
+            cli.compile_command(["model.py", "--stages", "2"])
+
+
+@pytest.fixture
+def package(workplace: Path) -> Path:
+    folder = workplace / "model_x2"
+    folder.mkdir()
+    (folder / "plan.json").write_text(PLAN.to_json())
+    return folder
+
+
+class TestInspect:
+    def test_prints_stages_boundaries_and_prediction(self, package: Path, capsys: Printed) -> None:
+        assert cli.inspect_command(["model_x2"]) == 0
+
+        out = capsys.readouterr().out
+        assert "4x2" in out
+        assert "/u/m.py:5" in out
+        assert "proved optimal" in out
+
+    def test_takes_a_plan_file_too(self, package: Path) -> None:
+        assert cli.inspect_command(["model_x2/plan.json"]) == 0
+
+    def test_json(self, package: Path, capsys: Printed) -> None:
+        assert cli.inspect_command(["model_x2", "--json"]) == 0
+
+        assert Plan.from_json(capsys.readouterr().out) == PLAN
+
+    def test_draws_the_pipeline(self, package: Path, workplace: Path, capsys: Printed) -> None:
+        pytest.importorskip("grandalf")
+
+        assert cli.inspect_command(["graph", "model_x2"]) == 0
+        assert capsys.readouterr().out == "model.svg\n"
+        assert "<svg" in (workplace / "model.svg").read_text()
+
+    def test_draws_a_stage(self, package: Path, workplace: Path) -> None:
+        pytest.importorskip("grandalf")
+
+        assert cli.inspect_command(["graph", "model_x2", "--stage", "1", "-o", "x.svg"]) == 0
+        assert "model, stage 1" in (workplace / "x.svg").read_text()
+
+    def test_writes_a_trace(self, package: Path, workplace: Path, capsys: Printed) -> None:
+        assert cli.inspect_command(["trace", "model_x2"]) == 0
+
+        assert capsys.readouterr().out == "model_trace.json\n"
+        assert json.loads((workplace / "model_trace.json").read_text())["traceEvents"]
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (
+                "nowhere",
+                "error: there is no package nowhere\n"
+                "  hint: name the directory that gpipe-compile wrote\n",
+            ),
+            (
+                ".",
+                "error: . is no package: it has no plan.json\n"
+                "  hint: name the directory that gpipe-compile wrote\n",
+            ),
+            (
+                "graph model_x2 --stage 2",
+                "error: there is no stage 2\n  hint: stages count from 0 to 1\n",
+            ),
+            (
+                "graph model_x2 -o x.png",
+                "error: pictures are written as SVG, not as x.png\n"
+                "  hint: -o name.svg; browsers show it, rsvg-convert or Inkscape make a PNG of "
+                "it\n",
+            ),
+            (
+                "graph model_x2 -o none/x.svg",
+                "error: none/x.svg: No such file or directory\n",
+            ),
+        ],
+    )
+    def test_bad_ones_end_with_2(
+        self, words: str, said: str, package: Path, capsys: Printed
+    ) -> None:
+        assert cli.inspect_command(words.split()) == 2
+
+        assert capsys.readouterr().err == said
+
+    @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1]", "nonsense"])
+    def test_a_broken_plan_ends_with_1(self, text: str, package: Path, capsys: Printed) -> None:
+        (package / "plan.json").write_text(text)
+
+        assert cli.inspect_command(["model_x2"]) == 1
+        assert capsys.readouterr().err.startswith("error: ")
