@@ -1,0 +1,152 @@
+"""Writes a package: stage modules, schedule, scripts, runtime, weights, plan and report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors
+
+import gpipe_compiler.runtime
+from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.names import identifier
+from gpipe_compiler.codegen.readme import write_readme
+from gpipe_compiler.codegen.schedule import write_schedule
+from gpipe_compiler.codegen.scripts import write_init, write_run
+from gpipe_compiler.codegen.stage import write_stage
+from gpipe_compiler.codegen.weights import has_weights, write_weights
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.frontend.subject import Hooks
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.html import write_report
+
+Progress = Callable[[str], None]
+"""Told, in a few words, what is about to be done."""
+
+PLAN = "plan.json"
+"""The file by which a folder is known to be a package."""
+
+
+def emit(
+    plan: Plan,
+    directory: Path,
+    *,
+    hooks: Hooks | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes the package of a plan.
+
+    The package is written beside its place and then moved there, so that a folder is either
+    complete or not there.
+
+    Args:
+        plan: with its graph, which holds the weights.
+        hooks: the user's own file, for the data and the optimizer.
+        force: replace the package that stands there already.
+
+    Returns:
+        The absolute path of the package.
+
+    Raises:
+        EmitError: when something stands there already, when it cannot be written (permissions, a
+            full disk), or when an op has no spelling as source code. Nothing is left behind.
+    """
+    if plan.graph is None:
+        raise EmitError(
+            "the plan has no graph, so there is no code to write",
+            hint="plan the graph again: a plan read from JSON has no graph",
+        )
+    target = Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would follow a link
+    _refuse_existing(target, force)
+    tell = progress or (lambda _: None)
+    with _beside(target) as folder:
+        _write(plan, folder, hooks, tell)
+        _move(folder, target, force)
+    return target
+
+
+def _write(plan: Plan, folder: Path, hooks: Hooks | None, tell: Progress) -> None:
+    assert plan.graph is not None
+    graph = plan.graph
+    tell("writing the stages")
+    facts = Facts.of(graph)
+    stages = [write_stage(plan, facts, stage) for stage in plan.stages]
+    texts = {f"stage_{stage.index}.py": stage.text for stage in stages}
+    texts["schedule.py"] = write_schedule(plan, graph, stages)
+    texts["__init__.py"] = write_init(plan, weights=has_weights(graph))
+    texts["run.py"] = write_run(plan, hooks, package=identifier(f"{plan.name}_x{len(stages)}"))
+    texts["README.md"] = write_readme(plan, graph, stages, weights=has_weights(graph))
+    texts[PLAN] = plan.to_json()
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    _copy_runtime(folder / "runtime")
+    write_weights(graph, stages, folder / "weights", tell)
+    write_report(plan, folder / "report.html")
+
+
+def _copy_runtime(folder: Path) -> None:
+    source = Path(gpipe_compiler.runtime.__file__ or "").parent
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "tests"))
+
+
+def _refuse_existing(target: Path, force: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise EmitError(f"{target} exists", hint="choose another folder, or replace it: --force")
+    is_package = target.is_dir() and (target / PLAN).is_file()
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.is_symlink() or not (is_package or is_empty):
+        raise EmitError(
+            f"{target} is no package, so it is not replaced",
+            hint="choose another folder",
+        )
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A new folder beside the target; gone afterwards, together with parents made for it."""
+    made: list[Path] = []
+    folder: Path | None = None
+    try:
+        missing = [
+            parent for parent in (target.parent, *target.parent.parents) if not parent.exists()
+        ]
+        for parent in reversed(missing):
+            parent.mkdir()
+            made.append(parent)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield folder
+    except (OSError, safetensors.SafetensorError) as error:
+        raise EmitError(f"cannot write {target}: {error}") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(target):
+            for parent in reversed(made):
+                parent.rmdir()
+
+
+def _move(folder: Path, target: Path, force: bool) -> None:
+    """Puts the finished folder in its place; what it replaces comes back when that fails."""
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    if not os.path.lexists(target):
+        folder.rename(target)
+        return
+    _refuse_existing(target, force)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    old = target.rename(aside / "old")
+    try:
+        folder.rename(target)
+    except OSError:
+        old.rename(target)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,46 @@
+"""The README of a package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_compiler.codegen.comments import value_text
+from gpipe_compiler.codegen.stage import StageSource
+from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.plan import Plan
+
+
+def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, weights: bool) -> str:
+    """What the package is, how to run it, what each stage holds."""
+    return render(
+        "readme.md.jinja",
+        name=plan.name,
+        training=plan.training,
+        weights=weights,
+        schedule=plan.schedule.value,
+        microbatches=plan.microbatches,
+        microbatch_size=plan.microbatch_size,
+        batch_size=plan.batch_size,
+        parameters=f"{graph.parameter_count:,}",
+        stages=[_stage_row(graph, stage) for stage in stages],
+        count=len(stages),
+        inputs=[f"`{source.name}`: {value_text(graph, source.name)}" for source in graph.inputs],
+    )
+
+
+def _stage_row(graph: Graph, stage: StageSource) -> str:
+    """One line of the table of stages."""
+    parameters = sum(
+        state.bytes // state.dtype.itemsize
+        for name in dict.fromkeys(stage.state.values())
+        if (state := graph.state[name]).kind is StateKind.PARAMETER
+    )
+    return (
+        f"| [{stage.index}](stage_{stage.index}.py) | {parameters:,} "
+        f"| {_values(stage.inputs)} | {_values(stage.outputs)} |"
+    )
+
+
+def _values(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

@@ -1,0 +1,232 @@
+"""`schedule.py`: the plan as a PipelineSpec, with a drawing of who works when."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal, write_nest
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
+from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
+from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.ir import ByMode, Graph, Input, Ref, StateKind
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.schedule.actions import format_order
+from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime.spec import Crossing
+
+Item = TypeVar("Item")
+
+
+def write_schedule(plan: Plan, graph: Graph, stages: Sequence[StageSource]) -> str:
+    """The source of `schedule.py`.
+
+    Raises:
+        EmitError: when the structure of the outputs cannot be written down.
+    """
+    imports = Imports()
+    if plan.crossings:
+        imports.torch()
+    spec = _pipeline(plan, graph, stages, imports)
+    used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input"}
+    text = "\n".join(lay_out(spec, prefix="SPEC = "))
+    names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
+    from_spec = ["PipelineSpec", "ScheduleKind", "StageSpec", *names]
+    return render(
+        "schedule.py.jinja",
+        name=plan.name,
+        stages=len(stages),
+        microbatches=plan.microbatches,
+        kind=plan.schedule.value,
+        drawing=_drawing(plan),
+        imports=imports.lines(),
+        spec_import=_spec_import(from_spec),
+        modules=_stage_import(len(stages)),
+        orders=_orders(plan),
+        spec=text.splitlines(),
+    )
+
+
+def _spec_import(names: Iterable[str]) -> list[str]:
+    ordered = sorted(names)
+    flat = f"from .runtime.spec import {', '.join(ordered)}"
+    if len(flat) <= WIDTH:
+        return [flat]
+    return ["from .runtime.spec import (", *(f"    {item}," for item in ordered), ")"]
+
+
+def _stage_import(count: int) -> list[str]:
+    names = sorted(f"stage_{index}" for index in range(count))
+    flat = f"from . import {', '.join(names)}"
+    if len(flat) <= WIDTH:
+        return [flat]
+    return ["from . import (", *(f"    {item}," for item in names), ")"]
+
+
+def _drawing(plan: Plan) -> list[str]:
+    """The diagram of the schedule, cut off at the right where it is too wide."""
+    lines = diagram(plan.orders, needs_of(plan.crossings)).splitlines()
+    room = WIDTH - 8
+    if max(map(len, lines)) <= room:
+        return lines
+    return [f"{line[: room - 4]} ..." if len(line) > room else line for line in lines]
+
+
+def _orders(plan: Plan) -> list[str]:
+    """Each device's actions, wrapped, with an empty line between devices."""
+    paragraphs = [
+        textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
+        for order in plan.orders
+    ]
+    if all(len(lines) <= 1 for lines in paragraphs):
+        return [line for lines in paragraphs for line in lines or ["-"]]
+    lines = itertools.chain.from_iterable([*paragraph, ""] for paragraph in paragraphs)
+    return list(lines)[:-1]
+
+
+def _pipeline(
+    plan: Plan, graph: Graph, stages: Sequence[StageSource], imports: Imports
+) -> Expression:
+    inputs = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
+    options = {
+        "name": _text(plan.name),
+        "stages": tuple_of([_stage(stage) for stage in stages], exploded=True),
+        "inputs": _all(inputs, _input),
+        "crossings": _all(plan.crossings, lambda crossing: _crossing(crossing, imports)),
+        "outputs": _outputs(graph, imports),
+        "loss": _loss(plan, graph),
+        "schedule": name(f"ScheduleKind.{plan.schedule.name}"),
+        "microbatches": name(str(plan.microbatches)),
+        "microbatch_size": name(str(plan.microbatch_size)),
+        "orders": name("ORDERS"),
+    }
+    aliases = {
+        alias: state.name
+        for state in graph.state.values()
+        if state.kind is not StateKind.CONSTANT
+        for alias in state.aliases
+    }
+    if aliases:
+        pairs = [(_text(alias), _text(own)) for alias, own in aliases.items()]
+        options["aliases"] = dict_of(pairs, exploded=True)
+    return _call("PipelineSpec", options, exploded=True)
+
+
+def _stage(stage: StageSource) -> Expression:
+    module = f"stage_{stage.index}"
+    options = {
+        "module": name(f"{module}.{stage.class_name}"),
+        "inputs": _texts(stage.inputs),
+        "outputs": _texts(stage.outputs),
+        "state": name(f"{module}.STATE"),
+    }
+    if stage.loss_inputs:
+        options["loss_inputs"] = _texts(stage.loss_inputs)
+    if stage.random_ops:
+        options["random_ops"] = _numbers(stage.random_ops)
+    return _call("StageSpec", options, exploded=True)
+
+
+def _input(source: Input) -> Expression:
+    options = [_text(source.name), tuple_of([_path(item) for item in source.path])]
+    if not source.batched:
+        options.append(name("batched=False"))
+    return call("Input", options)
+
+
+def _path(item: str | int) -> Expression:
+    return _text(item) if isinstance(item, str) else name(str(item))
+
+
+def _crossing(crossing: Crossing, imports: Imports) -> Expression:
+    items = [
+        _text(crossing.value),
+        name(str(crossing.source)),
+        write_literal(crossing.targets, imports),
+        write_literal(crossing.shape, imports),
+        write_literal(crossing.dtype, imports),
+    ]
+    if crossing.batch_dim != 0:
+        items.append(name(f"batch_dim={crossing.batch_dim}"))
+    if not crossing.gradient:
+        items.append(name("gradient=False"))
+    return call("Crossing", items)
+
+
+def _outputs(graph: Graph, imports: Imports) -> Expression:
+    """The structure of the outputs with a `Leaf` at every tensor."""
+
+    def leaf(item: object) -> Expression:
+        match item:
+            case Ref(name=value):
+                known = graph.values.get(value)
+                batch_dim = 0 if known is None else known.batch_dim
+                options = [] if batch_dim == 0 else [name(f"batch_dim={batch_dim}")]
+                return call("Leaf", [_text(value), *options])
+            case ByMode():
+                raise EmitError(
+                    "the model returns one thing in train mode and another in eval mode",
+                    hint="return the same structure in both modes, or compile with --mode infer",
+                )
+            case _:
+                return write_literal(item, imports)
+
+    try:
+        return write_nest(graph.outputs, leaf)
+    except UnwritableError as error:
+        raise EmitError(f"the model's outputs cannot be written down: {error}") from error
+
+
+def _loss(plan: Plan, graph: Graph) -> Expression:
+    if graph.loss is None or not plan.training:
+        return name("None")
+    return call(
+        "LossSpec",
+        [
+            _text(graph.loss.value),
+            name(f"Reduction.{graph.loss.reduction.name}"),
+            name(f"separate={has_separate_loss(plan, graph)}"),
+        ],
+    )
+
+
+def _numbers(numbers: Sequence[int]) -> Expression:
+    """Numbers as a tuple, long runs of them as ranges."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts: list[Expression] = []
+    for run in runs:
+        if len(run) > 3:
+            parts.append(name(f"*range({run[0]}, {run[-1] + 1})"))
+        else:
+            parts.extend(name(str(number)) for number in run)
+    if len(parts) == 1 and parts[0].flat.startswith("*"):
+        return call("tuple", [name(parts[0].flat[1:])])
+    return tuple_of(parts)
+
+
+def _call(callee: str, options: dict[str, Expression], *, exploded: bool) -> Expression:
+    items = [value.prefixed(f"{key}=") for key, value in options.items()]
+    return call(callee, items, exploded=exploded)
+
+
+def _all(items: Iterable[Item], write: Callable[[Item], Expression]) -> Expression:
+    """A tuple with one item a line."""
+    written = [write(item) for item in items]
+    return tuple_of(written, exploded=len(written) > 1)
+
+
+def _text(text: str) -> Expression:
+    return name(quote(text))
+
+
+def _texts(texts: Iterable[str]) -> Expression:
+    return tuple_of([_text(text) for text in texts])

@@ -1,0 +1,42 @@
+"""`run.py` and `__init__.py`."""
+
+from __future__ import annotations
+
+from gpipe_compiler.codegen.constants import quote
+from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.frontend.subject import Hooks
+from gpipe_compiler.plan import Plan
+
+
+def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
+    """The source of `run.py`.
+
+    Args:
+        package: the name under which the script imports the folder, whatever the folder is called.
+    """
+    offered = sorted(hooks.names) if hooks is not None else []
+    return render(
+        "run.py.jinja",
+        name=plan.name,
+        package=package,
+        training=plan.training,
+        hooks=_hooks(hooks) if offered else None,
+        offered=offered,
+    )
+
+
+def _hooks(hooks: Hooks | None) -> str | None:
+    if hooks is None:
+        return None
+    return quote(str(hooks.file) if hooks.file is not None else hooks.module)
+
+
+def write_init(plan: Plan, *, weights: bool) -> str:
+    """The source of `__init__.py`, with the Pipeline of the package."""
+    return render(
+        "init.py.jinja",
+        name=plan.name,
+        stages=len(plan.stages),
+        training=plan.training,
+        weights=weights,
+    )

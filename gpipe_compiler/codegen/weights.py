@@ -1,0 +1,49 @@
+"""The weights of a package: one safetensors file per stage, under the model's own names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpipe_compiler.codegen.stage import StageSource
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.runtime.weights import INDEX, save_file
+
+EXAMPLE = "example.safetensors"
+
+
+def has_weights(graph: Graph) -> bool:
+    """Whether the model has values; a model on the meta device has none."""
+    return not any(tensor.is_meta for tensor in graph.tensors.values())
+
+
+def write_weights(
+    graph: Graph,
+    stages: Sequence[StageSource],
+    directory: Path,
+    progress: Callable[[str], None],
+) -> None:
+    """Writes `stage_<k>.safetensors` and the index; a tensor of several stages goes to the first.
+
+    Nothing but the example inputs is written for a model without values.
+    """
+    directory.mkdir()
+    example = {name: tensor for name, tensor in graph.example.items() if not tensor.is_meta}
+    if example:
+        save_file(example, directory / EXAMPLE)
+    if not has_weights(graph):
+        return
+    placed: dict[str, str] = {}
+    size = 0
+    for stage in stages:
+        names = [name for name in dict.fromkeys(stage.state.values()) if name not in placed]
+        if not names:
+            continue
+        file = f"stage_{stage.index}.safetensors"
+        progress(f"writing weights/{file}")
+        save_file({name: graph.tensors[name] for name in names}, directory / file)
+        placed.update(dict.fromkeys(names, file))
+        size += sum(graph.state[name].bytes for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": placed}
+    (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
