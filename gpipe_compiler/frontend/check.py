@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import tensors_of
 from gpipe_compiler.frontend.subject import Subject
@@ -42,11 +43,18 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     The subject's model stays as it is.
     """
     found = list(_state_differences(graph, subject))
-    for training in (True, False) if subject.training else (False,):
-        entry = make_entry(subject, training)
+    entries = [
+        make_entry(subject, mode) for mode in ((True, False) if subject.training else (False,))
+    ]
+    for entry in entries:
+        training = entry.training
+        # Auxiliary outputs of train mode are no outputs of the graph: only the loss uses them.
+        outputs = entry.structure == entries[-1].structure
         for batch in _BATCHES if any(source.batched for source in graph.inputs) else (1,):
             mode = f"{'train' if training else 'eval'} mode, batch {batch}"
-            found.extend(f"{mode}: {text}" for text in _compare(graph, subject, entry, batch))
+            found.extend(
+                f"{mode}: {text}" for text in _compare(graph, subject, entry, batch, outputs)
+            )
             if found:
                 return found
     return found
@@ -64,22 +72,31 @@ def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:
         yield f"the state {name} is in {where}"
 
 
-def _compare(graph: Graph, subject: Subject, entry: Entry, batch: int) -> Iterator[str]:
+def _compare(
+    graph: Graph, subject: Subject, entry: Entry, batch: int, outputs: bool
+) -> Iterator[str]:
     with torch.random.fork_rng():
         try:
             expected = _run_model(subject, entry, batch)
         except GPipeCompilerError:
             raise
         except Exception as error:  # whatever the user's code raises
-            if batch == _BATCHES[0]:
-                yield f"the model itself raises {type(error).__name__}: {error}"
-            return
+            if batch == _BATCHES[-1]:
+                return  # this size does not suit the model, as a batch may have to be even
+            raise ModelError(
+                f"the model raises {type(error).__name__} in a training step with a batch of "
+                f"{batch} samples made from the example inputs: {error}",
+                location=line_of(error),
+                hint="it must run by itself before it can be compiled",
+            ) from error
         try:
             actual = _run_graph(graph, entry, batch)
         except Exception as error:  # a graph may call anything
             yield f"the graph raises {type(error).__name__}: {_first_line(error)}"
             return
-    yield from _different(expected.results, actual.results)
+    for name, text in _different(expected.results, actual.results):
+        if outputs or not name.startswith("output"):
+            yield text
 
 
 def _run_model(subject: Subject, entry: Entry, batch: int) -> _Run:
@@ -158,22 +175,24 @@ def _results(
 
 def _different(
     expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None]
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
+    """Names of what differs, and how, in words."""
     for name in dict.fromkeys((*expected, *actual)):
         if name not in expected or name not in actual:
-            yield f"{name} is given by the {'graph' if name in actual else 'model'} only"
+            yield name, f"{name} is given by the {'graph' if name in actual else 'model'} only"
             continue
         one, other = expected[name], actual[name]
         if one is None or other is None:
             if one is not other:
-                yield f"{name} is None in the {'model' if one is None else 'graph'} only"
+                yield name, f"{name} is None in the {'model' if one is None else 'graph'} only"
         elif one.shape != other.shape or one.dtype != other.dtype:
             yield (
+                name,
                 f"{name} is {tuple(other.shape)} {other.dtype} "
-                f"instead of {tuple(one.shape)} {one.dtype}"
+                f"instead of {tuple(one.shape)} {one.dtype}",
             )
         elif not one.is_meta and not _equal(one, other):
-            yield f"{name} is off by {_distance(one, other):.3g}"
+            yield name, f"{name} is off by {_distance(one, other):.3g}"
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

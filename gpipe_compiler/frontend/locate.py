@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,7 @@ from gpipe_compiler.errors import SourceLocation
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OWN = str(Path(__file__).parent.parent) + "/"
+_ENTRY = _OWN + "frontend/entry.py"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 
 
@@ -28,10 +30,24 @@ def location(file: str, line: int, function: str = "") -> SourceLocation:
     return SourceLocation(file, line, function, linecache.getline(file, line).strip())
 
 
+def model_frames(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The user's frames of a stack (outermost first) that the traced model runs in.
+
+    What stands outside of `Entry.forward` called the compiler and is no part of the model.
+    """
+    found: list[traceback.FrameSummary] = []
+    for frame in stack:
+        if frame.filename == _ENTRY and frame.name == "forward":
+            found = []
+        elif is_users(frame.filename):
+            found.append(frame)
+    return found
+
+
 def calling_line() -> SourceLocation | None:
-    """The user's line that is being executed."""
+    """The user's line that is being executed inside the traced model."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _ENTRY:
         if is_users(frame.f_code.co_filename):
             return location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back

@@ -152,6 +152,7 @@ class _Lowering:
         kwargs = {key: self.argument(item) for key, item in node.kwargs.items()}
         match node.op:
             case "call_function":
+                args, kwargs = _attention_by_keyword(node.target, args, kwargs)
                 assert callable(node.target)  # fx guarantees it
                 return FunctionCall(node.target, args, _without_defaults(node.target, kwargs))
             case "call_method":
@@ -248,6 +249,18 @@ class _Lowering:
         outputs = returned[0] if isinstance(returned[0], tuple | list) else returned
         args = tuple(self.argument(item) for item in inputs)
         return RegionCall(context, Block(names, tuple(ops), tuple(outputs)), args)
+
+
+def _attention_by_keyword(
+    function: object, args: tuple[Argument, ...], kwargs: dict[str, Argument]
+) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+    """Attention's options by keyword, as people write them and as both modes can share them."""
+    if function is not torch.nn.functional.scaled_dot_product_attention:
+        return args, kwargs
+    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+    defaults = {"attn_mask": None, "is_causal": False}
+    options = {**named, **kwargs}
+    return args[:3], {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}
 
 
 def _without_defaults(

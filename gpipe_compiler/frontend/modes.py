@@ -54,7 +54,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         TraceError: when the modes return different structures and neither fits the other.
     """
     merging = _Merging(train, evaluation)
-    ops = list(merging.ops())
+    ops = tuple(merging.ops())
     outputs = merging.outputs(train.outputs, evaluation.outputs)
     loss = train.loss
     if loss is not None and evaluation.loss is not None:
@@ -62,8 +62,9 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         loss = Loss(value.name, loss.reduction)
     if not merging.different:
         return train
+    ops, outputs = always_contiguous((*ops, *merging.selections), outputs)
     merged = train.replace(
-        ops=(*ops, *merging.selections),
+        ops=ops,
         outputs=outputs,
         loss=loss,
         modules={**evaluation.modules, **train.modules},
@@ -83,7 +84,8 @@ class _Merging:
         self.new_state: dict[str, State] = {}
         self.new_tensors: dict[str, torch.Tensor] = {}
         self._names = Names()
-        for name in (*(i.name for i in train.inputs), *_all_names(train)):
+        self._used = {*(source.name for source in train.inputs), *_all_names(train)}
+        for name in self._used:
             self._names.unique(name)
         self._values = {
             theirs.name: ours.name
@@ -110,16 +112,24 @@ class _Merging:
         if mode is Mode.TRAIN:
             return dataclasses.replace(op, mode=mode)
         result = self._renamed(op.result)
-        name = result if isinstance(result, str) else self._names.unique(op.name)
+        name = result if isinstance(result, str) else self._free(op.name)
         call = with_arguments(op.call, self._ours)
         if isinstance(call, RegionCall):
             call = dataclasses.replace(call, body=self._renamed_body(call.body))
         return dataclasses.replace(op, name=name, call=call, result=result, mode=mode)
 
+    def _free(self, name: str) -> str:
+        """A name for something of eval mode alone."""
+        if name in self._used:
+            name = f"{name}_eval"
+        name = self._names.unique(name)
+        self._used.add(name)
+        return name
+
     def _renamed_body(self, body: Block) -> Block:
         """The body of a region of the eval graph, under names that are free."""
         for old in body.inputs:
-            self._values[old] = self._names.unique(old)
+            self._values[old] = self._free(old)
         ops = [self._one_sided(op, Mode.EVAL) for op in body.ops]
         return Block(
             tuple(self._values[old] for old in body.inputs),
@@ -131,7 +141,7 @@ class _Merging:
     def _renamed(self, result: Result) -> Result:
         """The result of an op of the eval graph, under names that are free."""
         if isinstance(result, str):
-            self._values[result] = self._names.unique(result)
+            self._values[result] = self._free(result)
             return self._values[result]
         if isinstance(result, tuple):
             return tuple(self._renamed(item) for item in result)
@@ -240,6 +250,46 @@ class _Merging:
         name = self._names.unique(wish)
         self.selections.append(Op(name, FunctionCall(operator.pos, (ByMode(ours, other),)), name))
         return Ref(name)
+
+
+def always_contiguous(ops: tuple[Op, ...], outputs: Argument) -> tuple[tuple[Op, ...], Argument]:
+    """Lets `x.contiguous()` of one mode, which the other mode does without, run in both.
+
+    Tracers leave it out where they see that it does nothing, which memory layouts decide.
+    """
+    sides: dict[ByMode, str] = {}
+    for op in ops:
+        call = op.call
+        if op.mode is Mode.ALWAYS or not isinstance(op.result, str):
+            continue
+        if isinstance(call, MethodCall) and call.method == "contiguous" and len(call.args) == 1:
+            own, plain = Ref(op.result), call.args[0]
+            pair = ByMode(own, plain) if op.mode is Mode.TRAIN else ByMode(plain, own)
+            sides[pair] = op.result
+    if not sides:
+        return ops, outputs
+
+    def simplified(argument: Argument) -> Argument:
+        match argument:
+            case ByMode(train=Ref(), evaluation=Ref()) if argument in sides:
+                return Ref(sides[argument])
+            case tuple():
+                return tuple(map(simplified, argument))
+            case list():
+                return list(map(simplified, argument))
+            case _:
+                return argument
+
+    mended = set(sides.values())
+    changed = tuple(
+        dataclasses.replace(
+            op,
+            call=with_arguments(op.call, simplified),
+            mode=Mode.ALWAYS if mended.intersection(op.outputs) else op.mode,
+        )
+        for op in ops
+    )
+    return changed, outputs
 
 
 def combine(train: Argument, evaluation: Argument) -> Argument:

@@ -56,6 +56,15 @@ def rebuild(path: str, module: nn.Module) -> ModuleSpec | None:
     return spec
 
 
+def is_leaf(path: str, module: nn.Module, training: bool) -> bool:
+    """Whether a traced graph calls a module whole.
+
+    A module that stays in eval mode while its model trains (a frozen BatchNorm) is traced into:
+    called whole, it would follow the mode of the emitted stage.
+    """
+    return module.training == training and rebuild(path, module) is not None
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is a torch.nn leaf, as constructed."""
     cls = type(module)

@@ -60,6 +60,8 @@ class _Renaming:
         if isinstance(call, RegionCall):
             call = dataclasses.replace(call, body=self._block(call.body))
         base = self._base(op.call)
+        if self._graph.loss is not None and op.result == self._graph.loss.value:
+            base = "loss"
         if len(op.outputs) == 1:
             name = self._unique.unique(_targets(op) or base)
             self.names[op.outputs[0]] = name

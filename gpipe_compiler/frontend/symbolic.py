@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.locate import calling_line, line_of
+from gpipe_compiler.frontend.locate import calling_line, is_users, line_of
 from gpipe_compiler.frontend.lower import lower
-from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 
-_FACTORIES = frozenset(
-    {
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli),
-        *(torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.linspace),
-        torch.eye,
-    }
+_FACTORIES = (
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli"),
+    *("zeros", "ones", "full", "empty", "arange", "linspace", "eye"),
 )
 """Functions that make tensors from numbers alone: recorded, so that nothing random is baked in."""
 
@@ -131,9 +128,7 @@ class HardTracer(fx.Tracer):
         self._entry = entry
         # Found before tracing: constructing a module enters no_grad, which is refused meanwhile.
         self._leaves = {
-            path
-            for path, module in entry.named_modules()
-            if module.training == entry.training and rebuild(path, module) is not None
+            path for path, module in entry.named_modules() if is_leaf(path, module, entry.training)
         }
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -200,20 +195,20 @@ class HardTracer(fx.Tracer):
         )
 
 
-class _Factories(TorchFunctionMode):
-    """Records calls of functions that make tensors from numbers alone."""
+def _recorded(tracer: HardTracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is called while tracing: recorded when the user's code calls it."""
 
-    def __init__(self, tracer: HardTracer) -> None:
-        super().__init__()
-        self._tracer = tracer
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if _innermost_is_users():
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        options = dict(kwargs or {})
-        if func in _FACTORIES and calling_line() is not None:
-            return self._tracer.create_proxy("call_function", func, args, options)
-        return func(*args, **options)
+    return record
+
+
+def _innermost_is_users() -> bool:
+    """Whether user code, and not torch itself, makes the call that is being recorded."""
+    return is_users(sys._getframe(2).f_code.co_filename)
 
 
 @contextlib.contextmanager
@@ -231,18 +226,19 @@ def _recording(tracer: HardTracer) -> Iterator[None]:
         for cls, method, label in _CONTEXTS:
             stack.enter_context(_patched(cls, method, _refusal(label)))
         stack.enter_context(_patched(nn.Module, "__setattr__", set_attribute))
-        stack.enter_context(_Factories(tracer))
+        for factory in _FACTORIES:
+            stack.enter_context(_patched(torch, factory, _recorded(tracer, vars(torch)[factory])))
         yield
 
 
 @contextlib.contextmanager
-def _patched(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = vars(cls)[name]
-    setattr(cls, name, function)
+def _patched(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(cls, name, original)
+        setattr(owner, name, original)
 
 
 def _assign_buffer(module: nn.Module, name: str, value: fx.Proxy) -> None:
