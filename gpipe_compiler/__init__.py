@@ -1,1 +1,40 @@
-"""Compiles a PyTorch model into a pipeline of stages: trace, plan, emit, compile."""
+"""Compiles a PyTorch model into a pipeline of stages.
+
+    graph = trace(model, args)
+    made = plan(graph, stages=4)
+    emit(made, Path("model_x4"))
+
+or all of it, with the proof that the package equals the model: `compile`.
+"""
+
+from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.compile import (
+    Compiled,
+    CompileOptions,
+    compile,  # noqa: A004  # the word for what it does
+    plan,
+    trace,
+)
+from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.validate import Validation
+
+__all__ = [
+    "CompileOptions",
+    "Compiled",
+    "Frontend",
+    "GPipeCompilerError",
+    "Graph",
+    "Plan",
+    "ScheduleKind",
+    "Subject",
+    "Validation",
+    "compile",
+    "emit",
+    "plan",
+    "trace",
+]

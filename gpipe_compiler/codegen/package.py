@@ -19,7 +19,7 @@ from gpipe_compiler.codegen.schedule import write_schedule
 from gpipe_compiler.codegen.scripts import write_init, write_run
 from gpipe_compiler.codegen.stage import write_stage
 from gpipe_compiler.codegen.weights import has_weights, write_weights
-from gpipe_compiler.errors import EmitError
+from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
@@ -38,6 +38,7 @@ def emit(
     hooks: Hooks | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes the package of a plan.
 
@@ -48,6 +49,8 @@ def emit(
         plan: with its graph, which holds the weights.
         hooks: the user's own file, for the data and the optimizer.
         force: replace the package that stands there already.
+        check: called with the finished folder before it is moved to its place. When it raises a
+            ValidationError the folder is left aside, as `<directory>.failed`.
 
     Returns:
         The absolute path of the package.
@@ -66,8 +69,21 @@ def emit(
     tell = progress or (lambda _: None)
     with _beside(target) as folder:
         _write(plan, folder, hooks, tell)
+        if check is not None:
+            try:
+                check(folder)
+            except ValidationError:
+                failed = failed_place(target)
+                shutil.rmtree(failed, ignore_errors=True)
+                _move(folder, failed, force=False)
+                raise
         _move(folder, target, force)
     return target
+
+
+def failed_place(directory: Path) -> Path:
+    """Where a package stands that was meant for `directory` and did not pass its check."""
+    return directory.with_name(f"{directory.name}.failed")
 
 
 def _write(plan: Plan, folder: Path, hooks: Hooks | None, tell: Progress) -> None:

@@ -34,9 +34,15 @@ _TRACERS = {
 
 
 def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
-    """The graph of a model, proved equal to it at two batch sizes in train and in eval mode.
+    """The graph of a model, as `choose` finds it."""
+    return choose(subject, frontend)[0]
 
-    The model object stays as it is.
+
+def choose(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph, Frontend]:
+    """The first graph that is right, and the frontend that gave it.
+
+    Right means equal to the model at two batch sizes, in train and in eval mode. The model object
+    stays as it is.
 
     Raises:
         TraceError: when no frontend gives a right graph; says what each of them met.
@@ -46,7 +52,7 @@ def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
     met: list[tuple[Frontend, TraceError]] = []
     for candidate in candidates:
         try:
-            return trace_with(subject, candidate)
+            return trace_with(subject, candidate), candidate
         except (TraceError, IllegalGraphError) as error:
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise

@@ -1,0 +1,223 @@
+"""The way of the data: trace, plan, emit, validate; and all of it in one call.
+
+graph = trace(model, args)                 # the model as ops and values
+plan_ = plan(graph, stages=4)              # the ops in stages, with a prediction
+emit(plan_, Path("model_x4"))              # the package
+compile(subject, options, directory)       # the same, and the proof that it equals the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from gpipe_compiler.cluster import Cluster, local_cluster
+from gpipe_compiler.codegen.package import emit, failed_place
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.frontend.subject import LossFunction, Subject
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.measure import measure
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.planning import make_plan, microbatch_size
+from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.validate import Validation, validate
+
+Progress = Callable[[str], None]
+"""Told, in a few words, what is about to be done."""
+
+MICROBATCHES_PER_STAGE = 4
+"""GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
+
+
+def silent(_: str) -> None:
+    """The progress of one who does not watch."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What to compile to.
+
+    Attributes:
+        microbatches: None for the largest divisor of the batch up to four per stage.
+        training: False for a package that only infers.
+        measured: time the ops on this machine, instead of estimating them.
+        validate: hold the package against the model.
+        force: replace a package that stands where this one goes.
+    """
+
+    stages: int
+    microbatches: int | None = None
+    schedule: ScheduleKind = ScheduleKind.GPIPE
+    training: bool = True
+    frontend: Frontend = Frontend.AUTO
+    measured: bool = False
+    cluster: Cluster = field(default_factory=local_cluster)
+    validate: bool = True
+    force: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """What a compile gives.
+
+    Attributes:
+        frontend: the one that traced the model.
+        directory: the package; None after a dry run.
+        validation: what was compared; None when nothing was.
+    """
+
+    graph: Graph
+    frontend: Frontend
+    plan: Plan
+    directory: Path | None
+    validation: Validation | None
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n{self.directory or 'dry run: nothing written'}"
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    target: object = None,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+    frontend: Frontend = Frontend.AUTO,
+) -> Graph:
+    """The graph of a model that is called as `model(*args, **kwargs)`.
+
+    Args:
+        target, loss_fn: training minimises `loss_fn(output, target)`; without a loss function,
+            the `loss` that the model returns, or else the sum of squares of its outputs.
+        training: False traces the model without any loss.
+
+    Raises:
+        TraceError, ModelError: naming the user's line.
+    """
+    subject = Subject(
+        type(model).__name__, model, args, dict(kwargs or {}), target, loss_fn, training
+    )
+    return trace_subject(subject, frontend)[0]
+
+
+def trace_subject(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph, Frontend]:
+    """The graph of a subject, every value described at the example's batch size; and its frontend.
+
+    Raises:
+        TraceError, ModelError: naming the user's line.
+    """
+    graph, used = auto.choose(subject, frontend)
+    return check(annotate(graph, graph.batch_size), after="shapes"), used
+
+
+def plan(
+    graph: Graph,
+    *,
+    stages: int,
+    microbatches: int | None = None,
+    schedule: ScheduleKind = ScheduleKind.GPIPE,
+    measured: bool = False,
+    cluster: Cluster | None = None,
+) -> Plan:
+    """The best plan found for a graph, at the batch size of its example.
+
+    Args:
+        measured: time every distinct op on this machine, instead of estimating it.
+        cluster: the devices; by default this machine's.
+
+    Raises:
+        PlanError, UsageError: when so many stages or micro-batches cannot be had.
+    """
+    batch_size = graph.batch_size
+    count = default_microbatches(batch_size, stages) if microbatches is None else microbatches
+    size = microbatch_size(batch_size, count)
+    cluster = cluster or local_cluster()
+    graph = check(annotate(graph, size), after="shapes")
+    costs = measure(graph, cluster.device) if measured else roofline(graph, cluster.device)
+    return make_plan(
+        graph,
+        stages=stages,
+        microbatches=count,
+        batch_size=batch_size,
+        schedule=schedule,
+        cluster=cluster,
+        costs=costs,
+    )
+
+
+def compile(  # noqa: A001  # the word for what it does, in a namespace of its own
+    subject: Subject,
+    options: CompileOptions,
+    directory: Path | None,
+    progress: Progress = silent,
+) -> Compiled:
+    """From a model to a package that is proved equal to it.
+
+    Args:
+        directory: where the package goes; None is a dry run, which writes nothing.
+
+    Raises:
+        ValidationError: when the package does not reproduce the model; it then stands beside
+            `directory`, named `<directory>.failed`.
+        GPipeCompilerError: whatever else is wrong; nothing has been written then.
+    """
+    progress("tracing")
+    graph, frontend = trace_subject(subject, options.frontend)
+    progress("planning")
+    made = plan(
+        graph,
+        stages=options.stages,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        measured=options.measured,
+        cluster=options.cluster,
+    )
+    if directory is None:
+        return Compiled(graph, frontend, made, None, None)
+    found: list[Validation] = []
+
+    def hold(folder: Path) -> None:
+        if options.validate and not on_meta(graph):
+            progress("validating the package against the model")
+            found.append(validate(subject, made, folder, seed=options.seed))
+            refuse_failed(found[0], directory)
+
+    placed = emit(
+        made, directory, hooks=subject.hooks, force=options.force, progress=progress, check=hold
+    )
+    return Compiled(graph, frontend, made, placed, found[0] if found else None)
+
+
+def default_microbatches(batch_size: int, stages: int) -> int:
+    """The largest divisor of the batch up to four per stage."""
+    most = max(1, MICROBATCHES_PER_STAGE * stages)
+    return max(count for count in range(1, most + 1) if batch_size % count == 0)
+
+
+def on_meta(graph: Graph) -> bool:
+    """Whether the model has no numbers to compare."""
+    return any(tensor.is_meta for tensor in graph.tensors.values())
+
+
+def refuse_failed(validation: Validation, directory: Path) -> None:
+    """Raises the ValidationError of a validation that failed."""
+    if validation.passed:
+        return
+    faults = [f"{row.what} {fault}" for row in validation.rows for fault in row.faults]
+    listing = "".join(f"\n  - {fault}" for fault in faults[:20])
+    more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
+    raise ValidationError(
+        f"the package does not reproduce the model:{listing}{more}",
+        hint=f"the package is left in {failed_place(directory)} to look at; do not train with it",
+    )

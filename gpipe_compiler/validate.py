@@ -1,0 +1,190 @@
+"""Holds the emitted package against the original model.
+
+The model runs here, in plain PyTorch and micro-batch by micro-batch; the package runs in a process
+of its own in which this compiler cannot be imported. Compared are the outputs in eval mode, and of
+one training step the loss, every gradient, every buffer and the weights after an optimizer step.
+How close is close enough stands in `runtime/comparison.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Reduction
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.comparison import (
+    Kind,
+    Row,
+    Tensors,
+    compare,
+    flat_tensors,
+    pack,
+)
+from gpipe_compiler.runtime.random import SeededRandom
+
+_ISOLATED = """
+import runpy, sys
+sys.modules["gpipe_compiler"] = None
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What was compared and how close it came.
+
+    Attributes:
+        notes: what a reader should know, such as that the model mixes samples.
+    """
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within tolerance."""
+        return all(row.passed for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{row.what}: {row.compared} compared, largest difference {row.largest_difference:.2g}"
+            for row in self.rows
+        )
+
+
+def validate(subject: Subject, plan: Plan, directory: Path, *, seed: int = 0) -> Validation:
+    """Runs the package in `directory` against the subject's model.
+
+    The package is called on the example inputs. The model stays as it is.
+
+    Raises:
+        ValidationError: when the package cannot be run. Differences are reported, not raised.
+    """
+    evaluation = make_entry(subject, training=False)
+    expected, notes = _evaluate(evaluation, plan)
+    if plan.training:
+        trained, more = _train_step(make_entry(subject, training=True), plan, seed)
+        expected, notes = {**expected, **trained}, (*notes, *more)
+    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+        reference, report = Path(scratch, "reference.safetensors"), Path(scratch, "report.json")
+        save_file(pack(expected), reference)
+        _run_package(directory, ["--reference", reference, "--report", report, "--seed", seed])
+        rows = tuple(
+            Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
+        )
+    return Validation(rows, notes)
+
+
+def _run_package(directory: Path, options: Sequence[object]) -> None:
+    """`run.py check` in a process of its own, in which this compiler cannot be imported."""
+    command = [sys.executable, "-c", _ISOLATED, directory / "run.py", "check", *options]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    finished = subprocess.run(
+        [str(word) for word in command],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if finished.returncode not in (0, 3):
+        raise ValidationError(
+            f"the package in {directory} does not run: exit code {finished.returncode}\n"
+            f"{finished.stderr.strip()}",
+            hint=f"run it yourself: python {directory / 'run.py'} check",
+        )
+
+
+def _evaluate(entry: Entry, plan: Plan) -> tuple[Tensors, tuple[str, ...]]:
+    """The model's outputs in eval mode, for the whole batch where that equals its parts."""
+    inputs = entry.signature.samples(plan.batch_size)
+    with torch.no_grad():
+        whole = _outputs(entry, inputs)
+        parts = [_outputs(entry, part) for part in _split(entry, inputs, plan)]
+    if not all(whole.keys() == part.keys() for part in parts):
+        raise ValidationError("the model returns another structure for a micro-batch")
+    joined = {name: _join([part[name] for part in parts], whole[name]) for name in whole}
+    rows = compare({Kind.OUTPUT: joined}, {Kind.OUTPUT: whole})
+    if all(row.passed for row in rows):
+        return {Kind.OUTPUT: whole}, ()
+    note = (
+        "the outputs of the model for a batch are not those of its micro-batches put together: "
+        "it mixes samples, and the package is held against its outputs for the micro-batches"
+    )
+    return {Kind.OUTPUT: joined}, (note,)
+
+
+def _outputs(entry: Entry, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    leaves = entry(*inputs)
+    return flat_tensors(entry.outputs(leaves[1:] if entry.has_loss else leaves))
+
+
+def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """The outputs for micro-batches as one; the last where there is nothing to join."""
+    if len(parts) == 1 or parts[0].shape == whole.shape:
+        return parts[-1]
+    return torch.cat(list(parts))
+
+
+def _split(
+    entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan
+) -> list[tuple[torch.Tensor, ...]]:
+    size = plan.microbatch_size
+    return [
+        tuple(
+            tensor[start : start + size] if source.batched else tensor
+            for source, tensor in zip(entry.signature.inputs, inputs, strict=True)
+        )
+        for start in range(0, plan.batch_size, size)
+    ]
+
+
+def _train_step(entry: Entry, plan: Plan, seed: int) -> tuple[Tensors, tuple[str, ...]]:
+    """Loss, gradients, buffers and weights of one step of plain PyTorch."""
+    inputs = entry.signature.samples(plan.batch_size)
+    weight = 1 / plan.microbatches if entry.reduction is Reduction.MEAN else 1.0
+    trainable = {
+        name: tensor for name, tensor in entry.model.named_parameters() if tensor.requires_grad
+    }
+    gradients: dict[str, torch.Tensor] = {}
+    losses = []
+    for microbatch, part in enumerate(_split(entry, inputs, plan)):
+        with SeededRandom(seed, 0, microbatch, numbers=()):
+            loss = entry(*part)[0] * weight
+        losses.append(loss.detach())
+        for name, gradient in _gradients(loss, trainable).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return {
+        Kind.LOSS: {"loss": torch.stack(losses).sum()},
+        Kind.GRADIENT: gradients,
+        Kind.BUFFER: dict(entry.model.named_buffers()),
+        Kind.WEIGHT: {
+            name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
+            for name, tensor in trainable.items()
+        },
+    }, ()
+
+
+def _gradients(loss: torch.Tensor, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter that the loss depends on."""
+    if not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: gradient
+        for name, gradient in zip(parameters, found, strict=True)
+        if gradient is not None
+    }
