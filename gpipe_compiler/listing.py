@@ -27,7 +27,7 @@ class OpNote:
     """One op, for people.
 
     Attributes:
-        label: what is called: `Conv2d`, `torch.relu`, `.flatten`, `NoGrad region`.
+        label: what is called: `Conv2d`, `F.relu`, `.flatten`, `NoGrad region`.
         inputs, outputs: the values it reads and makes.
         types: for every output its type in one micro-batch, such as `8x64x56x56 float32`; "" where
             it is unknown.
@@ -82,7 +82,8 @@ def _label(graph: Graph, op: Op) -> str:
         case ModuleCall(module=path):
             return graph.modules[path].cls.__name__
         case FunctionCall(function=function):
-            return function_label(function)
+            # As nearly every PyTorch program imports it, and a third as wide.
+            return function_label(function).replace("torch.nn.functional.", "F.")
         case MethodCall(method=method):
             return f".{method}"
         case RegionCall(context=context):

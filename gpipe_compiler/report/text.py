@@ -123,12 +123,13 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     work = "training step" if plan.training else "mini-batch"
     rate = plan.batch_size / prediction.step_s if prediction.step_s > 0 else 0.0
     proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
+    both_ways = ", gradients included" if plan.training else ""
     return [
         (work, f"{format_seconds(prediction.step_s)} ({rate:,.1f} samples/s)"),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
         ("bubble", format_share(prediction.bubble)),
-        ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch"),
+        ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
     ]

@@ -43,7 +43,7 @@ prediction
  busiest device   6 s a micro-batch
  lower bound      15 s (gap at most 20.0%)
  bubble           55.6%
- boundaries       800 B a micro-batch
+ boundaries       800 B a micro-batch, gradients included
  peak memory      2.93 KiB on a device of 977 KiB
  op times         estimated for toy"""
 
