@@ -22,8 +22,8 @@ class Atoms:
         precedence: pairs (before, after) of ops that no data orders: after a write in place come
             the later readers and writers, before it the earlier ones. Together with data flow
             they say which orders are legal; they may repeat what data flow says.
-        last_stage: the ops pinned to the last stage: those that serve only the loss, and whatever
-            cannot be cut off from them.
+        last_stage: the ops pinned to the last stage: those that serve only the loss, whatever
+            cannot be cut off from them, and what comes after.
     """
 
     leader: Mapping[str, str]
@@ -61,25 +61,28 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
         effects: of the same graph.
         duplicable: the ops that are computed wherever they are needed (`passes.duplicate`).
     """
-    order = {op.name: index for index, op in enumerate(graph.ops)}
     kept = [op for op in graph.ops if op.name not in duplicable]
-    groups = _Groups(order, (op.name for op in kept))
+    order = {op.name: index for index, op in enumerate(kept)}
+    groups = _Groups(order)
     precedence: list[Pair] = []
-    for touchers, writers, everyone in _shared_memory(graph, effects, kept):
-        last = max(order[name] for name in writers)
-        groups.join(name for name in touchers if everyone or order[name] <= last)
-        precedence.extend(_around_writes(touchers, writers))
+    for memory in (
+        *_written_values(graph, effects, order),
+        *_written_states(graph, effects, kept),
+    ):
+        groups.join(memory.bound)
+        precedence.extend(_around_writes(memory))
     for op in kept:
         if op.mode is not Mode.ALWAYS or any(_stays(graph, name) for name in op.outputs):
             readers = (
                 reader.name for name in op.outputs for reader in graph.consumers.get(name, ())
             )
             groups.join((op.name, *(name for name in readers if name not in duplicable)))
-    loss_only = [op.name for op in kept if op.name in graph.loss_only]
+    loss_only = [name for name in order if name in graph.loss_only]
     groups.join(loss_only)
-    groups.close((*_data_edges(graph, kept), *precedence))
-    leader = {op.name: groups.leader(op.name) for op in kept}
-    pinned = {leader[name] for name in loss_only}
+    edges = (*_data_edges(graph, kept), *precedence)
+    groups.close(edges)
+    leader = {name: groups.leader(name) for name in order}
+    pinned = _followers(leader, edges, {leader[name] for name in loss_only})
     return Atoms(
         leader,
         tuple(dict.fromkeys(precedence)),
@@ -112,43 +115,53 @@ def _stays(graph: Graph, value: str) -> bool:
     return described.kind is not ValueKind.TENSOR or not described.splittable
 
 
-def _shared_memory(
-    graph: Graph, effects: Effects, kept: list[Op]
-) -> Iterator[tuple[list[str], set[str], bool]]:
-    """For all memory that is written: who touches it, who writes it, and whether all stay together.
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory that is written: who touches it (in order), who writes it, who must stay together."""
 
-    Touchers are in the order of the graph.
-    """
-    order = {op.name: index for index, op in enumerate(kept)}
+    touchers: list[str]
+    writers: set[str]
+    bound: set[str]
+
+
+def _written_values(graph: Graph, effects: Effects, order: Mapping[str, int]) -> Iterator[_Memory]:
+    """Memory of values. Bound are all up to the last write, and readers of a written input."""
     inputs = {source.name for source in graph.inputs}
     # All values of one memory have the same alias set, so one written value speaks for them.
     memories = dict.fromkeys(
-        effects.alias_set(name) for op in kept for name in effects.writes.get(op.name, ())
+        effects.alias_set(name) for op in order for name in effects.writes.get(op, ())
     )
     for memory in memories:
         names = {op.name for value in memory for op in graph.consumers.get(value, ())}
         names |= {graph.producer[value].name for value in memory if value in graph.producer}
-        writers = {name for name in names if not memory.isdisjoint(effects.writes.get(name, ()))}
         touchers = sorted(names & order.keys(), key=order.__getitem__)
-        yield touchers, writers & order.keys(), not memory.isdisjoint(inputs)
+        writers = {name for name in touchers if not memory.isdisjoint(effects.writes.get(name, ()))}
+        last = max(order[name] for name in writers)
+        bound = {name for name in touchers if order[name] <= last}
+        for value in memory & inputs:
+            bound |= {op.name for op in graph.consumers.get(value, ())} & order.keys()
+        yield _Memory(touchers, writers, bound)
+
+
+def _written_states(graph: Graph, effects: Effects, kept: list[Op]) -> Iterator[_Memory]:
+    """Memory of parameters and buffers. All who touch it are bound."""
     users: dict[str, list[str]] = {}
     for op in kept:
         for state in effects.states_of(graph, op) & effects.written_states:
             users.setdefault(state, []).append(op.name)
     for state, touchers in users.items():
         writers = {name for name in touchers if state in effects.state_writes.get(name, ())}
-        if writers:
-            yield touchers, writers, True
+        yield _Memory(touchers, writers, set(touchers))
 
 
-def _around_writes(touchers: list[str], writers: set[str]) -> Iterator[Pair]:
+def _around_writes(memory: _Memory) -> Iterator[Pair]:
     """Each write after what touched the memory before it, each toucher after the last write."""
     last_write: str | None = None
     since: list[str] = []
-    for name in touchers:
+    for name in memory.touchers:
         if last_write is not None:
             yield last_write, name
-        if name in writers:
+        if name in memory.writers:
             yield from ((earlier, name) for earlier in since)
             last_write, since = name, []
         else:
@@ -164,12 +177,26 @@ def _data_edges(graph: Graph, kept: list[Op]) -> Iterator[Pair]:
                 yield maker.name, op.name
 
 
+def _followers(leader: Mapping[str, str], edges: Iterable[Pair], first: Iterable[str]) -> set[str]:
+    """These groups, by leader, and all that come after them."""
+    after: dict[str, set[str]] = {}
+    for before, behind in edges:
+        after.setdefault(leader[before], set()).add(leader[behind])
+    pending = list(first)
+    found = set(pending)
+    while pending:
+        fresh = after.get(pending.pop(), set()) - found
+        found |= fresh
+        pending.extend(fresh)
+    return found
+
+
 class _Groups:
     """Disjoint sets of ops; the leader of each is its first op."""
 
-    def __init__(self, order: Mapping[str, int], names: Iterable[str]) -> None:
+    def __init__(self, order: Mapping[str, int]) -> None:
         self._order = order
-        self._parent = {name: name for name in names}
+        self._parent = {name: name for name in order}
 
     def leader(self, name: str) -> str:
         while self._parent[name] != name:
