@@ -27,6 +27,7 @@ from gpipe_compiler.passes.measure import measure
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size
+from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.validate import Validation, validate
 
@@ -191,6 +192,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         if options.validate and not on_meta(graph):
             progress("validating the package against the model")
             found.append(validate(subject, made, folder, seed=options.seed))
+            write_report(made, folder / "report.html", found[0])
             refuse_failed(found[0], directory)
 
     placed = emit(
