@@ -161,6 +161,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
         else {
             "passed": validation.passed,
             "rows": [dataclasses.asdict(row) for row in validation.rows],
+            "notes": list(validation.notes),
         },
     }
 
@@ -168,15 +169,16 @@ def _document(compiled: Compiled) -> dict[str, object]:
 def _print_compiled(compiled: Compiled) -> None:
     console = _console()
     plan, directory = compiled.plan, compiled.directory
-    rows = compiled.validation.rows if compiled.validation else None
     if directory is None:
         console.print(show_plan(plan))
     else:
         console.print(stage_table(plan))
-    console.print(summary_table(plan, compiled.frontend.value, rows))
+    console.print(summary_table(plan, compiled.frontend.value, compiled.validation))
     if directory is None:
         _say("dry run: nothing written")
         return
+    if directory.is_relative_to(Path.cwd()):
+        directory = directory.relative_to(Path.cwd())
     work = "train" if plan.training else "infer"
     _say(f"written to {directory}. To run it here, and with one process per stage:")
     _say(f"  python {directory}/run.py {work}")

@@ -68,6 +68,7 @@ class Held:
 
     rows: tuple[Row, ...] = (Row("output", 1, 1e-7, 2e-7, 1e-3, "y", ()),)
     passed: bool = True
+    notes: tuple[str, ...] = ("it mixes samples",)
 
 
 @dataclass
@@ -90,7 +91,8 @@ class Compiler:
         self.subject, self.options, self.directory = subject, options, directory
         if self.error is not None:
             raise self.error
-        return Outcome(PLAN, directory, Held() if options.validate and directory else None)
+        placed = directory.absolute() if directory else None
+        return Outcome(PLAN, placed, Held() if options.validate and directory else None)
 
 
 @pytest.fixture
@@ -207,6 +209,7 @@ class TestCompilePrints:
             assert line in " ".join(out.split())
         assert "900 ms (proved optimal)" in out
         assert "output: 1 tensor, largest difference 1e-07" in out
+        assert "it mixes samples" in out
         assert "  python model_x2/run.py train\n" in out
         assert "  torchrun --nproc-per-node 2 model_x2/run.py train\n" in out
 
@@ -224,12 +227,13 @@ class TestCompilePrints:
 
         printed = capsys.readouterr()
         document = json.loads(printed.out)
-        assert document["directory"] == "model_x2"
+        assert document["directory"] == str(Path.cwd() / "model_x2")
         assert document["frontend"] == "fx"
         assert document["plan"]["prediction"]["step_s"] == 0.9
         assert document["validation"] == {
             "passed": True,
             "rows": [dataclasses.asdict(Held().rows[0]) | {"faults": []}],
+            "notes": ["it mixes samples"],
         }
         assert "building" in printed.err
 

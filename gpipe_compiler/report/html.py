@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count,
 from gpipe_compiler.report.gantt import gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
-from gpipe_compiler.report.text import headline, prediction_rows
-from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.report.text import Held, headline, prediction_rows
 
 _MOST_DRAWN = 60
 """Boundary values up to which the picture of the pipeline is one that can be read."""
@@ -45,17 +43,17 @@ class MemoryBar:
         return tuple((name, size, 100 * size / max(self.largest, 1)) for name, size in named)
 
 
-def write_report(plan: Plan, path: Path, rows: Sequence[Row] | None = None) -> Path:
+def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path:
     """Writes the report; returns its path.
 
     Args:
-        rows: what was validated; None where nothing was (yet).
+        validation: None where nothing was compared (yet).
     """
-    path.write_text(format_report(plan, rows), encoding="utf-8")
+    path.write_text(format_report(plan, validation), encoding="utf-8")
     return path
 
 
-def format_report(plan: Plan, rows: Sequence[Row] | None = None) -> str:
+def format_report(plan: Plan, validation: Held | None = None) -> str:
     """The report as HTML text."""
     slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)
     return render(
@@ -74,7 +72,7 @@ def format_report(plan: Plan, rows: Sequence[Row] | None = None) -> str:
         slowest=slowest,
         boundaries=boundaries(plan),
         picture=_picture(plan),
-        rows=rows,
+        validation=validation,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
+from typing import Protocol
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -141,12 +142,24 @@ def _memory(plan: Plan) -> str:
     return f"{format_bytes(peak)} on a device of {format_bytes(memory)}{excess}"
 
 
-def summary_table(plan: Plan, frontend: str, rows: Sequence[Row] | None) -> Table:
+class Held(Protocol):
+    """What is known of a validation here: what was compared, and what a reader should know."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One for every kind of tensor."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences."""
+
+
+def summary_table(plan: Plan, frontend: str, validation: Held | None) -> Table:
     """What a compile made, in a few lines.
 
     Args:
         frontend: what traced the model.
-        rows: what was validated; None where nothing was.
+        validation: None where nothing was compared.
     """
     facts = [
         ("stages", str(len(plan.stages))),
@@ -154,19 +167,20 @@ def summary_table(plan: Plan, frontend: str, rows: Sequence[Row] | None) -> Tabl
         ("parameters", f"{parameter_count(plan):,}"),
         ("traced by", frontend),
         *prediction_rows(plan),
-        ("validated", "no" if rows is None else format_validation(rows)),
+        ("validated", "no" if validation is None else format_validation(validation)),
     ]
     return _pairs("summary", facts)
 
 
-def format_validation(rows: Iterable[Row]) -> str:
+def format_validation(validation: Held) -> str:
     """Which kinds of tensor were compared, with the largest difference of each."""
-    return "\n".join(
+    compared = (
         f"{row.what}: {counted(row.compared, 'tensor')}, largest difference "
         f"{row.largest_difference:.2g} ({row.relative:.1g} of its size, "
         f"{row.tolerance:.0e} allowed)"
-        for row in rows
+        for row in validation.rows
     )
+    return "\n".join((*compared, *validation.notes))
 
 
 def _table(title: str, columns: Iterable[str], words: Container[str]) -> Table:

@@ -19,10 +19,14 @@ from gpipe_compiler.report.html import format_report, write_report
 from gpipe_compiler.report.trace import format_trace
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.simulate import Lane, StageTimes
+from gpipe_compiler.validate import Validation
 
-ROWS = (
-    Row("output", 1, 1e-7, 2e-7, 1e-3, "y", ()),
-    Row("gradient", 5, 0.2, 0.1, 1e-3, "head.weight", ("head.weight differs by 0.2",)),
+HELD = Validation(
+    (
+        Row("output", 1, 1e-7, 2e-7, 1e-3, "y", ()),
+        Row("gradient", 5, 0.2, 0.1, 1e-3, "head.weight", ("head.weight differs by 0.2",)),
+    ),
+    ("the model mixes samples",),
 )
 
 
@@ -165,11 +169,18 @@ def check_document(text: str) -> None:
 
 
 def test_the_report_is_one_well_formed_file(plan: Plan, tmp_path: Path) -> None:
-    path = write_report(plan, tmp_path / "report.html", ROWS)
+    path = write_report(plan, tmp_path / "report.html", HELD)
 
     text = path.read_text()
     check_document(text)
-    for said in ("55.6%", "/home/user/model.py:21", "head.weight differs by 0.2", "equal", "1B0:"):
+    for said in (
+        "55.6%",
+        "/home/user/model.py:21",
+        "head.weight differs by 0.2",
+        "equal",
+        "1B0:",
+        "mixes",
+    ):
         assert said in text
 
 

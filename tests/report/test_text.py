@@ -18,6 +18,7 @@ from gpipe_compiler.report.units import (
     format_source,
 )
 from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.validate import Validation
 
 EXPECTED = """\
 little trains in 3 stages on toy: gpipe, a batch of 8 in 2 micro-batches of 4
@@ -98,11 +99,12 @@ def test_the_summary_tells_what_was_validated(plan: Plan) -> None:
         Row("gradient", 161, 0.0, 0.0, 1e-3, "fc.weight", ()),
     )
 
-    text = plain_text(summary_table(plan, "export", rows))
+    text = plain_text(summary_table(plan, "export", Validation(rows, ("it mixes",))))
 
     assert "traced by        export" in text
     assert "output: 1 tensor, largest difference 1.2e-07 (2e-07 of its size, 1e-03 allowed)" in text
     assert "gradient: 161 tensors, largest difference 0 (0 of its size, 1e-03 allowed)" in text
+    assert "it mixes" in text
     assert "validated        no" in plain_text(summary_table(plan, "export", None))
 
 
