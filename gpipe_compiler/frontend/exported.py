@@ -24,15 +24,15 @@ from torch.export.graph_signature import InputKind
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.export_errors import explained, refuse_fixed_batch
-from gpipe_compiler.frontend.locate import is_users, line_of_trace
+from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
-from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.readable import make_readable, write_constants
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 
-_SMALLEST_BATCH = 2
+SMALLEST_BATCH = 2
 """A batch of one is taken for a constant by torch.export."""
 
 
@@ -51,7 +51,7 @@ def trace_export(subject: Subject, training: bool) -> Graph:
     refuse_fixed_batch(entry, name_state(module, program))
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
-    relift(graphs, recorder, lambda path, leaf: rebuild(path, leaf) is not None)
+    relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, training))
     write_constants(graphs, program.constants)
     make_readable(graphs)
     return lower(module.graph, module, entry)
@@ -64,10 +64,10 @@ def export(entry: Entry) -> ExportedProgram:
         TraceError: when torch.export fails.
     """
     signature = entry.signature
-    examples = signature.samples(max(signature.batch_size, _SMALLEST_BATCH))
+    examples = signature.samples(max(signature.batch_size, SMALLEST_BATCH))
     dynamic = tuple({0: Dim.AUTO} if source.batched else None for source in signature.inputs)
     try:
-        with _quiet(), _user_lines(), torch.enable_grad():
+        with quiet(), _user_lines(), torch.enable_grad():
             return torch.export.export(
                 entry, tuple(examples), dynamic_shapes={"inputs": dynamic}, strict=False
             )
@@ -78,7 +78,7 @@ def export(entry: Entry) -> ExportedProgram:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps torch's advice to users of torch.export to itself: failures are explained here."""
     loggers = [logging.getLogger(name) for name in ("torch.fx", "torch.export", "torch._export")]
     levels = [logger.level for logger in loggers]
@@ -101,7 +101,7 @@ def _user_lines() -> Iterator[None]:
     """
 
     def keep(_tracer: object, stack: traceback.StackSummary) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list([f for f in stack if is_users(f.filename)])
+        return traceback.StackSummary.from_list(model_frames(stack))
 
     with mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep):
         yield
@@ -122,8 +122,8 @@ def name_state(module: fx.GraphModule, program: ExportedProgram) -> list[fx.Node
         target = str(spec.target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             _keep(module, target, program.constants[target])
-        _replace_by_state(module.graph, node, target)
-    _pull_state_into_regions(module)
+        replace_by_state(module.graph, node, target)
+    pull_state_into_regions(module)
     return inputs
 
 
@@ -161,7 +161,8 @@ def _keep(module: fx.GraphModule, target: str, tensor: object) -> None:
     object.__setattr__(owner, name, tensor)
 
 
-def _replace_by_state(graph: fx.Graph, node: fx.Node, target: str) -> None:
+def replace_by_state(graph: fx.Graph, node: fx.Node, target: str) -> None:
+    """Reads a parameter, buffer or constant by its name instead of taking it as an input."""
     with graph.inserting_before(node):
         state = graph.create_node("get_attr", target)
     state.meta = dict(node.meta)
@@ -169,7 +170,7 @@ def _replace_by_state(graph: fx.Graph, node: fx.Node, target: str) -> None:
     graph.erase_node(node)
 
 
-def _pull_state_into_regions(module: fx.GraphModule) -> None:
+def pull_state_into_regions(module: fx.GraphModule) -> None:
     """Lets a region read a parameter by its name, instead of being handed it."""
     for node in module.graph.nodes:
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -187,11 +188,11 @@ def _pull_state_into_regions(module: fx.GraphModule) -> None:
         kept = []
         for operand, placeholder in zip(operands, placeholders, strict=True):
             if isinstance(operand, fx.Node) and operand.op == "get_attr":
-                _replace_by_state(body.graph, placeholder, str(operand.target))
+                replace_by_state(body.graph, placeholder, str(operand.target))
             else:
                 kept.append(operand)
         node.args = (*node.args[: place + 1], *kept)
-        _pull_state_into_regions(body)
+        pull_state_into_regions(body)
 
 
 def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -114,7 +114,7 @@ def drop_checks(graph: fx.Graph) -> None:
         elif name == "aten::to" and _converts_nothing(node):
             node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
-        elif name in _CHECKS or node.target is torch._check or node.name == "_guards_fn":
+        elif name in _CHECKS or node.target in (torch._check, torch._assert):
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         is_size = isinstance(
