@@ -8,7 +8,7 @@ constructed from them has the same attributes, the same `extra_repr` and the sam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -41,15 +41,17 @@ def rebuild(path: str, module: nn.Module) -> ModuleSpec | None:
     """
     if not is_plain(module):
         return None
-    values = dict(_arguments(module))
+    parameters = tuple(_signature(type(module)))
+    values = dict(_arguments(module, parameters))
     if not all(_is_literal(value) for value in values.values()):
         return None
-    spec = _spec(path, module, values)
+    spec = _spec(path, module, values, parameters)
     if not _same(spec, module):
         return None
     for name in list(values):
-        for simpler in _simpler(module, name, values):
-            candidate = _spec(path, module, simpler)
+        required = any(p.name == name and p.default is p.empty for p in parameters)
+        for simpler in _simpler(name, values, required):
+            candidate = _spec(path, module, simpler, parameters)
             if _same(candidate, module):
                 values, spec = simpler, candidate
                 break
@@ -100,10 +102,12 @@ def _signature(cls: type[nn.Module]) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
 
 
-def _arguments(module: nn.Module) -> Iterator[tuple[str, object]]:
+def _arguments(
+    module: nn.Module, parameters: Sequence[inspect.Parameter]
+) -> Iterator[tuple[str, object]]:
     """Constructor arguments that differ from their defaults, in the order of the signature."""
     cls = type(module)
-    for parameter in _signature(cls):
+    for parameter in parameters:
         name, missing = parameter.name, parameter.empty
         derived = _DERIVED.get((cls.__name__, name))
         value = derived(module) if derived else getattr(module, name, missing)
@@ -134,22 +138,26 @@ def _is_literal(value: object) -> bool:
 
 
 def _simpler(
-    module: nn.Module, name: str, values: Mapping[str, object]
+    name: str, values: Mapping[str, object], required: bool
 ) -> Iterator[dict[str, object]]:
     """Shorter ways to write an argument, the shortest first."""
-    required = any(p.name == name and p.default is p.empty for p in _signature(type(module)))
     value = values[name]
-    if not required and (isinstance(value, tuple) or name in ("stride", "kdim", "vdim", "init")):
+    if not required:
         yield {key: item for key, item in values.items() if key != name}
     if isinstance(value, tuple | list) and value and all(item == value[0] for item in value):
         yield {**values, name: value[0]}
 
 
-def _spec(path: str, module: nn.Module, values: Mapping[str, object]) -> ModuleSpec:
+def _spec(
+    path: str,
+    module: nn.Module,
+    values: Mapping[str, object],
+    parameters: Sequence[inspect.Parameter],
+) -> ModuleSpec:
     """Arguments split into positional ones and keywords."""
     args: list[object] = []
     kwargs = dict(values)
-    for index, parameter in enumerate(_signature(type(module))):
+    for index, parameter in enumerate(parameters):
         name = parameter.name
         required = parameter.default is parameter.empty
         if name not in kwargs or len(args) != index or parameter.kind is parameter.KEYWORD_ONLY:
