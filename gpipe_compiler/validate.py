@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,7 +178,9 @@ def _train_step(entry: Entry, plan: Plan, seed: int) -> tuple[Tensors, tuple[str
     }, ()
 
 
-def _gradients(loss: torch.Tensor, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The gradient of each parameter that the loss depends on."""
     if not loss.requires_grad:
         return {}
