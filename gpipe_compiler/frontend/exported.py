@@ -9,6 +9,7 @@ a person would (`readable`).
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import traceback
 import warnings
@@ -82,7 +83,8 @@ def quiet() -> Iterator[None]:
     """Keeps torch's advice to users of torch.export to itself: failures are explained here."""
     loggers = [logging.getLogger(name) for name in ("torch.fx", "torch.export", "torch._export")]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    # When it fails, torch.export prints the graph so far on stderr.
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
             for logger in loggers:
