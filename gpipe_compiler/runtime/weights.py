@@ -138,15 +138,18 @@ def build_stage(
         # Something is computed by the constructor: let it.
         with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
             module = spec.module()
-    for own, parameter in list(module.named_parameters()):
+    new: dict[int, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
+    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
         name = spec.state.get(own, own)
         if name not in stored:
             raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
-        _replace(module, own, name, parameter, stored[name])
-    for own, buffer in list(module.named_buffers()):
+        if id(parameter) not in new:
+            new[id(parameter)] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
+        _replace(module, own, name, parameter, new[id(parameter)])
+    for own, buffer in list(module.named_buffers(remove_duplicate=False)):
         name = spec.state.get(own, own)
         if name in stored:
-            _replace(module, own, name, buffer, stored[name])
+            _replace(module, own, name, buffer, new.setdefault(id(buffer), stored[name]))
     return module
 
 
@@ -161,7 +164,7 @@ def _replace(
     path, _, attribute = own.rpartition(".")
     holder = module.get_submodule(path)
     if isinstance(old, nn.Parameter):
-        setattr(holder, attribute, nn.Parameter(tensor, requires_grad=old.requires_grad))
+        setattr(holder, attribute, tensor)  # a recurrent module takes note of it, too
     else:
         holder._buffers[attribute] = tensor
 
