@@ -111,8 +111,10 @@ class Writer:
                     return self._binary(*BINARY[function], *args)
                 case 1 if function in UNARY:
                     sign, binding = UNARY[function]
-                    operand = self.argument(args[0]).within(binding)
-                    return Expression(f"{sign}{operand}", binding)
+                    operand = self.argument(args[0])
+                    # ruff spells -(x**2) with the parentheses that Python does not need
+                    loosest = Binding.ATOM if operand.binding is Binding.POWER else binding
+                    return Expression(f"{sign}{operand.within(loosest)}", binding)
                 case 2 if function is operator.getitem:
                     return self.subscript(*args)
                 case 2 if function is getattr and str(args[1]).isidentifier():

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import importlib
+import importlib.util
+import subprocess
+import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend.auto import Frontend, trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ValueKind
@@ -21,6 +32,21 @@ from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 
+
+def _neighbour(name: str) -> ModuleType:
+    """A file beside this one: pytest's importlib mode puts no folder of tests on sys.path."""
+    spec = importlib.util.spec_from_file_location(
+        f"codegen_{name}", Path(__file__).with_name(f"{name}.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _neighbour("models")
 CLUSTER = Cluster(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))
 MICROBATCHES = 2
 
@@ -174,3 +200,130 @@ def _plan(graph: Graph, stage_of: dict[str, int], copied: frozenset[str], count:
         prediction=Prediction(1.0, 1.0, 0.0, 1.0, False, (0,) * count),
         graph=graph,
     )
+
+
+def load_package(directory: Path) -> ModuleType:
+    """The package in a folder, as its run.py loads it."""
+    spec = importlib.util.spec_from_file_location(
+        f"package_{uuid.uuid4().hex}",
+        directory / "__init__.py",
+        submodule_search_locations=[str(directory)],
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclasses.dataclass
+class Emitted:
+    """A package with the model it was made from."""
+
+    case: Any
+    model: nn.Module
+    directory: Path
+    package: ModuleType
+    stages: list[nn.Module]
+
+    def chain(self, training: bool) -> Callable[[Sequence[object], object], tuple[object, Any]]:
+        """Runs all stages in a row: the model's outputs, and the loss."""
+        spec = self.package.SPEC
+
+        def run(args: Sequence[object], target: object) -> tuple[object, Any]:
+            call = {"args": args, "kwargs": {}, "target": target}
+            values = {
+                source.name: _at(call, source.path)
+                for source in spec.inputs
+                if training or source.path[0] != "target"
+            }
+            for stage, module in zip(spec.stages, self.stages, strict=True):
+                module.train(training)
+                returned = module(*(values[name] for name in stage.inputs))
+                single = len(stage.outputs) == 1
+                values.update(zip(stage.outputs, (returned,) if single else returned, strict=True))
+            outputs = _rebuild(spec.outputs, values)
+            if not training or spec.loss is None:
+                return outputs, None
+            if spec.loss.separate:
+                last = spec.stages[-1]
+                loss = self.stages[-1].loss(*(values[name] for name in last.loss_inputs))
+                return outputs, loss
+            return outputs, values[spec.loss.value]
+
+        return run
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients under the model's names, summed over the stages that share a parameter."""
+        found: dict[str, torch.Tensor] = {}
+        for stage, module in zip(self.package.SPEC.stages, self.stages, strict=True):
+            for own, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    name = stage.state[own]
+                    found[name] = found.get(name, 0) + parameter.grad
+        return found
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of the model under its names."""
+        wanted = dict(self.model.named_buffers())
+        return {
+            stage.state[own]: buffer
+            for stage, module in zip(self.package.SPEC.stages, self.stages, strict=True)
+            for own, buffer in module.named_buffers()
+            if stage.state[own] in wanted
+        }
+
+
+def _rebuild(structure: Any, values: Mapping[str, object]) -> object:
+    if isinstance(structure, dict):
+        return {key: _rebuild(item, values) for key, item in structure.items()}
+    if isinstance(structure, tuple | list):
+        return type(structure)(_rebuild(item, values) for item in structure)
+    return values[structure.value] if hasattr(structure, "value") else structure
+
+
+@pytest.fixture
+def emitted(tmp_path: Path) -> Callable[[str, str, int], Emitted]:
+    """Compiles one of the models, cut by hand, and loads the package."""
+
+    def make(label: str, frontend: str, count: int) -> Emitted:
+        torch.manual_seed(0)
+        case = models.CASES[label]
+        model = case.build()
+        target = case.target() if case.target is not None else None
+        graph = graph_of(
+            copy.deepcopy(model),
+            *case.args(),
+            frontend=Frontend(frontend),
+            target=target,
+            loss_fn=case.loss_fn,
+            name=label,
+        )
+        directory = emit(cut(graph, count), tmp_path / "out")
+        package = load_package(directory)
+        build = importlib.import_module(f"{package.__name__}.runtime.weights")
+        store = build.Weights.open(directory / "weights")
+        stages = [
+            build.build_stage(stage, store, torch.device("cpu"), 0) for stage in package.SPEC.stages
+        ]
+        return Emitted(case, model, directory, package, stages)
+
+    return make
+
+
+@pytest.fixture
+def ruff() -> Callable[[Path], None]:
+    """Holds the emitted files (the runtime apart) against ruff's own defaults at 100 columns."""
+
+    def check(directory: Path) -> None:
+        files = [str(path) for path in sorted(directory.glob("*.py"))]
+        base = [sys.executable, "-m", "ruff"]
+        options = ["--isolated", "--line-length", "100"]
+        for command in (["check"], ["format", "--diff"]):
+            done = subprocess.run(
+                [*base, *command, *options, *files], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+
+    return check
