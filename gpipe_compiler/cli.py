@@ -24,7 +24,13 @@ from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.progress import Progress
-from gpipe_compiler.report.text import show_plan, stage_table, summary_table
+from gpipe_compiler.report.text import (
+    boundary_table,
+    headline,
+    show_plan,
+    stage_table,
+    summary_table,
+)
 from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.report.units import format_source
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -170,9 +176,10 @@ def _print_compiled(compiled: Compiled) -> None:
     console = _console()
     plan, directory = compiled.plan, compiled.directory
     if directory is None:
-        console.print(show_plan(plan))
-    else:
-        console.print(stage_table(plan))
+        console.print(headline(plan))
+    console.print(stage_table(plan))
+    if directory is None and plan.crossings:
+        console.print(boundary_table(plan))
     console.print(summary_table(plan, compiled.frontend.value, compiled.validation))
     if directory is None:
         _say("dry run: nothing written")
