@@ -329,6 +329,49 @@ class TestCompileFails:
             cli.compile_command(["model.py", "--stages", "2"])
 
 
+class TestForReal:
+    """With the compiler itself, up to the plan."""
+
+    COMMAND = ("model.py", "--frontend", "fx", "--dry-run", "--stages")
+
+    def test_a_dry_run_writes_nothing(self, workplace: Path, capsys: Printed) -> None:
+        assert cli.compile_command([*self.COMMAND, "1", "--json"]) == 0
+
+        document = json.loads(capsys.readouterr().out)
+        plan = Plan.from_json(json.dumps(document["plan"]))
+        assert sum(stage.parameter_count for stage in plan.stages) == 8
+        assert plan.ops[0].source == ""  # of a model that is one torch.nn module
+        assert sorted(path.name for path in workplace.glob("[!_]*")) == ["model.py"]
+
+    def test_more_stages_than_ops(self, workplace: Path, capsys: Printed) -> None:
+        assert cli.compile_command([*self.COMMAND, "99"]) == 1
+
+        said = capsys.readouterr().err
+        assert "error: 99 stages are more than" in said
+        assert "hint: ask for at most" in said
+
+    def test_a_batch_that_does_not_split(self, workplace: Path, capsys: Printed) -> None:
+        assert cli.compile_command([*self.COMMAND, "1", "--microbatches", "3"]) == 1
+
+        assert (
+            "error: a batch of 8 samples does not split into 3 micro-batches\n"
+            "  hint: use 2 or 4 micro-batches, or another batch size\n"
+        ) in capsys.readouterr().err
+
+    def test_a_model_that_raises_when_called(self, workplace: Path, capsys: Printed) -> None:
+        (workplace / "model.py").write_text(
+            "import torch\nfrom torch import nn\n\nclass Model(nn.Module):\n"
+            "    def forward(self, x):\n        return x @ torch.ones(5, 5)\n\n"
+            "build_model = Model\n\ndef example_inputs():\n    return torch.ones(8, 3)\n"
+        )
+
+        assert cli.compile_command([*self.COMMAND, "1"]) == 1
+        said = capsys.readouterr().err
+        assert "error: model.py:6: " in said
+        assert "RuntimeError" in said
+        assert "Traceback" not in said
+
+
 @pytest.fixture
 def package(workplace: Path) -> Path:
     folder = workplace / "model_x2"
