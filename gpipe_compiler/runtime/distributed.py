@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,11 +131,19 @@ class Network:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
-        """The tensor of one rank on all ranks; every rank passes one of the same shape."""
-        carried = tensor.to(self.carrier).contiguous()
-        work = self._start(lambda: dist.broadcast(carried, source, async_op=True), source, "from")
-        self.wait(work, lambda: f"at {what} of rank {source}")
-        return carried.to(self.device)
+        """The tensor of one rank on all ranks; every rank passes one of the same shape.
+
+        Point to point: collectives of gloo run on threads that may outlive the interpreter.
+        """
+        if self.rank == source:
+            others = [rank for rank in range(self.size) if rank != source]
+            for started in [self.send(tensor, rank, _RESULT_TAG) for rank in others]:
+                self.finish(started, f"sending {what}")
+            return tensor
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.carrier)
+        started = self.receive(buffer, source, _RESULT_TAG)
+        self.finish(started, f"at {what} from rank {source}")
+        return buffer.to(self.device)
 
     def share_scalar(self, scalar: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
         """A scalar of one rank on all ranks, in its own dtype."""
@@ -145,19 +154,17 @@ class Network:
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name, on rank 0's CPU; nothing on the others."""
-        facts: list[Any] = [None] * self.size
-        mine = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
-        dist.all_gather_object(facts, mine)
         if self.rank != 0:
-            for tag, tensor in enumerate(tensors.values()):
-                self.finish(self.send(tensor, 0, tag), f"sending weights to rank 0 (tensor {tag})")
+            names = json.dumps(list(tensors)).encode()
+            self.pass_on(torch.tensor(list(names), dtype=torch.uint8), self.rank, "names")
+            for name, tensor in tensors.items():
+                self.pass_on(tensor, self.rank, name)
             return {}
         result = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         for source in range(1, self.size):
-            for tag, (name, shape, dtype) in enumerate(facts[source]):
-                buffer = torch.empty(shape, dtype=dtype, device=self.carrier)
-                self.finish(self.receive(buffer, source, tag), f"receiving {name}")
-                result.setdefault(name, buffer.cpu())
+            names = bytes(self.pass_on(None, source, "names").tolist())
+            for name in json.loads(names):
+                result.setdefault(name, self.pass_on(None, source, name).cpu())
         return result
 
     def pass_on(self, tensor: torch.Tensor | None, source: int, what: str) -> torch.Tensor:

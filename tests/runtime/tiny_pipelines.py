@@ -164,6 +164,13 @@ class Tied1(nn.Module):
 
 
 class Tied2(nn.Module):
+    """Owns nothing."""
+
+    def forward(self, g):
+        return torch.tanh(g)
+
+
+class Tied3(nn.Module):
     def __init__(self):
         super().__init__()
         self.head = nn.Parameter(torch.zeros(10, WIDTH))
@@ -185,12 +192,14 @@ def tied_spec(**more):
             ("g",),
             {"l1.weight": "l1.weight", "l1.bias": "l1.bias", "shared": "emb.weight"},
         ),
-        StageSpec(Tied2, ("g",), ("logits",), {"head": "emb.weight"}, ("logits", "labels")),
+        StageSpec(Tied2, ("g",), ("f",)),
+        StageSpec(Tied3, ("f",), ("logits",), {"head": "emb.weight"}, ("logits", "labels")),
     ]
     crossings = [
         cross("h", 0, (1,), shape=(SAMPLES, 3, WIDTH)),
         cross("g", 1, (2,), shape=(SAMPLES, 3, WIDTH)),
-        cross("labels", 0, (2,), gradient=False, dtype=torch.int64, shape=(SAMPLES, 3)),
+        cross("f", 2, (3,), shape=(SAMPLES, 3, WIDTH)),
+        cross("labels", 0, (3,), gradient=False, dtype=torch.int64, shape=(SAMPLES, 3)),
     ]
     inputs = [
         Input("tokens", ("kwargs", "batch", "tokens"), shape=(SAMPLES, 3), dtype=torch.int64),

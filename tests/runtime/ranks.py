@@ -1,0 +1,105 @@
+"""What every rank of the distributed tests runs; rank 0 leaves its findings in a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tiny_pipelines import SPECS, data_for
+
+from gpipe_compiler.runtime.errors import PipelineError
+from gpipe_compiler.runtime.pipeline import Pipeline
+
+STEPS = 2
+
+
+def collect(name, schedule, transport=None, devices=None):
+    """Losses, outputs, weights after the steps, in any transport."""
+    spec = SPECS[name]()
+    found = {}
+    with Pipeline(spec, None, schedule=schedule, transport=transport, devices=devices) as pipe:
+        owned = list(pipe.parameters())
+        optimizer = torch.optim.SGD(owned or [torch.zeros(1)], lr=0.1)
+        for step in range(STEPS):
+            inputs, target, _ = data_for(name, 8, seed=step)
+            mine = (inputs, target) if pipe.rank == 0 else (None, None)
+            optimizer.zero_grad()
+            loss, outputs = pipe.step_with_outputs(*mine)
+            optimizer.step()
+            found[f"loss {step}"] = loss
+            for number, tensor in enumerate(tensors(outputs)):
+                found[f"output {step} {number}"] = tensor
+        pipe.eval()
+        inputs = data_for(name, 6, seed=9)[0]
+        outputs = pipe(inputs if pipe.rank == 0 else None)
+        for number, tensor in enumerate(tensors(outputs)):
+            found[f"inferred {number}"] = tensor
+        found.update(pipe.gather_state_dict())
+    return {key: tensor.clone() for key, tensor in found.items()}
+
+
+def tensors(outputs):
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if isinstance(outputs, tuple | list):
+        return [tensor for item in outputs for tensor in tensors(item)]
+    return []
+
+
+def equal(directory: Path) -> None:
+    """Every pipeline whose stages the ranks divide, one after the other in one group."""
+    torch.distributed.init_process_group("gloo")
+    size = torch.distributed.get_world_size()
+    for name in sorted(SPECS):
+        for schedule in ("gpipe", "1f1b"):
+            if len(SPECS[name]().stages) % size == 0:
+                found = collect(name, schedule)
+                if torch.distributed.get_rank() == 0:
+                    torch.save(found, directory / f"{name}-{schedule}.pt")
+    if size == 2:
+        refuse(directory)
+    torch.distributed.destroy_process_group()
+
+
+def refuse(directory: Path) -> None:
+    """Rank 0 refuses its inputs; nobody hangs, and the next step works."""
+    with Pipeline(SPECS["norm"](), None) as pipe:
+        try:
+            pipe.step(torch.ones(7, 6) if pipe.rank == 0 else None)
+        except PipelineError as error:
+            (directory / f"refused-{pipe.rank}").write_text(str(error))
+        pipe.step(torch.ones(8, 6) if pipe.rank == 0 else None)
+
+
+def die(directory: Path) -> None:
+    """Rank 1 ends without a word in its second step."""
+    with Pipeline(SPECS["norm"](), None, timeout_s=30) as pipe:
+        pipe.step(data_for("norm", 8)[0])
+        if pipe.rank == 1:
+            pipe.stages[1].register_forward_pre_hook(lambda *_: os._exit(7))
+        try:
+            pipe.step(data_for("norm", 8)[0])
+        except PipelineError as error:
+            (directory / f"lost-{pipe.rank}").write_text(str(error))
+            raise
+
+
+def stall(directory: Path) -> None:
+    """Rank 1 is too slow."""
+    with Pipeline(SPECS["norm"](), None, timeout_s=2) as pipe:
+        if pipe.rank == 1:
+            pipe.stages[1].register_forward_pre_hook(lambda *_: __import__("time").sleep(6))
+        try:
+            pipe.step(data_for("norm", 8)[0])
+        except PipelineError as error:
+            (directory / f"lost-{pipe.rank}").write_text(str(error))
+            raise
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"equal": equal, "die": die, "stall": stall}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,58 @@
+"""Pipelines over processes, under the real torchrun with gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import collect
+from tiny_pipelines import SPECS
+
+RANKS = Path(__file__).with_name("ranks.py")
+
+
+def torchrun(processes, what, directory):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command += [f"--nproc-per-node={processes}", str(RANKS), what, str(directory)]
+    environment = {**os.environ, "PYTHONPATH": str(RANKS.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_do_what_threads_do(processes, tmp_path):
+    """Losses, outputs, and weights after two optimizer steps; whatever divides the stages."""
+    done = torchrun(processes, "equal", tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("*.pt"))
+    assert files
+    for file in files:
+        name, schedule = file.stem.split("-")
+        stages = len(SPECS[name]().stages)
+        expected = collect(name, schedule, "local", ["cpu"] * stages)
+        found = torch.load(file)
+        assert expected.keys() == found.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6, msg=key)
+    if processes == 2:
+        # Refused inputs are refused everywhere, and the next step works.
+        assert "a batch of 7" in (tmp_path / "refused-0").read_text()
+        assert "rank 0 refused" in (tmp_path / "refused-1").read_text()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("fault", ["die", "stall"])
+def test_a_lost_rank_is_noticed(fault, tmp_path):
+    """The other one ends with a message that names rank, action and value."""
+    done = torchrun(2, fault, tmp_path)
+
+    assert done.returncode != 0
+    message = (tmp_path / "lost-0").read_text()
+    assert "rank 0 gave up at receive h'[3] 1>0 from rank 1" in message
