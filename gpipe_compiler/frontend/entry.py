@@ -249,9 +249,9 @@ def _reduction(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction
 
 def sum_of_squares(tensors: Sequence[Any]) -> Any:
     """The loss of a model that has none."""
-    total = tensors[0].float().square().sum()
+    total = tensors[0].square().sum()
     for tensor in tensors[1:]:
-        total = total + tensor.float().square().sum()
+        total = total + tensor.square().sum()
     return total
 
 

@@ -57,18 +57,18 @@ WRITTEN = [
     (lambda: nn.RMSNorm(8, eps=1e-6), (8,), {"eps": 1e-6}),
     (lambda: nn.GroupNorm(2, 8), (2, 8), {}),
     (lambda: nn.LocalResponseNorm(5, k=2.0), (), {"size": 5, "k": 2.0}),
-    (lambda: nn.ReLU(), (), {}),
+    (nn.ReLU, (), {}),
     (lambda: nn.ReLU(inplace=True), (), {"inplace": True}),
     (lambda: nn.LeakyReLU(0.2), (0.2,), {}),
     (lambda: nn.GELU("tanh"), ("tanh",), {}),
     (lambda: nn.Hardtanh(-2.0, 2.0), (-2.0,), {"max_val": 2.0}),
     (lambda: nn.PReLU(4), (4,), {}),
     (lambda: nn.Softmax(dim=-1), (), {"dim": -1}),
-    (lambda: nn.GLU(), (), {}),
+    (nn.GLU, (), {}),
     (lambda: nn.Threshold(0.1, 20.0), (0.1, 20.0), {}),
-    (lambda: nn.SiLU(), (), {}),
+    (nn.SiLU, (), {}),
     (lambda: nn.Dropout(0.1), (0.1,), {}),
-    (lambda: nn.Dropout2d(), (), {}),
+    (nn.Dropout2d, (), {}),
     (lambda: nn.MaxPool2d(3, 2, 1), (), {"kernel_size": 3, "stride": 2, "padding": 1}),
     (lambda: nn.MaxPool2d(2), (), {"kernel_size": 2}),
     (lambda: nn.AvgPool2d((2, 3)), (), {"kernel_size": (2, 3)}),
@@ -97,12 +97,12 @@ WRITTEN = [
         (),
         {"scale_factor": 2.0, "mode": "bilinear", "align_corners": False},
     ),
-    (lambda: nn.Flatten(), (), {}),
+    (nn.Flatten, (), {}),
     (lambda: nn.Flatten(0, 2), (0,), {"end_dim": 2}),
     (lambda: nn.Unflatten(1, (2, 4)), (), {"dim": 1, "unflattened_size": (2, 4)}),
     (lambda: nn.Fold((4, 4), 2), ((4, 4),), {"kernel_size": 2}),
     (lambda: nn.Unfold(3, padding=1), (), {"kernel_size": 3, "padding": 1}),
-    (lambda: nn.Identity(), (), {}),
+    (nn.Identity, (), {}),
     (lambda: nn.ZeroPad2d(1), ((1, 1, 1, 1),), {}),
     (lambda: nn.ConstantPad1d((1, 2), 0.5), ((1, 2), 0.5), {}),
     (lambda: nn.ReflectionPad2d(2), ((2, 2, 2, 2),), {}),
@@ -190,7 +190,7 @@ def test_an_attribute_changed_afterwards_is_read_from_the_module():
     spec = rebuild("m", module)
 
     assert spec is not None
-    assert (0.7,) == spec.args
+    assert spec.args == (0.7,)
 
 
 def test_a_module_whose_weight_has_another_shape_than_it_says_is_refused():

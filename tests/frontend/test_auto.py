@@ -1,0 +1,136 @@
+"""The first frontend whose graph is right is taken; when none is, each one's reason is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.auto import Frontend, trace
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, RegionCall
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x, mask=None):
+        x = F.dropout(self.norm(self.linear(x)), 0.1, self.training)
+        return x if mask is None else x * mask
+
+
+def classes(count, size=4):
+    return torch.randint(0, count, (size,))
+
+
+@pytest.mark.parametrize("frontend", [Frontend.AUTO, Frontend.FX, Frontend.EXPORT])
+def test_frontends_give_the_same_modules_and_modes(frontend):
+    subject = Subject("s", Small(), (torch.randn(4, 4),), {}, classes(4), F.cross_entropy)
+
+    graph = trace(subject, frontend)
+
+    assert [c.module for c in (op.call for op in graph.ops) if isinstance(c, ModuleCall)] == [
+        "linear",
+        "norm",
+    ]
+    assert all(op.mode is Mode.ALWAYS for op in graph.ops)
+    assert [source.name for source in graph.inputs] == ["x", "target"]
+
+
+def test_an_example_of_one_sample_will_do():
+    subject = Subject("s", Small(), (torch.randn(1, 4), torch.ones(1, 4)))
+
+    assert trace(subject).batch_size == 1
+
+
+def test_a_no_grad_region_stays_whole():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                wanted = self.teacher(x) * 2
+            return self.student(x) - wanted
+
+    graph = trace(Subject("s", Model(), (torch.randn(4, 4),)))
+
+    (region,) = [op.call for op in graph.ops if isinstance(op.call, RegionCall)]
+    assert NoGrad() == region.context
+
+
+def test_a_norm_frozen_by_the_model_stays_frozen():
+    class Model(Small):
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    trace(Subject("s", Model(), (torch.randn(4, 4),)))
+
+
+def test_inference_alone_has_no_loss():
+    graph = trace(Subject("s", Small(), (torch.randn(4, 4),), training=False))
+
+    assert graph.loss is None
+
+
+def test_a_model_on_meta_is_traced_without_memory():
+    with torch.device("meta"):
+        model = Small()
+    graph = trace(Subject("s", model, (torch.randn(4, 4),), {}, classes(4), F.cross_entropy))
+
+    assert all(tensor.is_meta for tensor in graph.tensors.values())
+
+
+def test_a_branch_on_data_is_refused_with_every_frontends_reason():
+    class Model(nn.Module):
+        def forward(self, x):
+            if x.sum() > 0:
+                return x + 1
+            return x - 1
+
+    with pytest.raises(TraceError) as caught:
+        trace(Subject("s", Model(), (torch.randn(4, 4, requires_grad=True),), training=False))
+
+    text = str(caught.value)
+    assert caught.value.location is not None
+    assert "if x.sum() > 0" in caught.value.location.code
+    assert all(f"{name}: " in text for name in ("export", "fx", "dynamo"))
+    assert "torch.where" in text
+
+
+def test_the_graph_is_refused_when_python_state_decides_what_is_computed():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            torch_tracing = isinstance(x, torch.fx.Proxy) or torch.compiler.is_compiling()
+            return self.linear(x) * (2 if torch_tracing else 3)
+
+    with pytest.raises(TraceError, match="differs from the model"):
+        trace(Subject("s", Model(), (torch.randn(4, 4),)))
+
+
+def test_hugging_face_gpt2_is_traced_with_its_own_loss():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    ids = torch.randint(0, 17, (3, 6))
+    model = transformers.GPT2LMHeadModel(config)
+
+    graph = trace(Subject("gpt2", model, (), {"input_ids": ids, "labels": ids}))
+
+    assert [source.name for source in graph.inputs] == ["input_ids", "labels"]
+    assert list(graph.outputs) == ["logits"]
+    assert graph.state["transformer.wte.weight"].aliases == ("lm_head.weight",)
+    assert all(op.mode is Mode.ALWAYS for op in graph.ops)

@@ -1,0 +1,181 @@
+"""A graph that differs from its model in anything is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.modes import merge
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.symbolic import trace_fx
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, Ref, StateRef
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, scale):
+        self.steps += 1
+        y = self.norm(self.linear(x))
+        y = F.dropout(y, 0.2, self.training)
+        return {"y": y * scale, "z": y + x}
+
+
+@pytest.fixture
+def subject():
+    torch.manual_seed(0)
+    return Subject(
+        "toy",
+        Model(),
+        (torch.randn(4, 4), torch.rand(4, 4)),
+        target=torch.randn(4, 4),
+        loss_fn=lambda output, target: F.mse_loss(output["y"], target),
+    )
+
+
+@pytest.fixture
+def graph(subject):
+    return merge(trace_fx(subject, True), trace_fx(subject, False))
+
+
+def change(graph: Graph, name: str, **changes: object) -> Graph:
+    """The graph with one op changed."""
+    ops = [dataclasses.replace(op, **changes) if op.name == name else op for op in graph.ops]
+    return graph.replace(ops=tuple(ops))
+
+
+def test_a_right_graph_has_no_differences(graph, subject):
+    assert differences(graph, subject) == []
+
+
+def test_checking_leaves_the_model_alone(graph, subject):
+    state = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
+    random = torch.get_rng_state()
+
+    differences(graph, subject)
+
+    assert all(torch.equal(state[n], t) for n, t in subject.model.state_dict().items())
+    assert all(p.grad is None for p in subject.model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_wrong_output_is_found(graph, subject):
+    wrong = change(
+        graph, graph.outputs["z"].name, call=FunctionCall(torch.sub, (Ref("dropout"), Ref("x")))
+    )
+
+    assert any("output z is off by" in text for text in differences(wrong, subject))
+
+
+def test_a_missing_output_is_found(graph, subject):
+    wrong = graph.replace(outputs={"y": Ref("mul")})
+
+    assert any("output z is given by the model only" in t for t in differences(wrong, subject))
+
+
+def insert(graph: Graph, call: FunctionCall, *, reader: FunctionCall, before: str) -> Graph:
+    """The graph with a new value `extra`, and the op that follows reading it."""
+    place = next(index for index, op in enumerate(graph.ops) if op.name == before)
+    follower = graph.ops[place]
+    extra = dataclasses.replace(follower, name="extra", result="extra", call=call)
+    changed = dataclasses.replace(follower, call=reader)
+    return graph.replace(ops=(*graph.ops[:place], extra, changed, *graph.ops[place + 1 :]))
+
+
+def test_a_wrong_gradient_is_found(graph, subject):
+    wrong = insert(
+        graph,
+        FunctionCall(torch.detach, (Ref("dropout"),)),
+        reader=FunctionCall(torch.mul, (Ref("extra"), Ref("scale"))),
+        before=graph.outputs["y"].name,
+    )
+
+    found = differences(wrong, subject)
+
+    assert any("gradient of linear.weight is None in the graph only" in text for text in found)
+
+
+def test_a_buffer_that_is_not_written_is_found(graph, subject):
+    ops = tuple(op for op in graph.ops if StateRef("steps") not in op.call.args)
+
+    assert any(
+        "buffer steps is off by 1" in t for t in differences(graph.replace(ops=ops), subject)
+    )
+
+
+def test_what_goes_wrong_in_eval_mode_only_is_found(graph, subject):
+    (dropout,) = [op for op in graph.ops if op.name == "dropout"]
+    call = dataclasses.replace(dropout.call, kwargs={"p": 0.2, "training": True})
+
+    found = differences(change(graph, "dropout", call=call), subject)
+
+    assert all("eval mode" in text for text in found)
+    assert found
+
+
+def test_a_graph_that_fixes_the_batch_size_is_found(graph, subject):
+    wrong = insert(
+        graph,
+        FunctionCall(torch.reshape, (Ref("dropout"), (2, 4))),
+        reader=FunctionCall(torch.add, (Ref("extra"), Ref("x"))),
+        before=graph.outputs["z"].name,
+    )
+
+    found = differences(wrong, subject)
+
+    assert any("batch 3: the graph raises RuntimeError" in text for text in found)
+
+
+def test_state_under_another_name_is_found(graph, subject):
+    state = {**graph.state, "other": dataclasses.replace(graph.state["steps"], name="other")}
+    tensors = {**graph.tensors, "other": graph.tensors["steps"]}
+
+    found = differences(graph.replace(state=state, tensors=tensors), subject)
+
+    assert "the state other is in the graph only" in found
+
+
+def test_an_op_that_is_missing_in_one_mode_is_found(graph, subject):
+    found = differences(change(graph, "norm", mode=Mode.TRAIN), subject)
+
+    assert any("eval mode, batch 2: the graph raises" in text for text in found)
+
+
+def test_models_on_meta_are_held_against_shapes():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    subject = Subject("toy", model, (torch.randn(4, 4),))
+    graph = merge(trace_fx(subject, True), trace_fx(subject, False))
+    call = FunctionCall(torch.sum, (Ref("linear_0"), 0))
+    name = graph.ops[1].name
+
+    assert differences(graph, subject) == []
+    assert differences(change(graph, name, call=call), subject)
+
+
+def test_a_model_that_cannot_be_trained_is_at_fault_itself():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x).exp()
+            y.mul_(2)
+            return y
+
+    subject = Subject("toy", Broken(), (torch.randn(4, 4),))
+    graph = merge(trace_fx(subject, True), trace_fx(subject, False))
+
+    with pytest.raises(ModelError, match="raises RuntimeError in a training step"):
+        differences(graph, subject)
