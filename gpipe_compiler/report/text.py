@@ -16,10 +16,11 @@ from gpipe_compiler.report.facts import boundaries, boundary_bytes, modules_of, 
 from gpipe_compiler.report.units import (
     counted,
     format_bytes,
+    format_rate,
     format_seconds,
     format_share,
-    format_source,
     format_type,
+    short_source,
 )
 from gpipe_compiler.runtime.comparison import Row
 
@@ -108,7 +109,7 @@ def boundary_table(plan: Plan) -> Table:
             format_bytes(boundary.bytes),
             *([("yes" if crossing.gradient else "no")] if plan.training else []),
             boundary.label,
-            format_source(boundary.source) if boundary.source else "",
+            short_source(boundary.source) if boundary.source else "",
         )
     return table
 
@@ -126,7 +127,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
     both_ways = ", gradients included" if plan.training else ""
     return [
-        (work, f"{format_seconds(prediction.step_s)} ({rate:,.1f} samples/s)"),
+        (work, f"{format_seconds(prediction.step_s)} ({format_rate(rate)} samples/s)"),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
         ("bubble", format_share(prediction.bubble)),

@@ -36,6 +36,11 @@ def _figures(number: float) -> str:
     return f"{number:.3g}"
 
 
+def format_rate(per_second: float) -> str:
+    """A rate with three figures: `0.0061`, `5.3`, `23,162`."""
+    return _figures(per_second)
+
+
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: `1 op`, `2,048 ops`, `2 micro-batches` (plural "es")."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
@@ -57,3 +62,10 @@ def format_source(source: str, home: Path | None = None) -> str:
     path = Path(file)
     base = Path.cwd() if home is None else home
     return f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source
+
+
+def short_source(source: str) -> str:
+    """A source line for a table: of a file far from here, only its folder and its name."""
+    text = format_source(source)
+    parts = text.split("/")
+    return f"…/{parts[-2]}/{parts[-1]}" if text.startswith("/") and len(parts) > 3 else text

@@ -13,9 +13,11 @@ from gpipe_compiler.report.text import format_plan, plain_text, show_plan, summa
 from gpipe_compiler.report.units import (
     counted,
     format_bytes,
+    format_rate,
     format_seconds,
     format_share,
     format_source,
+    short_source,
 )
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.validate import Validation
@@ -35,12 +37,12 @@ boundaries (of one micro-batch)
  value    stages         type  bytes  gradient  made by             line
  ───────────────────────────────────────────────────────────────────────────────────
  ids       0 → 2      4 int64   32 B        no  input of the model
- embed  0 → 1, 2  4x8 float32  128 B       yes  Embedding embed     /home/user/model.py:10
- relu      1 → 2  4x8 float32  128 B       yes  torch.relu body     /home/user/model.py:21
+ embed  0 → 1, 2  4x8 float32  128 B       yes  Embedding embed     …/user/model.py:10
+ relu      1 → 2  4x8 float32  128 B       yes  torch.relu body     …/user/model.py:21
 
 prediction
 
- training step    18 s (0.4 samples/s)
+ training step    18 s (0.444 samples/s)
  busiest device   6 s a micro-batch
  lower bound      15 s (gap at most 20.0%)
  bubble           55.6%
@@ -153,6 +155,10 @@ def test_other_figures(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Non
     assert counted(2, "micro-batch", "es") == "2 micro-batches"
     assert format_source(f"{tmp_path}/deep/model.py:7") == "deep/model.py:7"
     assert format_source("/elsewhere/model.py:7") == "/elsewhere/model.py:7"
+    assert short_source("/far/away/model.py:7") == "…/away/model.py:7"
+    assert short_source("/model.py:7") == "/model.py:7"
+    assert short_source(f"{tmp_path}/model.py:7") == "model.py:7"
+    assert [format_rate(rate) for rate in (0.00612, 5.31, 23162.4)] == ["0.00612", "5.31", "23,162"]
 
 
 def test_progress_tells_only_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
