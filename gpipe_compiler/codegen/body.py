@@ -219,9 +219,9 @@ class _Scribe:
             self.writer.variables[op.result] = self.writer.call(made)
             return
         if isinstance(made, FunctionCall) and made.function is operator.setitem:
-            self._flush()
+            sources = self._take_only(op, made.args[2])
             target = self.writer.subscript(*made.args[:2])
-            self._append(op, f"{target.flat} = ", self.writer.argument(made.args[2]))
+            self._append(op, f"{target.flat} = ", self.writer.argument(made.args[2]), sources)
             return
         if self._in_place(op, made):
             return
@@ -257,6 +257,18 @@ class _Scribe:
             return []
         return taken
 
+    def _take_only(self, op: Op, argument: object) -> tuple[SourceLocation | None, ...]:
+        """What nests into one argument of an op that writes in place, all else written before."""
+        elsewhere = set(op.inputs) - set(value_names(argument))
+        if elsewhere.intersection(pending.op.result for pending in self.pending):
+            self._flush()
+        taken = self._take(op)
+        self._flush()
+        if len(self.writer.argument(argument).flat) > _LONGEST_NESTED:
+            self._write_out(taken)
+            return ()
+        return tuple(source for pending in taken for source in pending.sources)
+
     def _write_out(self, taken: list[_Pending]) -> None:
         """Writes ops as statements that were to nest, after all that wait before them."""
         self.pending.extend(taken)
@@ -270,7 +282,9 @@ class _Scribe:
         reader = self.uses.reader.get(value)
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
-        if isinstance(reader.call, RegionCall) or _in_place_call(reader.call):
+        if isinstance(reader.call, RegionCall):
+            return False
+        if _in_place_call(reader.call) and reader.call.args[0] == Ref(value):
             return False
         run: Run = self.runs[op.name]
         return run.nested and self.runs[reader.name] is run
@@ -291,14 +305,14 @@ class _Scribe:
             return False
         if not isinstance(changed, Ref | StateRef):
             return False
-        self._flush()
+        sources = self._take_only(op, (made.args[1:], dict(made.kwargs)))
         variable = self.writer.argument(changed)
         if isinstance(made, FunctionCall):
-            sign = AUGMENTED[made.function]
-            self._append(op, f"{variable.flat} {sign} ", self.writer.argument(made.args[1]))
+            target = f"{variable.flat} {AUGMENTED[made.function]} "
+            self._append(op, target, self.writer.argument(made.args[1]), sources)
         else:
             assert isinstance(made, MethodCall)
-            self._append(op, "", self.writer.call(made))
+            self._append(op, "", self.writer.call(made), sources)
         if op.result is not None:
             if isinstance(changed, Ref):
                 self.variables.alias(op.result, changed.name)

@@ -23,6 +23,13 @@ _ATTRIBUTES = frozenset(dir(nn.Module())) | {"loss"} | (RESERVED - frozenset(dir
 """Names that no attribute of a stage takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModulePath:
+    """A module of the model, by where the model keeps it."""
+
+    path: str
+
+
 @dataclass
 class StageState:
     """What a stage owns and what it calls it.
@@ -41,28 +48,38 @@ class StageState:
     lines: list[str] = field(default_factory=list)
 
 
-def construct_state(
-    graph: Graph, paths: Iterable[str], states: Iterable[str], imports: Imports
-) -> StageState:
-    """The state of a stage that calls the modules `paths` and reads `states` by itself.
+def construct_state(graph: Graph, used: Iterable[ModulePath | str], imports: Imports) -> StageState:
+    """The state of a stage.
+
+    Args:
+        used: the modules that the stage calls and the states it reads by itself, in the order in
+            which they are to stand.
 
     Raises:
         UnwritableError: when a module's class or an argument of it has no spelling.
     """
     made = StageState()
     names = Names(_ATTRIBUTES)
-    for path in paths:
-        made.modules[path] = names.take(path or "module")
+    used = tuple(used)
+    for item in used:
+        if isinstance(item, ModulePath):
+            made.modules[item.path] = names.take(item.path or "module")
     for path, attribute in made.modules.items():
         for local, canonical in graph.modules[path].state.items():
             made.originals[f"{attribute}.{local}"] = canonical
             made.places.setdefault(canonical, f"self.{attribute}.{local}")
-    bare = [state for state in states if state not in made.places]
-    for state in bare:
-        attribute = names.take(state)
-        made.originals[attribute] = state
-        made.places[state] = f"self.{attribute}"
-    made.lines = list(_grouped(_lines(graph, made, bare, imports)))
+    lines: list[tuple[str, list[str]]] = []
+    for item in used:
+        if isinstance(item, ModulePath):
+            lines.append((_parent(item.path), _module(graph, made, item.path, imports)))
+        elif item not in made.places:
+            attribute = names.take(item)
+            made.originals[attribute] = item
+            made.places[item] = f"self.{attribute}"
+            tensor = graph.tensors.get(item)
+            statement = _bare_state(graph.state[item], attribute, tensor, imports)
+            lines.append((_parent(item), statement))
+    made.lines = list(_grouped(lines))
     return made
 
 
@@ -81,23 +98,16 @@ def _grouped(lines: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
         yield from statement
 
 
-def _lines(
-    graph: Graph, made: StageState, bare: Iterable[str], imports: Imports
-) -> Iterator[tuple[str, list[str]]]:
-    for path, attribute in made.modules.items():
-        spec = graph.modules[path]
-        expression = _with_flags(construct_module(spec, imports), spec, graph.state)
-        lines = lay_out(expression, prefix=f"self.{attribute} = ", indent=2)
-        for local, canonical in spec.state.items():
-            own, place = f"self.{attribute}.{local}", made.places[canonical]
-            if own != place:
-                lines.append(f"        {own} = {place}  # shared")
-        yield _parent(path), lines
-    for canonical in bare:
-        state = graph.state[canonical]
-        attribute = made.places[canonical].removeprefix("self.")
-        tensor = graph.tensors.get(canonical)
-        yield _parent(canonical), _bare_state(state, attribute, tensor, imports)
+def _module(graph: Graph, made: StageState, path: str, imports: Imports) -> list[str]:
+    """The statements that construct a module."""
+    spec, attribute = graph.modules[path], made.modules[path]
+    expression = _with_flags(construct_module(spec, imports), spec, graph.state)
+    lines = lay_out(expression, prefix=f"self.{attribute} = ", indent=2)
+    for local, canonical in spec.state.items():
+        own, place = f"self.{attribute}.{local}", made.places[canonical]
+        if own != place:
+            lines.append(f"        {own} = {place}  # shared")
+    return lines
 
 
 def _parent(path: str) -> str:

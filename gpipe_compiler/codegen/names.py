@@ -27,8 +27,10 @@ def identifier(text: str) -> str:
 
     Not unique: `a.b` and `a_b` meet; `Names` tells them apart.
     """
-    cleaned = re.sub(r"\W", "_", text, flags=re.ASCII).strip("_") or "value"
-    if cleaned[0].isdigit():
+    cleaned = re.sub(r"\W", "_", text)
+    if cleaned != text or not text.isidentifier():
+        cleaned = cleaned.strip("_") or "value"
+    if not cleaned.isidentifier():
         cleaned = f"layer_{cleaned}"
     if len(cleaned) > LONGEST:
         half = (LONGEST - 2) // 2
@@ -44,13 +46,14 @@ class Names:
     """
 
     def __init__(self, reserved: Iterable[str] = RESERVED) -> None:
-        self._taken = set(reserved)
+        self._reserved = frozenset(reserved)
+        self._taken = set(self._reserved)
 
     def take(self, wanted: str) -> str:
         """An identifier like `wanted` that was not given out before."""
         base = identifier(wanted)
         candidate = base
-        if candidate in self._taken and candidate in RESERVED:
+        if candidate in self._reserved:
             candidate = base = f"{base}_"
         number = 2
         while candidate in self._taken:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,7 +20,7 @@ class UserStatement:
     Attributes:
         targets: the names it assigns to; empty where it assigns to none, or to anything else.
         operations: calls, operators and subscripts in it; ops beyond that number come from inside
-            the functions it calls.
+            the functions it calls. No limit for a comprehension.
     """
 
     file: str
@@ -65,6 +66,8 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
 
 
 def _operations(node: ast.stmt) -> int:
+    if any(isinstance(part, ast.comprehension) for part in ast.walk(node)):
+        return sys.maxsize
     counted = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
     return sum(
         isinstance(part, counted)

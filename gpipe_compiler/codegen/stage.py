@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpipe_compiler.codegen.body import Body, write_body
 from gpipe_compiler.codegen.comments import value_text, where
 from gpipe_compiler.codegen.constants import UnwritableError, quote
-from gpipe_compiler.codegen.constructors import StageState, construct_state
+from gpipe_compiler.codegen.constructors import ModulePath, StageState, construct_state
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.imports import Imports
@@ -130,25 +130,22 @@ def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:
 
 def _state(graph: Graph, ops: Sequence[Op], imports: Imports) -> StageState:
     """The modules and tensors that ops use, in the order of first use."""
-    paths: dict[str, Op] = {}
-    states: dict[str, Op] = {}
+    used: dict[ModulePath | str, None] = {}
 
-    def visit(op: Op, outer: Op) -> None:
+    def visit(op: Op) -> None:
         made = op.call
         if isinstance(made, ModuleCall):
-            paths.setdefault(made.module, outer)
-        for state in state_names((made.args, dict(made.kwargs))):
-            states.setdefault(state, outer)
+            used.setdefault(ModulePath(made.module))
+        used.update(dict.fromkeys(state_names((made.args, dict(made.kwargs)))))
         if isinstance(made, RegionCall):
             for inner in made.body.ops:
-                visit(inner, outer)
-            for state in state_names(made.body.outputs):
-                states.setdefault(state, outer)
+                visit(inner)
+            used.update(dict.fromkeys(state_names(made.body.outputs)))
 
     for op in ops:
-        visit(op, op)
+        visit(op)
     try:
-        return construct_state(graph, paths, states, imports)
+        return construct_state(graph, used, imports)
     except UnwritableError as error:
         raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
 

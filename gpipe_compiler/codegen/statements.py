@@ -32,10 +32,15 @@ class Statement:
     body: tuple[Statement, ...] = ()
 
 
-def write_statements(statements: Sequence[Statement], indent: int) -> list[str]:
-    """Lines of code, with a comment over the statements of each module and guards by mode."""
+def write_statements(
+    statements: Sequence[Statement], indent: int, previous: str | None = None
+) -> list[str]:
+    """Lines of code, with a comment over the statements of each module and guards by mode.
+
+    Args:
+        previous: the module that the last comment before was about.
+    """
     lines: list[str] = []
-    previous: str | None = None
     guards = groupby(statements, key=lambda statement: statement.mode)
     last_mode = Mode.ALWAYS
     for mode, guarded in guards:
@@ -67,14 +72,21 @@ def _guard(mode: Mode, before: Mode) -> str:
 def _heading(statements: Sequence[Statement], indent: int, *, spaced: bool) -> list[str]:
     module = statements[0].module
     own = [statement for statement in statements if statement.module == module]
-    text = group_comment(module, (source for statement in own for source in statement.sources))
+    text = group_comment(module, (source for statement in own for source in _sources(statement)))
     return ([""] if spaced else []) + ([INDENT * indent + text] if text else [])
+
+
+def _sources(statement: Statement) -> Iterator[SourceLocation | None]:
+    yield from statement.sources
+    for inner in statement.body:
+        if inner.module == statement.module:
+            yield from _sources(inner)
 
 
 def _write(statement: Statement, indent: int) -> Iterator[str]:
     if statement.body:
         yield from lay_out(statement.expression, prefix="with ", suffix=":", indent=indent)
-        yield from write_statements(statement.body, indent + 1)
+        yield from write_statements(statement.body, indent + 1, statement.module)
         return
     lines = lay_out(statement.expression, prefix=statement.target, indent=indent)
     if statement.note and len(lines) == 1:

@@ -98,7 +98,7 @@ def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
     for op in ops:
         statement = statement_at(op.source)
         index = current.get(op.module)
-        if index is None or statement is None or runs[index][0] != statement:
+        if index is None or runs[index][0] != statement or (op.source and not statement):
             current[op.module] = len(runs)
             runs.append((statement, [op]))
         else:
@@ -107,9 +107,14 @@ def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
     for statement, members in runs:
         read = {name for op in members for name in op.inputs}
         last = frozenset(op.name for op in members if not read.intersection(op.outputs))
-        nested = statement is not None and len(members) <= statement.operations
+        # Ops without any source are the compiler's own, a default loss: they nest as they come.
+        nested = len(members) <= statement.operations if statement else _unsourced(members)
         table.update(dict.fromkeys((op.name for op in members), Run(statement, nested, last)))
     return table
+
+
+def _unsourced(members: Sequence[Op]) -> bool:
+    return all(op.source is None for op in members)
 
 
 def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
