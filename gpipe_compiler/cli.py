@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,8 +71,13 @@ def _run(
     as_json = getattr(arguments, "json", False)
     try:
         command(arguments)
+        sys.stdout.flush()
     except GPipeCompilerError as error:
         return _report(error, as_json)
+    except BrokenPipeError:
+        # Whoever reads has seen enough (`| head`); the interpreter's own flush must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
     except OSError as error:
         return _report(UsageError(f"{error.filename or 'a file'}: {error.strerror}"), as_json)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -451,6 +452,14 @@ class TestInspect:
         assert cli.inspect_command(words.split()) == 2
 
         assert capsys.readouterr().err == said
+
+    def test_a_reader_who_has_seen_enough(self, package: Path) -> None:
+        command = f"{sys.executable} -c 'from gpipe_compiler.cli import *; inspect_command()'"
+        words = f"{command} model_x2 --json | true"
+
+        finished = subprocess.run(words, shell=True, check=True, capture_output=True, text=True)
+
+        assert finished.stderr == ""
 
     @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1]", "nonsense"])
     def test_a_broken_plan_ends_with_1(self, text: str, package: Path, capsys: Printed) -> None:
