@@ -107,6 +107,7 @@ class Pipeline:
                 self.stages[index] = build_stage(stage, store, self._network.device, seed)
         self._shared = shared_parameters(spec, self.stages)
         alias_buffers(spec, self.stages)
+        self._devices = given
         self._runner = self._make_runner(given)
         if self._network is not None and store is None:
             self._share_initial(owners, placement)
@@ -351,12 +352,21 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        where = f"rank {self.rank}" if self._network is not None else "local"
+    def describe(self) -> str:
+        """The pipeline in one line."""
+        if self._network is None:
+            devices = ", ".join(dict.fromkeys(map(str, self._devices)))
+            count = len(self._devices)
+            where = f"{count} thread{'s' if count > 1 else ''} on {devices}"
+        else:
+            where = f"{self._network.size} processes on {self._network.device.type}"
         return (
-            f"Pipeline({self.spec.name}: {len(self.spec.stages)} stages, "
-            f"{self.microbatches} micro-batches, {self.schedule.value}, {where})"
+            f"{self.spec.name}: {len(self.spec.stages)} stages, {self.microbatches} micro-batches, "
+            f"{self.schedule.value}, {where}"
         )
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.describe()})"
 
 
 def parameter_shape(spec: PipelineSpec, stage: int, name: str) -> tuple[int, ...]:

@@ -1,0 +1,88 @@
+"""The data that the command feeds a pipeline where the user brings none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from .errors import UsageError
+from .spec import Input, PipelineSpec
+from .weights import load_file
+
+EXAMPLE = Path("weights", "example.safetensors")
+
+
+def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tuple[object, object]:
+    """Inputs and target of the example that the package was compiled with.
+
+    Args:
+        samples: repeat or cut the example to so many; None leaves it.
+
+    Raises:
+        UsageError: when the package has no example.
+    """
+    path = directory / EXAMPLE
+    if not path.is_file():
+        raise UsageError(
+            f"this package has no example batch ({path} is missing)",
+            hint="offer train_data() in the model's file and compile again, or pass --input",
+        )
+    tensors = load_file(path)
+    if samples is not None:
+        tensors = {
+            source.name: _resized(tensors[source.name], samples)
+            if source.batched
+            else tensors[source.name]
+            for source in spec.inputs
+            if source.name in tensors
+        }
+    return call_of(spec, tensors)
+
+
+def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[object, object]:
+    """Named tensors as the inputs and the target of a call."""
+    call: dict[object, object] = {"args": {}, "kwargs": {}}
+    for source in spec.inputs:
+        if source.name in tensors:
+            _place(call, source, tensors[source.name])
+    positional = call["args"]
+    assert isinstance(positional, dict)
+    count = max((key for key in positional if isinstance(key, int)), default=-1) + 1
+    args = tuple(positional.get(index) for index in range(count))
+    return (args, call["kwargs"]), call.get("target")
+
+
+def named_input(spec: PipelineSpec, path: Path) -> tuple[object, object]:
+    """The call that a safetensors file holds: tensors by input name; one tensor needs no name.
+
+    Raises:
+        UsageError: when the file holds something else.
+    """
+    tensors = load_file(path)
+    wanted = [source.name for source in spec.inputs if source.path[0] != "target"]
+    if len(tensors) == 1 and len(wanted) == 1:
+        tensors = {wanted[0]: next(iter(tensors.values()))}
+    unknown = sorted(tensors.keys() - {source.name for source in spec.inputs})
+    if unknown:
+        raise UsageError(
+            f"{path} holds {', '.join(unknown)}, which {spec.name} does not take",
+            hint=f"its inputs are {', '.join(wanted)}",
+        )
+    return call_of(spec, tensors)
+
+
+def _place(call: dict[object, object], source: Input, tensor: torch.Tensor) -> None:
+    """Put a tensor where its path leads; nested containers become dicts by key or index."""
+    *way, last = source.path
+    inner: dict[object, object] = call
+    for key in way:
+        following = inner.setdefault(key, {})
+        assert isinstance(following, dict)
+        inner = following
+    inner[last] = tensor
+
+
+def _resized(tensor: torch.Tensor, samples: int) -> torch.Tensor:
+    return tensor[torch.arange(samples) % tensor.shape[0]]
