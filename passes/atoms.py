@@ -8,8 +8,7 @@ from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
 from gpipe_compiler.passes.effects import Effects
-
-Pair = tuple[str, str]
+from gpipe_compiler.passes.precedence import Pair, around_writes, written_memory
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,9 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
     order = {op.name: index for index, op in enumerate(kept)}
     groups = _Groups(order)
     precedence: list[Pair] = []
-    for memory in (
-        *_written_values(graph, effects, order),
-        *_written_states(graph, effects, kept),
-    ):
+    for memory in written_memory(graph, effects, kept):
         groups.join(memory.bound)
-        precedence.extend(_around_writes(memory))
+        precedence.extend(around_writes(memory))
     for op in kept:
         if op.mode is not Mode.ALWAYS or any(_stays(graph, name) for name in op.outputs):
             readers = (
@@ -113,59 +109,6 @@ def _stays(graph: Graph, value: str) -> bool:
     """Whether a value can never cross a boundary."""
     described = graph.values[value]
     return described.kind is not ValueKind.TENSOR or not described.splittable
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Memory that is written: who touches it (in order), who writes it, who must stay together."""
-
-    touchers: list[str]
-    writers: set[str]
-    bound: set[str]
-
-
-def _written_values(graph: Graph, effects: Effects, order: Mapping[str, int]) -> Iterator[_Memory]:
-    """Memory of values. Bound are all up to the last write, and readers of a written input."""
-    inputs = {source.name for source in graph.inputs}
-    # All values of one memory have the same alias set, so one written value speaks for them.
-    memories = dict.fromkeys(
-        effects.alias_set(name) for op in order for name in effects.writes.get(op, ())
-    )
-    for memory in memories:
-        names = {op.name for value in memory for op in graph.consumers.get(value, ())}
-        names |= {graph.producer[value].name for value in memory if value in graph.producer}
-        touchers = sorted(names & order.keys(), key=order.__getitem__)
-        writers = {name for name in touchers if not memory.isdisjoint(effects.writes.get(name, ()))}
-        last = max(order[name] for name in writers)
-        bound = {name for name in touchers if order[name] <= last}
-        for value in memory & inputs:
-            bound |= {op.name for op in graph.consumers.get(value, ())} & order.keys()
-        yield _Memory(touchers, writers, bound)
-
-
-def _written_states(graph: Graph, effects: Effects, kept: list[Op]) -> Iterator[_Memory]:
-    """Memory of parameters and buffers. All who touch it are bound."""
-    users: dict[str, list[str]] = {}
-    for op in kept:
-        for state in effects.states_of(graph, op) & effects.written_states:
-            users.setdefault(state, []).append(op.name)
-    for state, touchers in users.items():
-        writers = {name for name in touchers if state in effects.state_writes.get(name, ())}
-        yield _Memory(touchers, writers, set(touchers))
-
-
-def _around_writes(memory: _Memory) -> Iterator[Pair]:
-    """Each write after what touched the memory before it, each toucher after the last write."""
-    last_write: str | None = None
-    since: list[str] = []
-    for name in memory.touchers:
-        if last_write is not None:
-            yield last_write, name
-        if name in memory.writers:
-            yield from ((earlier, name) for earlier in since)
-            last_write, since = name, []
-        else:
-            since.append(name)
 
 
 def _data_edges(graph: Graph, kept: list[Op]) -> Iterator[Pair]:

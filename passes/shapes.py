@@ -11,6 +11,8 @@ import torch
 from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.precedence import must_run_in_place
 
 
 def annotate(graph: Graph, batch_size: int) -> Graph:
@@ -20,6 +22,8 @@ def annotate(graph: Graph, batch_size: int) -> Graph:
     doubles is the batch dimension; a value with several such dimensions, or one that changes in
     another way, cannot be split. Ops are run in the graph's own mode (train when it has a loss),
     those guarded by the other mode in that mode. Inputs need no gradient.
+
+    `Graph.held` is filled in too, from the writes in place.
 
     Args:
         graph: with an example of every input; what `values` holds is replaced.
@@ -42,7 +46,8 @@ def annotate(graph: Graph, batch_size: int) -> Graph:
         for name, pair in observed.items()
     }
     annotated = graph.replace(values=_in_order(graph, values), batch_size=batch_size)
-    return check(annotated, after="shapes")
+    held = must_run_in_place(annotated, effects(annotated))
+    return check(annotated.replace(held=held), after="shapes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,8 @@ class Graph:
         tensors: the model's own tensors by canonical state name (on meta for a meta model).
         example: one example tensor for every input, by name (meta will do); passes read its sizes
             and dtype, and its dimension 0 is the batch where the input is batched.
+        held: ops that serve only the loss and yet have to run in their place among the others,
+            because a write in place orders them; filled in by `passes.shapes`.
     """
 
     name: str
@@ -287,6 +289,7 @@ class Graph:
     values: Mapping[str, Value] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
     example: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    held: frozenset[str] = frozenset()
 
     @cached_property
     def op_of(self) -> Mapping[str, Op]:
@@ -317,11 +320,17 @@ class Graph:
         """Names of the ops that serve only the loss.
 
         They make no output of the model, so inference does without them; they run in the last
-        stage. Empty where the loss is all that the model returns.
+        stage, after all others. What follows from them (a running mean of the loss) is counted
+        with them. Empty where the loss is all that the model returns.
         """
         if self.loss is None or not self.output_values:
             return frozenset()
-        return self.ancestors((self.loss.value,)) - self.ancestors(self.output_values)
+        found = set(self.ancestors((self.loss.value,)) - self.ancestors(self.output_values))
+        for op in self.ops:
+            makers = (self.producer.get(name) for name in op.inputs)
+            if any(maker is not None and maker.name in found for maker in makers):
+                found.add(op.name)
+        return frozenset(found - self.held)
 
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:
         """Names of the ops that these values are computed from.

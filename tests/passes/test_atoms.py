@@ -250,3 +250,36 @@ def test_what_serves_only_the_loss_is_one_atom_in_the_last_stage(builder):
 
     assert found.last_stage == {op.name for op in graph.ops} - {"h"}
     assert found.groups == (found.last_stage,)
+
+
+def test_a_view_of_a_buffer_that_is_written_by_its_own_name(builder):
+    b = builder(x=torch.randn(3, 4))
+    cache = b.add_state("cache", torch.zeros(8, 4))
+    head = b.method("narrow", cache, 0, 0, 1, name="head")
+    read = b.call(operator.add, Ref("x"), head, name="early")
+    b.method("fill_", cache, 1.0, name="write")
+    out = b.call(operator.add, read, head, name="late")
+    graph = annotate(b.graph(out), 3)
+    found = atoms(graph, effects(graph))
+
+    assert found.groups == (frozenset({"head", "early", "write", "late"}),)
+    assert {("early", "write"), ("write", "late")} <= set(found.precedence)
+
+
+def test_loss_ops_whose_input_is_overwritten_run_in_their_place(builder):
+    """An auxiliary loss taken before an in-place activation cannot wait for the end."""
+    b = builder(x=torch.randn(3, 4))
+    h = b.call(torch.exp, Ref("x"), name="h")
+    scaled = b.call(operator.mul, Ref("x"), 2, name="scaled")
+    first = b.method("mean", h, name="aux")
+    h = b.call(torch.relu_, h, name="relu")
+    out = b.call(operator.mul, h, 3, name="out")
+    second = b.method("mean", scaled, name="free")
+    loss = b.call(operator.add, first, second, name="loss")
+    count = b.add_state("running", torch.zeros(()))
+    b.method("copy_", count, loss, name="record")
+    graph = annotate(b.graph(out, loss), 3)
+
+    assert graph.held == {"aux"}
+    assert graph.loss_only == {"scaled", "free", "loss", "record"}
+    assert atoms(graph, effects(graph)).last_stage == graph.loss_only
