@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 
@@ -165,6 +168,42 @@ def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:
         ready[action] = end
     step = max((span.end_s for span in timeline), default=0.0)
     return Simulation(step, tuple(busy), tuple(timeline))
+
+
+def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """`simulate(...).step_s` of many pipelines under one schedule.
+
+    Args:
+        times: shape (pipelines, stages, 4), the last dimension forward, backward, receive,
+            gradient.
+
+    Raises:
+        PlanError: when some device would wait for ever.
+    """
+    count, stages, _ = times.shape
+    device_free = np.zeros((len(orders), count))
+    receive_free = np.zeros((stages, count))
+    gradient_free = np.zeros((stages, count))
+    ready: dict[Compute, npt.NDArray[np.float64]] = {}
+    columns = np.ascontiguousarray(times.transpose(1, 2, 0))
+    nothing = np.zeros(count)
+    for device, action in topological(orders):
+        stage = action.stage
+        forward_s, backward_s, receive_s, gradient_s = columns[stage]
+        needed = _needed(action, stages - 1)
+        arrival = ready[needed] if needed is not None else nothing
+        if action.phase is Phase.FORWARD:
+            arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
+            end = np.maximum(arrival, device_free[device]) + forward_s
+            device_free[device] = end
+        else:
+            computed = np.maximum(arrival, device_free[device]) + backward_s
+            device_free[device] = computed
+            end = np.maximum(computed, gradient_free[stage]) + gradient_s
+            gradient_free[stage] = end
+        ready[action] = end
+    last = np.maximum(device_free.max(axis=0), gradient_free.max(axis=0))
+    return np.asarray(np.maximum(last, receive_free.max(axis=0)))
 
 
 def fill_drain_time(times: Sequence[StageTimes], microbatches: int) -> float:

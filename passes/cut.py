@@ -12,26 +12,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.passes.cut_contract import Contracted, contract
-from gpipe_compiler.passes.cut_criteria import FillDrain, Ordered
+from gpipe_compiler.passes.cut_criteria import FillDrain, Ordered, Rounds
+from gpipe_compiler.passes.cut_local import chain_times, improve_chain
 from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
 from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_search import Criterion, search
-from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
-from gpipe_compiler.passes.cut_tables import bottleneck_chain, tables
+from gpipe_compiler.passes.cut_search import TOLERANCE, Criterion, search
+from gpipe_compiler.passes.cut_space import Floats, Space, down_sets, prefixes
+from gpipe_compiler.passes.cut_tables import Tables, bottleneck_chain, tables
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.simulate import StageTimes, simulate
+from gpipe_compiler.simulate import StageTimes, simulate, step_times
 
 MOST_DOWN_SETS = 20_000
 """Above so many the search is no longer over all of them."""
 
-ORDERED_WORK = 20_000_000
-"""Additions per stage that labels of 1F1B may cost, which limits their number."""
+ORDERED_WORK = 5_000_000
+"""Limits labels of 1F1B, which cost the cube of the micro-batches each, per stage."""
+
+MOST_LABELS = 4_000
+"""Labels of 1F1B per stage at most."""
 
 ROUNDS = 6
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""
@@ -159,27 +162,33 @@ class _Cutter:
         if rough is None:
             return math.inf
         self._offer(space, rough)
+        if self.step is not StepKind.ONE_F_ONE_B or self.microbatches == 1 or self.stages == 1:
+            space.limit(self._longest_stage())
+            plain = FillDrain(self.microbatches, self.total_s)
+            return self._search(space, tables(space, self.stages), plain)
+        self._offer(space, improve_chain(space, rough, self._steps))
         space.limit(self._longest_stage())
         bounds = tables(space, self.stages)
-        found_bound = self.best_s
-        for criterion in self._criteria():
-            found = search(space, bounds, criterion, self.stages, self.best_s)
-            found_bound = found.bound_s
-            if found.chain is not None:
-                self._offer(space, found.chain)
-            if found.bound_s >= self.best_s * (1 - 1e-9):
-                break
-        return found_bound
+        least = self._search(space, bounds, Rounds(self.microbatches, self.stages))
+        if least >= self.best_s * (1 - TOLERANCE):
+            return least
+        space.limit(self._longest_stage())
+        beam = max(16, min(MOST_LABELS, ORDERED_WORK // self.microbatches**3))
+        ordered = Ordered(self.orders, self.microbatches, beam)
+        return max(least, self._search(space, bounds, ordered))
 
-    def _criteria(self) -> Sequence[Criterion]:
-        """First a narrow search for a good incumbent, then the thorough one."""
-        if self.step is not StepKind.ONE_F_ONE_B or self.microbatches == 1 or self.stages == 1:
-            return (FillDrain(self.microbatches, self.total_s),)
-        beam = max(16, min(20_000, ORDERED_WORK // self.microbatches**3))
-        return tuple(
-            Ordered(self.orders, self.microbatches, self.total_s, beam=size)
-            for size in ((64, beam) if beam > 256 else (beam,))
-        )
+    def _search(self, space: Space, bounds: Tables, criterion: Criterion) -> float:
+        """Searches by one criterion, keeps what it finds, and returns its bound."""
+        found = search(space, bounds, criterion, self.stages, self.best_s)
+        if found.chain is not None:
+            chain = found.chain
+            if self.step is StepKind.ONE_F_ONE_B:
+                chain = improve_chain(space, chain, self._steps)
+            self._offer(space, chain)
+        return found.bound_s
+
+    def _steps(self, times: Floats) -> Floats:
+        return step_times(self.orders, times)
 
     def _longest_stage(self) -> float:
         """A stage that computes for longer cannot be in a better cut than the best so far."""
@@ -191,18 +200,7 @@ class _Cutter:
 
     def _offer(self, space: Space, chain: Sequence[int]) -> None:
         """Keeps the chain when its simulated step is the shortest so far."""
-        times = []
-        for start, end in pairwise(chain):
-            row = space.row(start)
-            at = int(row.ends.searchsorted(end))
-            times.append(
-                StageTimes(
-                    float(space.forward_s[end] - space.forward_s[start]),
-                    float(space.backward_s[end] - space.backward_s[start]),
-                    float(row.receive_s[at]),
-                    float(row.gradient_s[at]),
-                )
-            )
+        times = [StageTimes(*map(float, row)) for row in chain_times(space, tuple(chain))]
         step = simulate(self.orders, times).step_s
         if step < self.best_s:
             self.best_s = step
@@ -216,14 +214,12 @@ class _Cutter:
         device = max(self.total_s / self.stages, largest)
         if self.step is not StepKind.ONE_F_ONE_B:
             return self.total_s + (self.microbatches - 1) * device
-        bound = max(self.microbatches * device, self.total_s)
+        # For stage s with R after it: step >= total - R + (M-1) own and >= total + R + (M-w) own.
+        # Half the sum of both, weighed so that the stages' own times add up to the total.
         warm = [min(self.stages - s, self.microbatches) for s in range(self.stages)]
-        if self.microbatches > self.stages:
-            # For stage s, R what follows it: step >= total - R + (M-1) own, and
-            # step >= total + R + (M-w) own. Half their sum, weighed so that `own` sums to all.
-            share = sum(1 / (self.microbatches - (w + 1) / 2) for w in warm)
-            bound = max(bound, self.total_s + self.total_s / share)
-        return bound
+        repeats = [self.microbatches - (w + 1) / 2 for w in warm]
+        shared = self.total_s / sum(1 / r for r in repeats) if all(repeats) else 0.0
+        return max(self.microbatches * device, self.total_s + shared)
 
     def _cut(self, bound: float, looked: int) -> Cut:
         stage_of = [0] * len(self.problem.nodes)

@@ -29,6 +29,7 @@ class FillDrain:
     microbatches: int
     total_s: float
     beam: int = 200_000
+    most_extensions: int | None = None
 
     @property
     def _repeats(self) -> float:
@@ -74,6 +75,80 @@ class FillDrain:
         )
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """A lower bound of 1F1B's step, `simulate.one_f_one_b_bound`, as if it were the step.
+
+    A label is (one micro-batch's round through the later stages; the largest time, from when the
+    first micro-batch reaches them to when the last gradient leaves them, that one of them asks).
+    """
+
+    microbatches: int
+    stages: int
+    beam: int = 200_000
+    most_extensions: int | None = None
+
+    def initial(self) -> Floats:
+        """See `Criterion`."""
+        return np.zeros(2)
+
+    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+        """See `Criterion`."""
+        return _promise(space, tables, stage, stages, self.microbatches)
+
+    def cheap(
+        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+    ) -> Floats:
+        """See `Criterion`: extending costs nothing, so nothing is held back."""
+        return np.zeros(len(new.start))
+
+    def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
+        """See `Criterion`."""
+        m, warm = self.microbatches, min(self.microbatches, self.stages - stage)
+        forward, backward = new.forward_s, new.backward_s
+        own, rest = forward + backward, labels[:, 0]
+        start = np.maximum(warm * forward, forward + rest)
+        end = np.maximum(warm * backward, backward + rest)
+        if m > warm:
+            phases = start + (m - warm) * own + end
+        else:
+            phases = np.maximum(start + warm * backward, warm * forward + end)
+        machine = np.maximum(
+            np.maximum(forward, backward), np.maximum(new.receive_s, new.gradient_s)
+        )
+        asked = np.maximum(phases, own + rest + (m - 1) * machine)
+        moved = new.receive_s + new.gradient_s
+        return np.stack((own + rest + moved, moved + np.maximum(asked, own + labels[:, 1])), axis=1)
+
+    def bound(
+        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+    ) -> Floats:
+        """See `Criterion`."""
+        m = self.microbatches
+        inside = space.forward_s[start] + space.backward_s[start]
+        way = inside + tables.transfer_s[stage, start]
+        line = np.maximum(tables.forward_s[stage, start], tables.backward_s[stage, start])
+        step = np.maximum(way + labels[:, 1], m * tables.device_s[stage, start])
+        step = np.maximum(step, way + labels[:, 0] + (m - 1) * line)
+        repeats = [m - (min(m, self.stages - s) + 1) / 2 for s in range(stage)]
+        if repeats and all(repeats):
+            step = np.maximum(step, way + labels[:, 0] + inside / sum(1 / r for r in repeats))
+        return np.asarray(step)
+
+
+def _promise(space: Space, tables: Tables, stage: int, stages: int, microbatches: int) -> Floats:
+    """The busiest device on either side of a down-set, and the flow lines before it."""
+    inside = space.forward_s + space.backward_s
+    device = np.maximum(tables.device_s[stage], (inside[-1] - inside) / (stages - stage))
+    line = np.maximum(tables.forward_s[stage], tables.backward_s[stage])
+    return np.asarray(
+        np.maximum(
+            microbatches * device,
+            inside[-1] + tables.transfer_s[stage] + (microbatches - 1) * line,
+        )
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What of a stage's order the quick bounds use.
@@ -81,8 +156,9 @@ class _Shape:
     Attributes:
         warm, cool: forwards before the first backward, backwards after the last forward.
         last_in, first_out: the micro-batch of the last forward, of the first backward.
-        in_turn: whether warm-up and cool-down are apart, and micro-batches leave as they came.
+        in_turn: whether micro-batches leave as they came, after as long a warm-up as cool-down.
         rank_out: for every micro-batch, how many come back before it.
+        gate: for every micro-batch, the one whose backward must be done first; -1 for none.
     """
 
     warm: int
@@ -91,6 +167,7 @@ class _Shape:
     first_out: int
     in_turn: bool
     rank_out: tuple[int, ...]
+    gate: tuple[int, ...]
 
 
 def _shape(order: Sequence[Compute]) -> _Shape:
@@ -99,9 +176,16 @@ def _shape(order: Sequence[Compute]) -> _Shape:
     backward = [action.microbatch for action in order if action.phase is Phase.BACKWARD]
     warm = phases.index(Phase.BACKWARD)
     cool = phases[::-1].index(Phase.FORWARD)
-    in_turn = warm < len(forward) and forward == backward
+    in_turn = forward == backward and warm == cool
+    gate = [-1] * len(forward)
+    latest = -1
+    for action in order:
+        if action.phase is Phase.BACKWARD:
+            latest = action.microbatch
+        else:
+            gate[action.microbatch] = latest
     rank = tuple(backward.index(m) for m in range(len(backward)))
-    return _Shape(warm, cool, forward[-1], backward[0], in_turn, rank)
+    return _Shape(warm, cool, forward[-1], backward[0], in_turn, rank, tuple(gate))
 
 
 @dataclass(frozen=True)
@@ -116,17 +200,20 @@ class Ordered:
 
     Attributes:
         orders: one per stage.
-        total_s: computing of the whole graph.
     """
 
     orders: Orders
     microbatches: int
-    total_s: float
     beam: int
     _shapes: tuple[_Shape, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_shapes", tuple(map(_shape, self.orders)))
+
+    @property
+    def most_extensions(self) -> int | None:
+        """See `Criterion`."""
+        return 4 * self.beam
 
     def initial(self) -> Floats:
         """See `Criterion`."""
@@ -136,15 +223,7 @@ class Ordered:
 
     def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
-        inside = space.forward_s + space.backward_s
-        device = np.maximum(tables.device_s[stage], (inside[-1] - inside) / (stages - stage))
-        line = np.maximum(tables.forward_s[stage], tables.backward_s[stage])
-        return np.asarray(
-            np.maximum(
-                self.microbatches * device,
-                self.total_s + tables.transfer_s[stage] + (self.microbatches - 1) * line,
-            )
-        )
+        return _promise(space, tables, stage, stages, self.microbatches)
 
     def cheap(
         self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
@@ -161,7 +240,7 @@ class Ordered:
         forward = last_round + (m - 1) * np.maximum(new.forward_s, new.receive_s)
         backward = first_round + (m - 1) * np.maximum(new.backward_s, new.gradient_s)
         bound = way + np.maximum(own + np.maximum(forward, backward), m * own)
-        if shape.in_turn:
+        if shape.in_turn and shape.warm < m:
             start = np.maximum(shape.warm * new.forward_s, new.forward_s + first_round)
             end = np.maximum(shape.cool * new.backward_s, new.backward_s + last_round)
             inner = (m - shape.warm) * new.forward_s + (m - shape.cool) * new.backward_s
@@ -198,13 +277,42 @@ class Ordered:
     def bound(
         self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
-        """See `Criterion`: the stages before are a flow line on the way in and on the way out."""
+        """See `Criterion`: what the stages before do at least, however they are cut.
+
+        They are a flow line on the way in and on the way out, and stage 0 takes a micro-batch in
+        only after an earlier one has come back. And for any of them with w warm-up forwards
+        (`cool` alike) and R after it, the step takes at least whole - R + (M-1) own and
+        whole + R + (M-w) own, where `whole` is one round; half the sum of both, weighed so that
+        their own times sum up, bounds the step.
+        """
         size = self.microbatches
         matrix = labels.reshape(-1, size, size)
-        way = space.forward_s[start] + space.backward_s[start] + tables.transfer_s[stage, start]
-        arrivals = np.arange(size) * tables.forward_s[stage, start][:, None]
-        after = size - 1 - np.array(self._shapes[stage].rank_out)
-        returns = after * tables.backward_s[stage, start][:, None]
-        longest = (matrix + arrivals[:, None, :] + returns[:, :, None]).max(axis=(1, 2))
-        device = self.microbatches * tables.device_s[stage, start]
-        return np.asarray(np.maximum(way + longest, device))
+        inside = space.forward_s[start] + space.backward_s[start]
+        round_s = inside + tables.transfer_s[stage, start]
+        line_in = tables.forward_s[stage, start]
+        line_out = tables.backward_s[stage, start]
+        step = self.microbatches * tables.device_s[stage, start]
+        if not len(labels):
+            return step
+        reaches = np.isfinite(matrix[0])
+        gate = self._shapes[0].gate if stage else ()
+        arrivals = np.zeros((len(labels), size))
+        returns: dict[int, Floats] = {}
+        for action in self.orders[stage - 1 if stage else 0]:
+            m = action.microbatch
+            if action.phase is Phase.FORWARD:
+                if m:
+                    arrivals[:, m] = arrivals[:, m - 1] + line_in
+                if m < len(gate) and gate[m] in returns:
+                    again = returns[gate[m]] + round_s
+                    arrivals[:, m] = np.maximum(arrivals[:, m], again)
+            else:
+                sources = np.flatnonzero(reaches[m])
+                returns[m] = (matrix[:, m, sources] + arrivals[:, sources]).max(axis=1)
+                after = size - 1 - self._shapes[stage].rank_out[m]
+                step = np.maximum(step, round_s + returns[m] + after * line_out)
+        if stage and all(shape.in_turn for shape in self._shapes[:stage]):
+            whole = round_s + (matrix[:, 0, 0] + matrix[:, -1, -1]) / 2
+            share = sum(1 / (size - (s.warm + 1) / 2) for s in self._shapes[:stage])
+            step = np.maximum(step, whole + inside / share)
+        return np.asarray(step)

@@ -24,6 +24,10 @@ BLOCK = 100_000
 """Extensions of labels that are worked out at once; bounds memory, not the result."""
 
 
+GLANCE = 8
+"""Entries of two labels that are compared before all are."""
+
+
 @dataclass(frozen=True)
 class Extensions:
     """One new stage put before each of several labels: arrays of one length.
@@ -58,6 +62,11 @@ class Criterion(Protocol):
     @property
     def beam(self) -> int:
         """Labels kept per stage at most."""
+        ...
+
+    @property
+    def most_extensions(self) -> int | None:
+        """Labels worked out per stage at most; None where that costs next to nothing."""
         ...
 
     def initial(self) -> Floats:
@@ -150,31 +159,35 @@ def _next_layer(
     starts, layer, ceiling = work
     first = np.searchsorted(layer.state, np.arange(space.size))
     count = np.searchsorted(layer.state, np.arange(space.size), side="right") - first
+    pool = _Pool(criterion.most_extensions)
     blocks: list[_Layer] = []
+
+    def flush(waiting: list[Extensions]) -> None:
+        new = _join(waiting)
+        cheap = criterion.cheap(space, tables, stage, new, layer.labels)
+        cheap = np.maximum(cheap, layer.bounds[new.label])
+        chosen = np.flatnonzero(cheap < ceiling)
+        pool.add(new.take(chosen), cheap[chosen])
+        if criterion.most_extensions is None:
+            blocks.append(_extend(space, tables, criterion, stage, (pool.empty(), layer, ceiling)))
+
     waiting: list[Extensions] = []
     held = 0
-    lost = float("inf")
-
-    def flush() -> float:
-        nonlocal waiting, held
-        if not waiting:
-            return float("inf")
-        block, given_up = _extend(space, tables, criterion, stage, (waiting, layer, ceiling))
-        blocks.append(block)
-        waiting, held = [], 0
-        return given_up
-
     for start in starts:
         extensions = _extensions(space, int(start), first, count)
-        if extensions is None:
-            continue
-        waiting.append(extensions)
-        held += len(extensions.start)
-        if held >= BLOCK:
-            lost = min(lost, flush())
-    lost = min(lost, flush())
+        if extensions is not None:
+            waiting.append(extensions)
+            held += len(extensions.start)
+            if held >= BLOCK:
+                flush(waiting)
+                waiting, held = [], 0
+    if waiting:
+        flush(waiting)
+    if criterion.most_extensions is not None and pool.held:
+        blocks.append(_extend(space, tables, criterion, stage, (pool.empty(), layer, ceiling)))
     if not blocks:
-        return _Layer(np.array([], int), np.array([], int), layer.labels[:0], np.array([])), lost
+        nothing = np.array([], dtype=np.int64)
+        return _Layer(nothing, nothing, layer.labels[:0], np.array([])), pool.lost
     merged = _Layer(
         np.concatenate([b.state for b in blocks]),
         np.concatenate([b.parent for b in blocks]),
@@ -182,7 +195,42 @@ def _next_layer(
         np.concatenate([b.bounds for b in blocks]),
     )
     kept, given_up = _narrow(merged.bounds, criterion.beam)
-    return _pick(merged, np.sort(kept)), min(lost, given_up)
+    return _pick(merged, np.sort(kept)), min(pool.lost, given_up)
+
+
+class _Pool:
+    """Extensions that wait to be worked out: the most promising ones, where there are too many.
+
+    Attributes:
+        lost: the least bound among those given up.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self.held: list[Extensions] = []
+        self._bounds: list[Floats] = []
+        self.lost = float("inf")
+
+    def add(self, new: Extensions, bounds: Floats) -> None:
+        self.held.append(new)
+        self._bounds.append(bounds)
+        if self._most is not None and sum(map(len, self._bounds)) > self._most:
+            together, ranks = _join(self.held), np.concatenate(self._bounds)
+            kept, given_up = _narrow(ranks, self._most)
+            kept = np.sort(kept)
+            self.held, self._bounds = [together.take(kept)], [ranks[kept]]
+            self.lost = min(self.lost, given_up)
+
+    def empty(self) -> Extensions:
+        """All that waits, in the order it came; nothing waits afterwards."""
+        together = _join(self.held)
+        self.held, self._bounds = [], []
+        return together
+
+
+def _join(parts: list[Extensions]) -> Extensions:
+    names = Extensions.__dataclass_fields__
+    return Extensions(*(np.concatenate([getattr(e, name) for e in parts]) for name in names))
 
 
 def _extensions(space: Space, start: int, first: Integers, count: Integers) -> Extensions | None:
@@ -211,46 +259,41 @@ def _extend(
     tables: Tables,
     criterion: Criterion,
     stage: int,
-    work: tuple[list[Extensions], _Layer, float],
-) -> tuple[_Layer, float]:
-    """The labels that one block of extensions leads to, sorted by down-set, dominated ones gone."""
-    waiting, layer, ceiling = work
-    names = Extensions.__dataclass_fields__
-    new = Extensions(*(np.concatenate([getattr(e, name) for e in waiting]) for name in names))
-    cheap = criterion.cheap(space, tables, stage, new, layer.labels)
-    promising = np.flatnonzero(cheap < ceiling)
-    kept, lost = _narrow(cheap[promising], 4 * criterion.beam)
-    new = new.take(promising[np.sort(kept)])
+    work: tuple[Extensions, _Layer, float],
+) -> _Layer:
+    """The labels that extensions lead to, sorted by down-set, dominated ones gone.
+
+    Extensions are in ascending order of their down-sets, all of one down-set together.
+    """
+    new, layer, ceiling = work
     labels = criterion.extend(stage, new, layer.labels[new.label])
     bounds = criterion.bound(space, tables, stage, new.start, labels)
     chosen = np.flatnonzero(bounds < ceiling)
     block = _Layer(new.start[chosen], new.label[chosen], labels[chosen], bounds[chosen])
-    # Blocks hold whole down-sets, in ascending order, so what is dominated shows here.
     borders = np.flatnonzero(np.diff(block.state)) + 1
     keep = [
         group if len(group) < 2 else _undominated(block, group)
         for group in np.split(np.arange(len(block.state)), borders)
     ]
-    return _pick(block, np.concatenate(keep)), lost
+    return _pick(block, np.concatenate(keep))
 
 
 def _undominated(layer: _Layer, group: Integers) -> Integers:
     """Those of a down-set's labels that none of its others equals or betters everywhere."""
-    order = group[np.lexsort((layer.labels[group, 0], layer.bounds[group]))]
-    labels = layer.labels[order]
-    finite = np.isfinite(labels[0])
-    labels = labels[:, finite]
-    totals = labels.sum(axis=1)
-    ranked = np.argsort(totals, kind="stable")
-    order, labels = order[ranked], labels[ranked]
+    labels = layer.labels[group]
+    labels = labels[:, np.isfinite(labels[0])]
+    order = np.argsort(labels.sum(axis=1), kind="stable")
+    labels = labels[order]
     slack = TOLERANCE * float(np.abs(labels).max(initial=0.0)) / 100
-    kept: list[int] = []
-    while len(order):
-        kept.append(int(order[0]))
-        alive = np.any(labels < labels[0] - slack, axis=1)
-        alive[0] = False
-        order, labels = order[alive], labels[alive]
-    return np.sort(np.array(kept))
+    few = np.ascontiguousarray(labels[:, :: max(1, labels.shape[1] // GLANCE)])
+    alive = np.ones(len(order), dtype=np.bool_)
+    for position in range(len(order)):
+        if alive[position]:
+            rest = position + 1 + np.flatnonzero(alive[position + 1 :])
+            rest = rest[~np.any(few[rest] < few[position] - slack, axis=1)]
+            beaten = ~np.any(labels[rest] < labels[position] - slack, axis=1)
+            alive[rest[beaten]] = False
+    return np.sort(group[order[alive]])
 
 
 def _narrow(bounds: Floats, beam: int) -> tuple[Integers, float]:

@@ -1,0 +1,124 @@
+"""The simulation against closed formulas, by hand, and against itself in another form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
+from gpipe_compiler.runtime.schedule.actions import parse_order
+from gpipe_compiler.simulate import (
+    Lane,
+    StageTimes,
+    fill_drain_time,
+    one_f_one_b_bound,
+    simulate,
+    step_times,
+)
+
+SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
+STAGES = st.lists(st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6)
+MICROBATCHES = st.integers(1, 9)
+SCHEDULES = st.sampled_from([gpipe, one_f_one_b, forward_only])
+
+
+@given(STAGES, MICROBATCHES)
+def test_gpipe_takes_what_the_closed_form_says(stages: list[StageTimes], m: int) -> None:
+    simulation = simulate(gpipe(range(len(stages)), m), stages)
+
+    assert simulation.step_s == pytest.approx(fill_drain_time(stages, m))
+
+
+@given(STAGES, MICROBATCHES)
+def test_inference_takes_what_the_closed_form_says(stages: list[StageTimes], m: int) -> None:
+    one_way = [StageTimes(s.forward_s, receive_s=s.receive_s) for s in stages]
+
+    simulation = simulate(forward_only(range(len(stages)), m), one_way)
+
+    assert simulation.step_s == pytest.approx(fill_drain_time(one_way, m))
+
+
+@given(STAGES, MICROBATCHES)
+def test_one_f_one_b_takes_at_least_its_bound(stages: list[StageTimes], m: int) -> None:
+    simulation = simulate(one_f_one_b(range(len(stages)), m), stages)
+
+    assert simulation.step_s >= one_f_one_b_bound(stages, m) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (3, 5), (4, 8), (8, 32)])
+def test_equal_stages_have_the_published_bubble(schedule, p: int, m: int) -> None:  # type: ignore[no-untyped-def]  # parametrised
+    """(p-1)(F+B) on every device, for GPipe and 1F1B alike."""
+    forward, backward = 1.0, 2.0
+
+    simulation = simulate(schedule(range(p), m), [StageTimes(forward, backward)] * p)
+
+    assert simulation.step_s == pytest.approx((m + p - 1) * (forward + backward))
+    assert simulation.idle_s == pytest.approx([(p - 1) * (forward + backward)] * p)
+    assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
+    assert one_f_one_b_bound([StageTimes(forward, backward)] * p, m) == simulation.step_s
+
+
+@settings(max_examples=60)
+@given(STAGES, MICROBATCHES, SCHEDULES)
+def test_many_at_once_take_what_each_takes_alone(stages, m: int, schedule) -> None:  # type: ignore[no-untyped-def]  # drawn
+    orders = schedule(range(len(stages)), m)
+    slower = [
+        StageTimes(2 * s.forward_s, s.backward_s, s.receive_s, 3 * s.gradient_s) for s in stages
+    ]
+    if schedule is forward_only:
+        stages = [StageTimes(s.forward_s, 0.0, s.receive_s) for s in stages]
+        slower = [StageTimes(s.forward_s, 0.0, s.receive_s) for s in slower]
+    rows = [
+        [(s.forward_s, s.backward_s, s.receive_s, s.gradient_s) for s in each]
+        for each in (stages, slower)
+    ]
+
+    together = step_times(orders, np.array(rows))
+
+    assert together.tolist() == pytest.approx(
+        [simulate(orders, stages).step_s, simulate(orders, slower).step_s]
+    )
+
+
+def test_two_stages_by_hand() -> None:
+    """Stage 1's port takes longer than anything else: F1 waits for it, gradients queue."""
+    times = [StageTimes(1, 1), StageTimes(1, 1, receive_s=3, gradient_s=2)]
+
+    simulation = simulate(gpipe((0, 1), 2), times)
+
+    spans = {(s.lane, str(s.action)): (s.start_s, s.end_s) for s in simulation.timeline}
+    assert spans == {
+        (Lane.DEVICE, "0F0"): (0, 1),
+        (Lane.DEVICE, "0F1"): (1, 2),
+        (Lane.RECEIVE, "1F0"): (1, 4),
+        (Lane.DEVICE, "1F0"): (4, 5),
+        (Lane.RECEIVE, "1F1"): (4, 7),
+        (Lane.DEVICE, "1F1"): (7, 8),
+        (Lane.DEVICE, "1B1"): (8, 9),
+        (Lane.GRADIENT, "1B1"): (9, 11),
+        (Lane.DEVICE, "1B0"): (9, 10),
+        (Lane.GRADIENT, "1B0"): (11, 13),
+        (Lane.DEVICE, "0B1"): (11, 12),
+        (Lane.DEVICE, "0B0"): (13, 14),
+    }
+    assert simulation.step_s == 14
+    assert simulation.busy_s == (4, 4)
+    assert simulation.bubble == pytest.approx(20 / 28)
+
+
+def test_two_stages_on_one_device_share_it() -> None:
+    simulation = simulate(gpipe((0, 0), 2), [StageTimes(1, 2), StageTimes(3, 4)])
+
+    assert simulation.step_s == 20
+    assert simulation.bubble == 0
+
+
+def test_an_order_that_never_ends_is_refused() -> None:
+    orders = (parse_order("0B0 0F0"), parse_order("1F0 1B0"))
+
+    with pytest.raises(PlanError, match="device 0 would wait for ever before 0B0"):
+        simulate(orders, [StageTimes(1, 1)] * 2)
