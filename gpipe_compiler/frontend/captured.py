@@ -175,6 +175,7 @@ def _name_inputs(
         for name, tensor in (*owner.named_parameters(), *owner.named_buffers())
     }
     given: dict[int, fx.Node] = {}
+    sizes: list[fx.Node] = []
     for node, tensor in zip(placeholders, captured.taken, strict=True):
         if id(tensor) in names:
             replace_by_state(graph, node, names[id(tensor)])
@@ -182,6 +183,8 @@ def _name_inputs(
         places = [place for place, item in enumerate(captured.examples) if item is tensor]
         if places:
             given[places[0]] = node
+        elif isinstance(tensor, int):
+            sizes.append(node)
         elif node.users:
             raise TraceError(
                 f"dynamo takes {node.target}, which is neither an input nor part of the model",
@@ -190,7 +193,30 @@ def _name_inputs(
             )
         else:
             graph.erase_node(node)
-    return _in_order(graph, given, entry)
+    inputs = _in_order(graph, given, entry)
+    for node in sizes:
+        _take_from_inputs(graph, node, inputs)
+    return inputs
+
+
+def _take_from_inputs(graph: fx.Graph, node: fx.Node, inputs: Sequence[fx.Node]) -> None:
+    """Computes a size that older versions of dynamo take as an input of its own."""
+    symbol = str(node.meta.get("val"))
+    for source in inputs:
+        value = source.meta.get("val")
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, size in enumerate(shape):
+            if node.users and str(size) == symbol:
+                with graph.inserting_after(inputs[-1]):
+                    found = graph.call_method("size", (source, dim))
+                found.meta = dict(node.meta)
+                node.replace_all_uses_with(found)
+    if node.users:
+        raise TraceError(
+            f"dynamo takes the size {symbol}, which no input has",
+            hint="use --frontend export",
+        )
+    graph.erase_node(node)
 
 
 def _in_order(graph: fx.Graph, given: dict[int, fx.Node], entry: Entry) -> list[fx.Node]:
