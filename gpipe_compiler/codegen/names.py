@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+import unicodedata
 from collections.abc import Iterable
 
 MODULE_NAMES = frozenset({"torch", "nn", "F", "math", "operator", "Tensor", "builtins"})
@@ -27,7 +28,8 @@ def identifier(text: str) -> str:
 
     Not unique: `a.b` and `a_b` meet; `Names` tells them apart.
     """
-    cleaned = re.sub(r"\W", "_", text)
+    text = unicodedata.normalize("NFKC", text)  # as Python reads it
+    cleaned = "".join(letter if f"a{letter}".isidentifier() else "_" for letter in text)
     if cleaned != text or not text.isidentifier():
         cleaned = cleaned.strip("_") or "value"
     if not cleaned.isidentifier():

@@ -327,3 +327,22 @@ def ruff() -> Callable[[Path], None]:
             assert done.returncode == 0, done.stdout + done.stderr
 
     return check
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write the golden folder anew")
+
+
+@pytest.fixture
+def planned() -> Callable[..., Plan]:
+    """A model traced and cut by hand into `count` stages."""
+
+    def make(model: nn.Module, *args: torch.Tensor, count: int) -> Plan:
+        return cut(graph_of(model, *args), count)
+
+    return make
+
+
+@pytest.fixture
+def load() -> Callable[[Path], ModuleType]:
+    return load_package

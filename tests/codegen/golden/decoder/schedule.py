@@ -1,0 +1,78 @@
+"""The schedule of decoder: 3 stages, 2 micro-batches, gpipe.
+
+Time runs to the right, forward and backward drawn equally long; F0 and B0 are the forward and the
+backward of micro-batch 0.
+
+    device 0 | F0 F1 .  .  .  .  B1 B0
+    device 1 | .  F0 F1 .  .  B1 B0
+    device 2 | .  .  F0 F1 B1 B0
+"""
+
+import torch
+
+from . import stage_0, stage_1, stage_2
+from .runtime.spec import (
+    Crossing,
+    Input,
+    Leaf,
+    LossSpec,
+    PipelineSpec,
+    Reduction,
+    ScheduleKind,
+    StageSpec,
+)
+
+# Each device's work in order: 2F0 is stage 2, forward, micro-batch 0.
+ORDERS = (
+    "0F0 0F1 0B1 0B0",
+    "1F0 1F1 1B1 1B0",
+    "2F0 2F1 2B1 2B0",
+)
+
+SPEC = PipelineSpec(
+    name="decoder",
+    stages=(
+        StageSpec(
+            module=stage_0.Stage0,
+            inputs=("ids",),
+            outputs=("add", "transpose_2", "softmax"),
+            state=stage_0.STATE,
+        ),
+        StageSpec(
+            module=stage_1.Stage1,
+            inputs=("softmax", "transpose_2", "add"),
+            outputs=("add_1", "transpose_5", "transpose_7", "transpose_8"),
+            state=stage_1.STATE,
+        ),
+        StageSpec(
+            module=stage_2.Stage2,
+            inputs=("transpose_5", "transpose_8", "transpose_7", "add_1"),
+            outputs=("lm_head",),
+            state=stage_2.STATE,
+            loss_inputs=("lm_head", "target"),
+        ),
+    ),
+    inputs=(
+        Input("ids", ("args", 0)),
+        Input("target", ("target",)),
+    ),
+    crossings=(
+        Crossing("add", 0, (1,), (2, 6, 8), torch.float32),
+        Crossing("transpose_2", 0, (1,), (2, 2, 6, 4), torch.float32),
+        Crossing("softmax", 0, (1,), (2, 2, 6, 6), torch.float32),
+        Crossing("add_1", 1, (2,), (2, 6, 8), torch.float32),
+        Crossing("transpose_5", 1, (2,), (2, 2, 6, 4), torch.float32),
+        Crossing("transpose_7", 1, (2,), (2, 2, 6, 4), torch.float32),
+        Crossing("transpose_8", 1, (2,), (2, 2, 4, 6), torch.float32),
+        Crossing("target", 0, (2,), (2, 6), torch.int64, gradient=False),
+    ),
+    outputs=Leaf("lm_head"),
+    loss=LossSpec("loss", Reduction.MEAN, separate=True),
+    schedule=ScheduleKind.GPIPE,
+    microbatches=2,
+    microbatch_size=2,
+    orders=ORDERS,
+    aliases={
+        "lm_head.weight": "wte.weight",
+    },
+)

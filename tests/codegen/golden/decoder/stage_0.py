@@ -1,0 +1,52 @@
+"""Stage 0 of decoder, the 1st of 3: wte to attentions.0.qkv."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class Stage0(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, 8)
+        self.wpe = nn.Parameter(torch.empty(6, 8))
+
+        # attentions.0
+        self.attentions_0_qkv = nn.Linear(8, 24)
+        self.register_buffer("attentions_0_mask", torch.empty(6, 6, dtype=torch.bool))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            ids: (B, 6) int64, the model's args[0].
+
+        Returns:
+            add: (B, 6, 8) float32, for stage 1.
+            transpose_2: (B, 2, 6, 4) float32, for stage 1.
+            softmax: (B, 2, 6, 6) float32, for stage 1.
+        """
+        # models.py:82
+        add = self.wte(ids) + self.wpe[: ids.size(1)]  # (B, 6, 8)
+
+        # attentions.0 (models.py:58-65)
+        batch, length, dim = add.shape
+        q, k, v = self.attentions_0_qkv(add).chunk(3, dim=-1)
+        q = q.view(batch, length, 2, dim // 2).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(batch, length, 2, dim // 2).transpose(1, 2)
+        transpose_2 = v.view(batch, length, 2, dim // 2).transpose(1, 2)
+        scores = q @ k.transpose(-2, -1) / (dim // 2) ** 0.5  # (B, 2, 6, 6)
+        scores = scores.masked_fill(~self.attentions_0_mask[:length, :length], -math.inf)
+        softmax = scores.softmax(dim=-1)
+        return add, transpose_2, softmax
+
+
+# The stage's own names of its state, and the model's.
+STATE = {
+    "wte.weight": "wte.weight",
+    "attentions_0_qkv.weight": "attentions.0.qkv.weight",
+    "attentions_0_qkv.bias": "attentions.0.qkv.bias",
+    "wpe": "wpe",
+    "attentions_0_mask": "attentions.0.mask",
+}

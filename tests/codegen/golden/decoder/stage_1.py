@@ -1,0 +1,54 @@
+"""Stage 1 of decoder, the 2nd of 3: attentions.0 to attentions.1.qkv."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Stage1(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # attentions.0
+        self.attentions_0_out = nn.Linear(8, 8)
+
+        # attentions.1
+        self.attentions_1_qkv = nn.Linear(8, 24)
+
+    def forward(self, softmax: Tensor, transpose_2: Tensor, add: Tensor) -> tuple[Tensor, ...]:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            softmax: (B, 2, 6, 6) float32, from stage 0, made at models.py:65.
+            transpose_2: (B, 2, 6, 4) float32, from stage 0, made at models.py:62.
+            add: (B, 6, 8) float32, from stage 0, made at models.py:82.
+
+        Returns:
+            add_1: (B, 6, 8) float32, for stage 2.
+            transpose_5: (B, 2, 6, 4) float32, for stage 2.
+            transpose_7: (B, 2, 6, 4) float32, for stage 2.
+            transpose_8: (B, 2, 4, 6) float32, for stage 2.
+        """
+        # attentions.0 (models.py:58-66)
+        batch, length, dim = add.shape
+        mixed = F.dropout(softmax, p=0.0, training=self.training) @ transpose_2  # (B, 2, 6, 4)
+        attentions_0_out = self.attentions_0_out(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+        # models.py:84
+        add_1 = add + attentions_0_out
+
+        # attentions.1 (models.py:58-63)
+        batch, length, dim = add_1.shape
+        q, k, v = self.attentions_1_qkv(add_1).chunk(3, dim=-1)
+        transpose_5 = q.view(batch, length, 2, dim // 2).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(batch, length, 2, dim // 2).transpose(1, 2)
+        transpose_7 = v.view(batch, length, 2, dim // 2).transpose(1, 2)
+        transpose_8 = k.transpose(-2, -1)  # (B, 2, 4, 6)
+        return add_1, transpose_5, transpose_7, transpose_8
+
+
+# The stage's own names of its state, and the model's.
+STATE = {
+    "attentions_0_out.weight": "attentions.0.out.weight",
+    "attentions_0_out.bias": "attentions.0.out.bias",
+    "attentions_1_qkv.weight": "attentions.1.qkv.weight",
+    "attentions_1_qkv.bias": "attentions.1.qkv.bias",
+}

@@ -1,0 +1,37 @@
+"""The text of packages, held against the folder `golden`.
+
+    pytest tests/codegen/test_golden.py --rewrite-golden
+
+writes the folder anew; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = Path(__file__).with_name("golden")
+FILES = ("*.py", "README.md")
+
+
+@pytest.mark.parametrize(("label", "frontend"), [("conv_net", "fx"), ("decoder", "fx")])
+def test_the_text_of_a_package(
+    label: str, frontend: str, emitted: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
+    """Every emitted source file is, word for word, the one in the golden folder."""
+    directory = emitted(label, frontend, 3).directory
+    texts = {path.name: path.read_text() for glob in FILES for path in directory.glob(glob)}
+    folder = GOLDEN / label
+    if request.config.getoption("--rewrite-golden", default=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            old.unlink()
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+
+    expected = {path.name: path.read_text() for path in folder.iterdir()}
+
+    assert expected == texts
