@@ -66,13 +66,17 @@ def parameter_count(plan: Plan) -> int:
 
 
 def modules_of(plan: Plan, stage: Stage) -> str:
-    """The stretch of the model that a stage holds: `conv1 ... layer1.2`."""
-    listed = {note.name: note.module for note in plan.ops}
-    own = set(stage.ops) - set(stage.duplicates)
-    paths = [listed[name] for name in stage.ops if name in own and listed.get(name)]
-    if not paths:
+    """The stretch of the model that a stage holds: `conv1 … layer1.2`.
+
+    A stage whose ops all stand in the model's own forward is told by what they call.
+    """
+    notes = {note.name: note for note in plan.ops}
+    duplicates = set(stage.duplicates)
+    own = [notes[name] for name in stage.ops if name in notes and name not in duplicates]
+    names = [note.module for note in own if note.module] or [note.label for note in own]
+    if not names:
         return ""
-    return paths[0] if paths[0] == paths[-1] else f"{paths[0]} … {paths[-1]}"
+    return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"
 
 
 def stage_times(plan: Plan) -> tuple[StageTimes, ...]:

@@ -13,7 +13,13 @@ import pytest
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import boundaries, boundary_bytes, stage_times, timeline
+from gpipe_compiler.report.facts import (
+    boundaries,
+    boundary_bytes,
+    modules_of,
+    stage_times,
+    timeline,
+)
 from gpipe_compiler.report.gantt import LEFT, ROW, WIDTH, gantt
 from gpipe_compiler.report.html import format_report, write_report
 from gpipe_compiler.report.trace import format_trace
@@ -55,6 +61,18 @@ def test_boundaries_know_their_makers(plan: Plan) -> None:
         "Embedding embed",
         "/home/user/model.py:10",
     )
+
+
+def test_a_stage_is_told_by_its_modules_or_else_by_its_calls(plan: Plan) -> None:
+    assert [modules_of(plan, stage) for stage in plan.stages] == [
+        "embed",
+        "body.conv … body",
+        "head",
+    ]
+    bare = tuple(dataclasses.replace(note, module="") for note in plan.noted)
+    plan = dataclasses.replace(plan, noted=bare)
+    assert modules_of(plan, plan.stages[2]) == "operator.add … Linear"
+    assert modules_of(dataclasses.replace(plan, noted=()), plan.stages[2]) == ""
 
 
 def test_the_timeline_by_hand(without_links: Plan) -> None:
