@@ -90,9 +90,9 @@ def die(directory: Path) -> None:
 
 def stall(directory: Path) -> None:
     """Rank 1 is too slow."""
-    with Pipeline(SPECS["norm"](), None, timeout_s=2) as pipe:
+    with Pipeline(SPECS["norm"](), None, timeout_s=8) as pipe:
         if pipe.rank == 1:
-            pipe.stages[1].register_forward_pre_hook(lambda *_: __import__("time").sleep(6))
+            pipe.stages[1].register_forward_pre_hook(lambda *_: __import__("time").sleep(60))
         try:
             pipe.step(data_for("norm", 8)[0])
         except PipelineError as error:

@@ -1,0 +1,175 @@
+"""The command of a package: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from tiny_pipelines import SAMPLES, WIDTH, data_for, norm_spec, skip_spec, tied_spec
+
+from gpipe_compiler.runtime.command import main
+from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.weights import load_file, save_file, save_weights
+
+HOOKS = """
+import torch
+
+def train_data():
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, 6, generator=generator)
+        yield (x,), x.flip(1)
+    yield (x[:3],), x[:3]   # a short last batch
+
+def make_optimizer(params):
+    return torch.optim.SGD(params, lr=0.5)
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """The folder of a package of the skip pipeline."""
+    with Pipeline(skip_spec(), None, seed=1) as pipe:
+        save_weights(pipe.state_dict(), tmp_path / "weights")
+    values = data_for("skip", 4 * SAMPLES)[2]
+    save_file(values, tmp_path / "weights" / "example.safetensors")
+    (tmp_path / "plan.json").write_text('{"prediction": {"step_s": 0.5}}')
+    return tmp_path
+
+
+def losses(text):
+    return [float(number) for number in re.findall(r"loss (\S+)", text)]
+
+
+def test_train_on_the_example(package, capsys):
+    """The loss falls, a line shows it, weights are saved under the model's names."""
+    saved = package / "out.safetensors"
+    words = ["train", "--steps", "30", "--lr", "0.1", "--optimizer", "adam", "--save", str(saved)]
+
+    assert main(skip_spec(), package, argv=words) == 0
+    text = capsys.readouterr().out
+    assert "tiny: 4 stages, 4 micro-batches, gpipe, 4 threads on cpu" in text
+    assert "step 30/30" in text
+    assert "samples/s" in text
+    assert losses(text)[-1] < 0.7 * losses(text)[0]
+    assert load_file(saved).keys() == {
+        f"model.l{number}.{kind}" for number in range(4) for kind in ("weight", "bias")
+    }
+
+
+def test_train_on_the_users_data(package, capsys):
+    """Batches and optimizer come from the file; saved weights go on where they were."""
+    hooks = package / "model.py"
+    hooks.write_text(HOOKS)
+    words = ["train", "--steps", "4", "--schedule", "1f1b", "--save", str(package / "out")]
+
+    assert main(skip_spec(), package, str(hooks), words) == 0
+    first = capsys.readouterr()
+    assert "a batch of 3 does not divide into 4 micro-batches; it is left out" in first.err
+    assert main(skip_spec(), package, argv=["bench", "--load", str(package / "out")]) == 0
+
+
+def test_infer(package, capsys):
+    """Outputs go to a file under the names of the output's structure."""
+    x, y = package / "x.safetensors", package / "y.safetensors"
+    save_file({"anything": data_for("skip", 6)[2]["x"]}, x)
+
+    assert main(skip_spec(), package, argv=["infer", "--input", str(x), "--output", str(y)]) == 0
+    assert "y: 6x6 float32" in capsys.readouterr().out
+    assert {name: tuple(t.shape) for name, t in load_file(y).items()} == {
+        "y": (6, WIDTH),
+        "early.0": (WIDTH, 6),
+        "early.1.0": (6, WIDTH),
+    }
+
+
+def test_bench(package, capsys):
+    """The median is held against the prediction of the plan."""
+    assert main(skip_spec(), package, argv=["bench", "--steps", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "step: median" in text
+    assert "predicted 500 ms" in text
+
+
+def test_check(package, capsys):
+    """The pipeline is held against its own stages in a row."""
+    assert main(skip_spec(), package, argv=["check"]) == 0
+    assert "gradient" in capsys.readouterr().out
+
+
+def test_nested_inputs_and_no_weights(tmp_path, capsys):
+    """An example is put back where the inputs stood in the call; stages initialise themselves."""
+    (tmp_path / "weights").mkdir()
+    save_file(data_for("tied", 8)[2], tmp_path / "weights" / "example.safetensors")
+
+    assert main(tied_spec(), tmp_path, argv=["train", "--steps", "2", "--batch-size", "12"]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["train", "--microbatches", "3"], 2, "a batch of 8 does not divide into 3"),
+        (["bench", "--devices", "cpu,cpu,cpu"], 2, "4 stages cannot be spread over 3"),
+        (["infer", "--input", "nowhere"], 1, "cannot read nowhere"),
+        (["infer", "--load", "nowhere"], 1, "cannot read nowhere"),
+        (["check", "--reference", "nowhere"], 2, "cannot read the reference nowhere"),
+    ],
+)
+def test_user_errors_are_one_message(package, capsys, words, code, message):
+    """No traceback, and the exit code tells what kind of fault it was."""
+    assert main(skip_spec(), package, argv=words) == code
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert message in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        ("import nothing_of_that_name", 1, "ModuleNotFoundError"),
+        ("def train_data(): return []", 1, "gives no batches"),
+        ("def train_data(): return [1]", 2, "gives a int"),
+        ("def make_optimizer(params): return 1 / 0", 1, "make_optimizer() of"),
+    ],
+)
+def test_faults_of_the_users_file(package, capsys, source, code, message):
+    """They are told as the file's, in one line."""
+    hooks = package / "model.py"
+    hooks.write_text(source)
+
+    assert main(skip_spec(), package, str(hooks), ["train", "--steps", "2"]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_stage_that_raises(package, capsys, monkeypatch):
+    """The message names the stage; --traceback lets the exception through."""
+
+    def fail(self, a, c):
+        raise ValueError("bad luck")
+
+    spec = skip_spec()
+    monkeypatch.setattr(spec.stages[3].module, "forward", fail)
+
+    assert main(spec, package, argv=["train", "--steps", "1"]) == 1
+    assert "stage 3, forward of micro-batch 0 (3F0): ValueError: bad luck" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(Exception, match="bad luck"):
+        main(spec, package, argv=["train", "--steps", "1", "--traceback"])
+
+
+def test_missing_weights_are_named(package, capsys):
+    """A package whose weights are those of another model says what is missing."""
+    save_weights({"other": torch.zeros(1)}, package / "weights")
+
+    assert main(skip_spec(), package, argv=["infer"]) == 1
+    assert "do not hold model.l0." in capsys.readouterr().err
+
+
+def test_a_package_without_an_example(tmp_path, capsys):
+    """It says what to do instead."""
+    assert main(norm_spec(), tmp_path, argv=["infer"]) == 2
+    assert "this package has no example batch" in capsys.readouterr().err
