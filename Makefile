@@ -31,10 +31,10 @@ demo: $(VENV)/.installed
 	@echo 'The generated code:    $(CURDIR)/$(DEMO)/stage_0.py and its neighbours'
 
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow'
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ class Small:
     Attributes:
         model, inputs, target: keyword arguments of its functions.
         learning_rate: that suits the small model, None for the example's own.
+        fp32_loss: whether it computes its loss in fp32, whatever its weights are.
         needs: a package that is not always installed.
     """
 
@@ -30,6 +31,7 @@ class Small:
     inputs: dict[str, int] = field(default_factory=dict)
     target: dict[str, int] = field(default_factory=dict)
     learning_rate: float | None = None
+    fp32_loss: bool = False
     needs: str = "torch"
 
     def __str__(self) -> str:
@@ -66,7 +68,8 @@ SMALL = (
           {"batch": 8, "classes": 10}),
     Small("unet", {"depth": 3, "width": 8}, {"image": 32}, {"image": 32}),
     Small("transformer", {"dim": 32, "layers": 4}, {"sequence": 16}, {"sequence": 16}),
-    Small("gpt2_huggingface", {"dim": 32, "layers": 2}, {"sequence": 16}, needs="transformers"),
+    Small("gpt2_huggingface", {"dim": 32, "layers": 2}, {"sequence": 16}, fp32_loss=True,
+          needs="transformers"),
     Small("inception", {"width": 8}),
     Small("inputs"),
 )  # fmt: skip
