@@ -182,16 +182,16 @@ def _on_host(graph: Graph) -> Graph:
     def host(leaf: object) -> object:
         return _HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
-    return graph.replace(ops=tuple(_map_op(op, host) for op in graph.ops))
+    return graph.replace(ops=tuple(map_op(op, host) for op in graph.ops))
 
 
-def _map_op(op: Op, function: Callable[[Any], Any]) -> Op:
-    """The op with `function` applied to every leaf of its arguments; itself if nothing changes."""
+def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
+    """The op with `function` applied to every leaf of its arguments, inside regions too."""
     call = op.call
     args = map_argument(function, call.args)
     if isinstance(call, RegionCall):
         body = dataclasses.replace(
-            call.body, ops=tuple(_map_op(inner, function) for inner in call.body.ops)
+            call.body, ops=tuple(map_op(inner, function) for inner in call.body.ops)
         )
         return dataclasses.replace(op, call=dataclasses.replace(call, args=args, body=body))
     kwargs = map_argument(function, dict(call.kwargs))

@@ -19,7 +19,7 @@ from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
 from gpipe_compiler.passes.cost import Costs, OpCost, estimate
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
-from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.dry_run import DryRun, map_op
 
 REPEATS = 5
 """Timed runs of an op, after one that is not timed; their median counts."""
@@ -74,6 +74,14 @@ def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> t
     def make(tensor: torch.Tensor) -> torch.Tensor:
         return _random_like(tensor, on, bound)
 
+    def there(value: Any) -> Any:
+        return on if isinstance(value, torch.device) else value
+
+    lone = replace(
+        lone,
+        op=map_op(lone.op, there),
+        inputs={name: there(value) for name, value in lone.inputs.items()},
+    )
     call, trained = _ready(lone, make)
     originals = copies(lone.inputs, make).environment
     training = lone.run.training
