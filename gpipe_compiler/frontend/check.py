@@ -7,6 +7,7 @@ the state. Models on meta have no numbers: shapes and types are compared instead
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,9 @@ def _run_graph(graph: Graph, entry: Entry, batch: int) -> _Run:
     leaves, inputs = _inputs(entry, batch)
     interpreter = Interpreter(graph, tensors, entry.training)
     torch.manual_seed(_SEED)
-    with torch.set_grad_enabled(entry.has_loss):
+    # Graphs name no device: what they create goes where the model is.
+    device = torch.device("meta") if entry.states.on_meta else contextlib.nullcontext()
+    with torch.set_grad_enabled(entry.has_loss), device:
         values = interpreter.run(
             {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
         )

@@ -7,11 +7,9 @@ list of tensors, first the loss where there is one, then the tensors of the mode
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from gpipe_compiler.frontend.structure import (
     Template,
     describe,
     fill,
+    map_tensors,
     pick,
     replace_tensors,
     slots,
@@ -37,6 +36,9 @@ from gpipe_compiler.ir import Argument, Input, Reduction
 
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
+
+_LARGEST_STAND_IN = 1 << 26
+"""Elements of the largest tensor made up to try the loss function of a model on meta."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +107,20 @@ class Entry(nn.Module):
         self.dropped: tuple[str, ...] = ()
         self.own_loss: int | None = None
         self.squares: tuple[int, ...] = ()
-        self.reduction = Reduction.MEAN
+        self._reduction = Reduction.MEAN
         self._probe()
 
     @property
     def has_loss(self) -> bool:
         """Whether the first tensor that `forward` returns is a loss."""
         return self.wants_loss
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the loss of a batch follows from those of its parts; the mean when in doubt."""
+        if self.own_loss is not None and not self.states.on_meta:
+            return self._own_reduction()
+        return self._reduction
 
     def outputs(self, leaves: Sequence[Argument]) -> Argument:
         """What the model returns, the loss left out, given the list after the loss."""
@@ -156,10 +165,8 @@ class Entry(nn.Module):
         self.own_loss = _own_loss(self.full_structure)
         if self.own_loss is not None:
             _check_scalar(leaves[self.own_loss], "the model returns as its loss")
-            if not self.states.on_meta:
-                self._probe_own_loss(count)
             return
-        self.reduction = Reduction.SUM
+        self._reduction = Reduction.SUM
         self.squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
         if not self.squares:
             raise ModelError(
@@ -177,14 +184,21 @@ class Entry(nn.Module):
             _check_scalar(value, "loss_fn returns")
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
 
-        whole = loss(0, count)
-        if not whole.is_meta:
-            half = count // 2
-            self.reduction = _reduction(whole, [loss(0, half), loss(half, count)])
+        whole, half = loss(0, count), count // 2
+        if whole.is_meta:
+            output, target = (_samples_of(tree, 0, 2, count) for tree in (output, target))
+            count, half = 2, 1
+            sizes = [tensor.numel() for _, tensor in tensors_of((output, target))]
+            if max(sizes, default=0) > _LARGEST_STAND_IN:
+                return
+            with torch.random.fork_rng():
+                output, target = (map_tensors(_stand_in, tree) for tree in (output, target))
+            whole = loss(0, count)
+        self._reduction = _reduction(whole, [loss(0, half), loss(half, count)])
 
-    def _probe_own_loss(self, count: int) -> None:
+    def _own_reduction(self) -> Reduction:
         """Holds the model's loss of a batch against those of its halves, in eval mode."""
-        model = isolated(self.model).eval()
+        model, count = isolated(self.model).eval(), _PROBE_SAMPLES
 
         def loss(first: int, last: int) -> torch.Tensor:
             samples = self.signature.samples(count)
@@ -200,7 +214,7 @@ class Entry(nn.Module):
             )
 
         half = count // 2
-        self.reduction = _reduction(loss(0, count), [loss(0, half), loss(half, count)])
+        return _reduction(loss(0, count), [loss(0, half), loss(half, count)])
 
 
 def make_entry(subject: Subject, training: bool) -> Entry:
@@ -216,27 +230,19 @@ def make_entry(subject: Subject, training: bool) -> Entry:
 
 def _samples_of(tree: object, first: int, last: int, count: int) -> object:
     """Some of the samples of a nest of tensors; what has no batch of `count` stays whole."""
-    found = dict(tensors_of(tree))
 
-    def part(path: Path) -> torch.Tensor:
-        tensor = found[path]
+    def part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[first:last] if tensor.ndim and tensor.shape[0] == count else tensor
 
-    if isinstance(tree, torch.Tensor | tuple | list) or type(tree) is dict:
-        return replace_tensors(tree, part)
-    if isinstance(tree, Mapping) or dataclasses.is_dataclass(tree):
-        # The loss function may use the attributes of the model's own class.
-        twin = copy.copy(tree)
-        keys = list(tree) if isinstance(tree, Mapping) else [f.name for f in fields(tree)]
-        for key in keys:
-            item = tree[key] if isinstance(tree, Mapping) else getattr(tree, key)
-            new = _samples_of(item, first, last, count)
-            if isinstance(twin, MutableMapping):
-                twin[key] = new
-            else:
-                object.__setattr__(twin, key, new)
-        return twin
-    return tree
+    return map_tensors(part, tree)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor for one on meta: random numbers, or zeros where it holds integers."""
+    if not tensor.is_meta:
+        return tensor
+    make = torch.randn if tensor.is_floating_point() else torch.zeros
+    return make(tensor.shape, dtype=tensor.dtype)
 
 
 def _reduction(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction:

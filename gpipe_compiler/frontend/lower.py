@@ -34,6 +34,7 @@ from gpipe_compiler.ir import (
     ModuleSpec,
     NoGrad,
     Op,
+    Reduction,
     Ref,
     RegionCall,
     State,
@@ -71,7 +72,8 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
                 "the loss does not depend on the inputs",
                 hint="loss_fn(output, target) must compute it from the output",
             )
-        loss = Loss(first.name, entry.reduction)
+        # How losses combine matters in training only.
+        loss = Loss(first.name, entry.reduction if entry.training else Reduction.MEAN)
     raw = Graph(
         name=entry.name,
         inputs=entry.signature.inputs,

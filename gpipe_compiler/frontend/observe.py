@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +50,11 @@ def observe(graph: Graph, entry: Entry) -> Observed:
         name: mode.from_tensor(tensor.detach(), static_shapes=True)
         for name, tensor in graph.tensors.items()
     }
+    # Graphs name no device: what they create goes where the model is.
+    device = torch.device("meta") if entry.states.on_meta else contextlib.nullcontext()
     complete = True
     try:
-        with torch.no_grad(), mode, watcher:
+        with torch.no_grad(), mode, watcher, device:
             Interpreter(graph, tensors, entry.training).run(inputs, look)
     except Exception:  # an op without a fake kernel: what was seen so far must do
         complete = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,6 +56,32 @@ def replace_tensors(tree: object, replacement: Callable[[Path], object], path: P
         }
         return collections.OrderedDict(pairs) if type(tree) is collections.OrderedDict else pairs
     return tree
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
+    """The same nest with every tensor changed.
+
+    Objects of the model's own output classes are copied, so that their attributes work as before.
+    """
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(change, item) for item in tree]
+        if isinstance(tree, tuple) and hasattr(tree, "_make"):
+            return tree._make(items)
+        return items if isinstance(tree, list) else tuple(items)
+    if type(tree) is dict:
+        return {key: map_tensors(change, item) for key, item in tree.items()}
+    fields = _fields(tree)
+    if fields is None:
+        return tree
+    twin = copy.copy(tree)
+    for key, item in fields.items():
+        if isinstance(twin, MutableMapping):
+            twin[key] = map_tensors(change, item)
+        else:
+            object.__setattr__(twin, key, map_tensors(change, item))
+    return twin
 
 
 def describe(output: object) -> tuple[Template, tuple[str, ...]]:

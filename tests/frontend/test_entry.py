@@ -192,3 +192,13 @@ def test_a_structure_is_taken_apart_and_put_together_again():
     assert slots(template) == [0, 1]
     assert output == fill(template, [a, b])
     assert dropped == ()
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+def test_how_losses_combine_is_found_out_for_a_model_on_meta(reduction):
+    loss = nn.CrossEntropyLoss(reduction=reduction.value)
+    with torch.device("meta"):
+        model = Anything()
+    made = entry(model, torch.randn(6, 4), target=torch.randint(0, 3, (6,)), loss_fn=loss)
+
+    assert made.reduction is reduction
