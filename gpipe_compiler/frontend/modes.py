@@ -19,6 +19,7 @@ import torch
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.fold import with_arguments
 from gpipe_compiler.frontend.naming import Names
+from gpipe_compiler.frontend.unify import unify_queries
 from gpipe_compiler.ir import (
     Argument,
     Block,
@@ -63,6 +64,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
     if not merging.different:
         return train
     ops, outputs = always_contiguous((*ops, *merging.selections), outputs)
+    ops, outputs = unify_queries(ops, outputs)
     merged = train.replace(
         ops=ops,
         outputs=outputs,

@@ -1,0 +1,101 @@
+"""Asks for a shape once, where train and eval mode ask for it at different lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+
+from gpipe_compiler.frontend.fold import with_arguments
+from gpipe_compiler.ir import (
+    Argument,
+    ByMode,
+    Call,
+    FunctionCall,
+    MethodCall,
+    Mode,
+    Op,
+    Ref,
+    Result,
+)
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.graph import result_names
+
+_METHODS = frozenset({"size", "dim", "numel"})
+_ATTRIBUTES = frozenset({"shape", "device", "dtype", "ndim"})
+_ARITHMETIC = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.getitem}
+)
+
+
+def unify_queries(ops: Sequence[Op], outputs: Argument) -> tuple[tuple[Op, ...], Argument]:
+    """The same graph with one op for both modes where each had its own for the same shape.
+
+    A batch size that train mode has from one op and eval mode from another ties all who read it to
+    both; asked once it ties nobody. Only questions about shapes and arithmetic on their answers
+    are unified: nothing that runs in between can change what they give.
+    """
+    kept: list[Op] = []
+    first: dict[str, int] = {}
+    answers: set[str] = set()
+    names: dict[str, str] = {}
+
+    def rename(leaf: object) -> object:
+        return Ref(names.get(leaf.name, leaf.name)) if isinstance(leaf, Ref) else leaf
+
+    def current(argument: Argument) -> Argument:
+        return _simplified(map_argument(rename, argument))
+
+    for original in ops:
+        op = dataclasses.replace(original, call=with_arguments(original.call, current))
+        if not _is_query(op.call, answers):
+            kept.append(op)
+            continue
+        key = repr((op.call, _form(op.result)))
+        position = first.setdefault(key, len(kept))
+        if position == len(kept):
+            kept.append(op)
+        else:
+            earlier = kept[position]
+            if earlier.mode is not op.mode:
+                kept[position] = dataclasses.replace(earlier, mode=Mode.ALWAYS)
+            names.update(zip(result_names(op.result), earlier.outputs, strict=True))
+        answers.update(op.outputs)
+    return tuple(kept), current(outputs)
+
+
+def _simplified(argument: Argument) -> Argument:
+    """The argument without choices between a value and itself."""
+    match argument:
+        case ByMode(train=train, evaluation=evaluation):
+            sides = _simplified(train), _simplified(evaluation)
+            same = isinstance(sides[0], Ref) and sides[0] == sides[1]
+            return sides[0] if same else ByMode(*sides)
+        case tuple() | list():
+            return type(argument)(_simplified(item) for item in argument)
+        case dict():
+            return {key: _simplified(item) for key, item in argument.items()}
+        case slice(start=start, stop=stop, step=step):
+            return slice(*(_simplified(item) for item in (start, stop, step)))
+        case _:
+            return argument
+
+
+def _form(result: Result) -> object:
+    """How a result unpacks, without the names."""
+    return tuple(map(_form, result)) if isinstance(result, tuple) else result is not None
+
+
+def _is_query(call: Call, answers: set[str]) -> bool:
+    match call:
+        case MethodCall():
+            return call.method in _METHODS and not call.kwargs
+        case FunctionCall(function=function, args=args):
+            if function is getattr:
+                return len(args) == 2 and args[1] in _ATTRIBUTES
+            refs = [leaf for leaf in args if not isinstance(leaf, int)]
+            return function in _ARITHMETIC and all(
+                isinstance(leaf, Ref) and leaf.name in answers for leaf in refs
+            )
+        case _:
+            return False
