@@ -85,7 +85,7 @@ class Rounds:
 
     microbatches: int
     stages: int
-    beam: int = 200_000
+    beam: int = 10_000
     most_extensions: int | None = None
 
     def initial(self) -> Floats:
@@ -291,7 +291,7 @@ class Ordered:
         round_s = inside + tables.transfer_s[stage, start]
         line_in = tables.forward_s[stage, start]
         line_out = tables.backward_s[stage, start]
-        step = self.microbatches * tables.device_s[stage, start]
+        step: Floats = self.microbatches * tables.device_s[stage, start]
         if not len(labels):
             return step
         reaches = np.isfinite(matrix[0])

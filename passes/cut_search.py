@@ -281,6 +281,8 @@ def _extend(
 def _undominated(layer: _Layer, group: Integers) -> Integers:
     """Those of a down-set's labels that none of its others equals or betters everywhere."""
     labels = layer.labels[group]
+    if labels.shape[1] == 2:
+        return np.sort(group[_staircase(labels)])
     labels = labels[:, np.isfinite(labels[0])]
     order = np.argsort(labels.sum(axis=1), kind="stable")
     labels = labels[order]
@@ -294,6 +296,15 @@ def _undominated(layer: _Layer, group: Integers) -> Integers:
             beaten = ~np.any(labels[rest] < labels[position] - slack, axis=1)
             alive[rest[beaten]] = False
     return np.sort(group[order[alive]])
+
+
+def _staircase(labels: Floats) -> Integers:
+    """The same for labels of two numbers: in ascending order of one, the other must descend."""
+    order = np.lexsort((labels[:, 1], labels[:, 0]))
+    second = labels[order, 1]
+    least = np.minimum.accumulate(second)
+    lower = second[1:] < least[:-1]
+    return np.asarray(order[np.concatenate(([True], lower))])
 
 
 def _narrow(bounds: Floats, beam: int) -> tuple[Integers, float]:

@@ -1,0 +1,159 @@
+"""Plans of small models: what is refused, what is predicted, what the stages hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.frontend.entry import read_signature
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.symbolic import trace_fx
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.planning import in_flight, make_plan, microbatch_size
+from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
+from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.simulate import StageTimes, simulate
+
+CLUSTER = Cluster(DEFAULT_HOST, Link(1e9, 1e-6))
+BATCH = 8
+
+
+class Tied(nn.Module):
+    """Embedding and output projection share their weight, which no two stages agree on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        h = h + self.second(self.first(h).relu())
+        return F.linear(h, self.embed.weight)
+
+
+def traced(training: bool = True) -> Graph:
+    def loss_fn(output: Any, target: Any) -> torch.Tensor:
+        return F.cross_entropy(output.transpose(1, 2), target)
+
+    tokens = torch.randint(16, (BATCH, 5))
+    loss = loss_fn if training else None
+    subject = Subject("tied", Tied(), (tokens,), {}, tokens if training else None, loss, training)
+    graph = trace_fx(subject, training)
+    if not graph.example:
+        signature = read_signature(subject, on_meta=False)
+        found = zip(signature.inputs, signature.examples, strict=True)
+        graph = graph.replace(example={source.name: tensor for source, tensor in found})
+    return graph
+
+
+def planned(
+    stages: int, microbatches: int, schedule: ScheduleKind = ScheduleKind.GPIPE, **options: bool
+) -> Plan:
+    graph = annotate(traced(**options), microbatch_size(BATCH, microbatches))
+    return make_plan(
+        graph,
+        stages=stages,
+        microbatches=microbatches,
+        batch_size=BATCH,
+        schedule=schedule,
+        cluster=CLUSTER,
+        costs=roofline(graph, DEFAULT_HOST),
+    )
+
+
+@pytest.mark.parametrize("schedule", ScheduleKind)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_prediction_is_the_simulation_of_the_stages(
+    schedule: ScheduleKind, stages: int
+) -> None:
+    plan = planned(stages, 4, schedule)
+
+    assert plan.graph is not None
+    link = plan.cluster.link
+    size = {name: value.bytes for name, value in plan.graph.values.items()}
+    times = []
+    for stage in plan.stages:
+        received = [c for c in plan.crossings if stage.index in c.targets]
+        times.append(
+            StageTimes(
+                stage.forward_s,
+                stage.backward_s,
+                sum(link.seconds(size[c.value]) for c in received),
+                sum(link.seconds(size[c.value]) for c in received if c.gradient),
+            )
+        )
+        assert stage.receive_bytes == sum(size[c.value] for c in received)
+        assert stage.gradient_bytes == sum(size[c.value] for c in received if c.gradient)
+    simulation = simulate(plan.orders, times)
+    assert plan.prediction.step_s == pytest.approx(simulation.step_s)
+    assert plan.prediction.bubble == pytest.approx(simulation.bubble)
+    assert plan.prediction.proved
+    assert plan.prediction.gap == 0
+    assert Plan.from_json(plan.to_json()) == dataclasses.replace(plan, graph=None)
+
+
+def test_a_tied_weight_is_owned_by_every_stage_that_reads_it() -> None:
+    plan = planned(3, 4)
+
+    owners = [stage.index for stage in plan.stages if "embed.weight" in stage.state]
+    assert owners[0] == 0
+    assert len(owners) > 1
+    assert plan.stages[0].parameter_count >= 16 * 8
+
+
+def test_inference_has_no_way_back() -> None:
+    plan = planned(2, 4, training=False)
+
+    assert not plan.training
+    assert plan.orders == forward_only((0, 1), 4)
+    assert not any(crossing.gradient for crossing in plan.crossings)
+    assert all(stage.backward_s == 0 and stage.saved_bytes == 0 for stage in plan.stages)
+
+
+def test_one_f_one_b_keeps_less_than_gpipe() -> None:
+    assert in_flight(gpipe(range(3), 8), 3) == (8, 8, 8)
+    assert in_flight(one_f_one_b(range(3), 8), 3) == (3, 2, 1)
+    assert in_flight(forward_only(range(3), 8), 3) == (1, 1, 1)
+
+    gpipe_plan, other = planned(2, 8), planned(2, 8, ScheduleKind.ONE_F_ONE_B)
+
+    assert sum(other.prediction.peak_bytes) < sum(gpipe_plan.prediction.peak_bytes)
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    with pytest.raises(PlanError, match="a batch of 8 samples does not split into 3") as error:
+        planned(2, 3)
+    assert "use 2 or 4 micro-batches" in error.value.hint
+    with pytest.raises(UsageError, match="0 micro-batches"):
+        planned(2, 0)
+    with pytest.raises(UsageError, match="0 stages"):
+        planned(0, 2)
+    with pytest.raises(PlanError, match="99 stages are more than the"):
+        planned(99, 2)
+
+
+def test_costs_of_another_size_are_refused() -> None:
+    graph = annotate(traced(), 8)
+
+    with pytest.raises(UsageError, match=r"annotated for 8 samples .* a micro-batch has 2"):
+        make_plan(
+            graph,
+            stages=2,
+            microbatches=4,
+            batch_size=8,
+            schedule=ScheduleKind.GPIPE,
+            cluster=CLUSTER,
+            costs=roofline(graph, DEFAULT_HOST),
+        )
