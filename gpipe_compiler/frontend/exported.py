@@ -13,7 +13,7 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -49,7 +49,7 @@ def trace_export(subject: Subject, training: bool) -> Graph:
     with recorder.watching(entry.model, "model"):
         program = export(entry)
     module = program.graph_module
-    refuse_fixed_batch(entry, name_state(module, program))
+    refuse_fixed_batch(entry, name_state(module, program, recorder.canonical))
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
     relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, training))
@@ -109,8 +109,10 @@ def _user_lines() -> Iterator[None]:
         yield
 
 
-def name_state(module: fx.GraphModule, program: ExportedProgram) -> list[fx.Node]:
-    """Reads parameters, buffers and constants by their names, in regions too.
+def name_state(
+    module: fx.GraphModule, program: ExportedProgram, canonical: Mapping[str, str]
+) -> list[fx.Node]:
+    """Reads parameters, buffers and constants by their canonical names, in regions too.
 
     An exported program takes them as inputs. Returns the placeholders of the inputs that remain.
     """
@@ -124,7 +126,7 @@ def name_state(module: fx.GraphModule, program: ExportedProgram) -> list[fx.Node
         target = str(spec.target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             _keep(module, target, program.constants[target])
-        replace_by_state(module.graph, node, target)
+        replace_by_state(module.graph, node, canonical.get(target, target))
     pull_state_into_regions(module)
     return inputs
 

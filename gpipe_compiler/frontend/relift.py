@@ -21,24 +21,13 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from gpipe_compiler.frontend.modules import is_plain
+
 _CALLS = "gpipe_compiler_calls"
 """Key of node.meta: numbers of the calls that made the node, outermost first."""
 
 _VALUE = "gpipe_compiler_value"
 """Key of node.meta: number of the value, as arguments and results of calls refer to it."""
-
-_OPEN = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.AdaptiveLogSoftmaxWithLoss,
-)
-"""Modules made of modules: their parts are called, so that a cut may lie between them."""
 
 Accepts = Callable[[str, nn.Module], bool]
 """Whether a module can be constructed anew, given its path and itself."""
@@ -75,8 +64,13 @@ class ModuleCallRecord:
 
 @dataclass
 class CallRecorder:
-    """Notes the calls of torch.nn leaf modules while a module is traced."""
+    """Notes the calls of torch.nn leaf modules while a module is traced.
 
+    Attributes:
+        canonical: every name of a parameter or buffer to the first name of the same tensor.
+    """
+
+    canonical: dict[str, str] = field(default_factory=dict)
     calls: list[ModuleCallRecord] = field(default_factory=list)
     _open: list[int] = field(default_factory=list)
     _values: int = 0
@@ -85,12 +79,18 @@ class CallRecorder:
     def watching(self, model: nn.Module, prefix: str) -> Iterator[None]:
         """Hooks in place; calls are noted under `prefix` and the path in `model`."""
         handles = []
+        first: dict[int, str] = {}
+        for name, tensor in named_state(model):
+            full = f"{prefix}.{name}"
+            self.canonical[full] = first.setdefault(id(tensor), full)
         try:
             for path, module in model.named_modules():
-                if path and is_leaf(module):
+                if path and is_plain(module):
                     full = f"{prefix}.{path}"
                     handles.append(
-                        module.register_forward_pre_hook(self._before(full), with_kwargs=True)
+                        module.register_forward_pre_hook(
+                            self._before(full, module), with_kwargs=True
+                        )
                     )
                     handles.append(module.register_forward_hook(self._after))
             yield
@@ -98,8 +98,8 @@ class CallRecorder:
             for handle in handles:
                 handle.remove()
 
-    def _before(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, path: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_stand_in: nn.Module, args: Any, kwargs: Any) -> None:
             mode = get_proxy_mode()
             if mode is None:
                 return
@@ -116,7 +116,7 @@ class CallRecorder:
 
         return hook
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, _stand_in: nn.Module, args: Any, output: Any) -> None:
         mode = get_proxy_mode()
         if mode is None or not self._open:
             return
@@ -148,25 +148,10 @@ class CallRecorder:
         return _Unknown()
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of the module can stand for what it does.
-
-    True for classes of torch.nn itself, except those made of other modules, as long as nobody hung
-    hooks or a forward of his own on the module.
-    """
-    return (
-        type(module).__module__.startswith("torch.nn.modules.")
-        and not isinstance(module, _OPEN)
-        and "forward" not in vars(module)
-        and not any(
-            (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-            )
-        )
-    )
+def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def relift(graphs: Sequence[fx.Graph], recorder: CallRecorder, accepts: Accepts) -> None:
@@ -174,7 +159,7 @@ def relift(graphs: Sequence[fx.Graph], recorder: CallRecorder, accepts: Accepts)
 
     Args:
         graphs: the traced graph and those of its regions; parameters and buffers are read by
-            `get_attr` nodes whose targets begin with the path of their module.
+            `get_attr` nodes under their canonical names.
     """
     sizes = Counter(number for graph in graphs for node in graph.nodes for number in _made_by(node))
     for graph in graphs:
@@ -192,7 +177,10 @@ def relift(graphs: Sequence[fx.Graph], recorder: CallRecorder, accepts: Accepts)
             outer = set(_made_by(nodes[0])) - {number}
             if len(nodes) != sizes[number] or outer & lifted or not accepts(call.path, call.module):
                 continue
-            if _Group(graph, call, nodes, values).lift():
+            state = {
+                recorder.canonical[f"{call.path}.{name}"] for name, _ in named_state(call.module)
+            }
+            if _Group(graph, call, nodes, values, state).lift():
                 lifted.add(number)
     for graph in graphs:
         for node in graph.nodes:
@@ -201,9 +189,19 @@ def relift(graphs: Sequence[fx.Graph], recorder: CallRecorder, accepts: Accepts)
 
 
 def _made_by(node: fx.Node) -> tuple[int, ...]:
-    """The calls that made a node; a region's inputs only carry the marks of what they stand for."""
+    """The calls that made a node.
+
+    The inputs of a region, the region and its results only carry the marks of what they stand for.
+    """
     calls: tuple[int, ...] = node.meta.get(_CALLS, ())
-    return calls if node.op == "call_function" else ()
+    return calls if node.op == "call_function" and not _is_region(node) else ()
+
+
+def _is_region(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _is_region(source)
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 class _RefusedError(Exception):
@@ -216,12 +214,14 @@ class _Group:
 
     Attributes:
         values: the nodes of numbered values; results are replaced here when the call is lifted.
+        state: canonical names of the module's parameters and buffers.
     """
 
     graph: fx.Graph
     call: ModuleCallRecord
     nodes: list[fx.Node]
     values: dict[int, fx.Node]
+    state: set[str]
 
     def lift(self) -> bool:
         """Puts the call in the place of its nodes; False when that is not the same program."""
@@ -299,7 +299,7 @@ class _Group:
                 raise _RefusedError
 
     def _is_own_state(self, node: fx.Node) -> bool:
-        return node.op == "get_attr" and str(node.target).startswith(f"{self.call.path}.")
+        return node.op == "get_attr" and node.target in self.state
 
     def _value_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, _Value):

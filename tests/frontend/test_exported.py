@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
 
@@ -282,3 +283,101 @@ def test_hugging_face_model_computes_the_same(name, training, same_as_eager):
 
     # While it is traced, Llama keeps a mask of ones that it leaves out otherwise.
     same_as_eager(graph, subject, training, tolerance=1e-6 if name in ("llama", "mixtral") else 0)
+
+
+# --- what cannot be traced ------------------------------------------------------------------------
+
+
+class ByValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x + 1
+        return x
+
+
+class ByItem(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.ones(int(x[0, 0].item())).sum() if x.max().item() > 2 else x
+
+
+class FixedBatch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y.view(4, 3, 2)
+
+
+class Leaves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.detach().numpy()).sum()
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
+        return self.transformer(src, tgt, tgt_mask=mask)
+
+
+REFUSED = {
+    "branch on data": (ByValue, "values of a tensor", "if x.sum() > 0", "torch.where"),
+    "item": (ByItem, "values of a tensor", "x.max().item()", "torch.where"),
+    "fixed batch": (FixedBatch, "batch of 4 only", "view(4, 3, 2)", "x.shape[0]"),
+    "leaves torch": (Leaves, "leaves torch", "numpy()", "torch operators"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_named_with_line_and_advice(name):
+    make, problem, code, hint = REFUSED[name]
+    with pytest.raises(TraceError) as caught:
+        trace_export(Subject("m", make(), (torch.randn(4, 6),), training=False), False)
+
+    assert problem in caught.value.problem
+    assert code in caught.value.location.code
+    assert caught.value.location.file == __file__
+    assert hint in caught.value.hint
+
+
+def test_transformer_mask_is_explained():
+    with pytest.raises(TraceError, match="whether it is causal") as caught:
+        trace_export(Subject("m", Causal(), (torch.randn(4, 5, 8), torch.randn(4, 6, 8))), True)
+
+    assert "tgt_is_causal=True" in caught.value.hint
+
+
+# --- what stands in the graph ---------------------------------------------------------------------
+
+
+def test_every_op_knows_the_users_line():
+    for name in ("resnet", "gpt", "regions", "unet"):
+        graph = trace_export(SUBJECTS[name](), True)
+        own = [op for op in graph.ops if op.name not in graph.loss_only]
+
+        assert {op.source.file for op in own} == {__file__}
+
+
+def test_batch_of_one_is_traced_as_any_other(same_as_eager):
+    subject = Subject("m", Mlp(), (torch.randn(1, 6),), loss_fn=cross_entropy, target=CLASSES[:1])
+    graph = trace_export(subject, True)
+
+    same_as_eager(graph, subject, True)
+
+
+def test_meta_model_is_traced_without_memory():
+    with torch.device("meta"):
+        model = Gpt(width=4096, heads=32)
+        ids = torch.zeros(4, 9, dtype=torch.long)
+    graph = trace_export(Subject("m", model, (ids,), loss_fn=cross_entropy, target=ids), True)
+
+    assert all(tensor.is_meta for tensor in graph.tensors.values())
+    assert graph.parameter_count == sum(p.numel() for p in model.parameters())
+
+
+def test_no_operator_is_left_as_it_was_exported():
+    for name in SUBJECTS:
+        graph = trace_export(SUBJECTS[name](), True)
+
+        assert "aten" not in str(graph), name
