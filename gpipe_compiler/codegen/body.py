@@ -64,7 +64,7 @@ def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
     arguments = tuple(variables.enter(value) for value in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     writer.anchor = next(iter(arguments), "")
-    scribe = _Scribe(graph, writer, variables, names, uses)
+    scribe = _Scribe(graph, writer, variables, names, uses, method.batch_sizes)
     for value, argument in zip(method.arguments, arguments, strict=True):
         if value in method.clones:
             cloned = Expression(f"{argument}.clone()")
@@ -170,6 +170,7 @@ class _Scribe:
     variables: Variables
     names: Names
     uses: Uses
+    batch_sizes: frozenset[str] = frozenset()
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
     shape: str = ""
@@ -188,7 +189,8 @@ class _Scribe:
                 if expression.flat not in made:
                     statement = statement_at(item.op.source)
                     targets = statement.targets if statement else ()
-                    wish = targets[0] if len(targets) == 1 else None
+                    asked = targets[0] if len(targets) == 1 else None
+                    wish = self._named(item.op, item.value, asked)
                     variable = self.variables.assign(item.value, wish, -1)
                     self._append(item.op, f"{variable} = ", expression)
                     made[expression.flat] = name(variable)
@@ -332,11 +334,20 @@ class _Scribe:
             return
         asked = dict(zip(op.outputs, wishes(op, self.runs[op.name]), strict=True))
         for value in read:
-            variable = self._variable(value, asked[value], position)
+            wish = self._named(op, value, asked[value])
+            variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
         target = self._target(op.result)
         note = self._note(read[0]) if len(read) == 1 else ""
         self._append(op, f"{target} = ", expression, sources, note)
+
+    def _named(self, op: Op, value: str, wish: str | None) -> str | None:
+        """The user's name for a value; `batch` for a batch size that the user gave none."""
+        if value not in self.batch_sizes:
+            return wish
+        statement = statement_at(op.source)
+        aside = statement is None or (len(statement.targets) == 1 and statement.operations > 2)
+        return "batch" if wish is None or aside else wish
 
     def _variable(self, value: str, wish: str | None, position: int) -> str:
         partner = self.uses.partner.get(value)

@@ -11,6 +11,7 @@ from gpipe_compiler.codegen.functions import BINARY, UNARY
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, FunctionCall, Op
 from gpipe_compiler.passes.atoms import clones
+from gpipe_compiler.passes.duplicate import BatchMultiple
 from gpipe_compiler.plan import Stage
 
 _PURE = frozenset({getattr, operator.getitem, len, *BINARY, *UNARY})
@@ -36,11 +37,14 @@ class Method:
     Attributes:
         arguments: the values it is given; those in `clones` it copies before writing into them.
         returns: the values it gives back.
+        given: values that it reads off the shapes of its arguments.
+        batch_sizes: values that are the number of samples.
     """
 
     ops: tuple[Op, ...]
     arguments: tuple[str, ...]
     returns: tuple[str, ...]
+    batch_sizes: frozenset[str]
     given: tuple[Given, ...] = ()
     clones: frozenset[str] = frozenset()
 
@@ -97,6 +101,9 @@ def _method(
         ops=kept,
         arguments=arguments,
         returns=returns,
+        batch_sizes=frozenset(
+            value for value, item in facts.templates.items() if item == BatchMultiple(1)
+        ),
         given=tuple(item for item in given if item.value in read),
         clones=written.intersection(arguments),
     )

@@ -77,6 +77,8 @@ def emit(
                 shutil.rmtree(failed, ignore_errors=True)
                 _move(folder, failed, force=False)
                 raise
+        for cache in [*folder.rglob("__pycache__")]:
+            shutil.rmtree(cache)
         _move(folder, target, force)
     return target
 

@@ -205,7 +205,8 @@ def _numbers(numbers: Sequence[int]) -> Expression:
     parts: list[Expression] = []
     for run in runs:
         if len(run) > 3:
-            parts.append(name(f"*range({run[0]}, {run[-1] + 1})"))
+            start = f"{run[0]}, " if run[0] else ""
+            parts.append(name(f"*range({start}{run[-1] + 1})"))
         else:
             parts.extend(name(str(number)) for number in run)
     if len(parts) == 1 and parts[0].flat.startswith("*"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpipe_compiler.codegen.constants import quote
+from gpipe_compiler.codegen.layout import lay_out, name
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
@@ -20,15 +21,14 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
         name=plan.name,
         package=package,
         training=plan.training,
-        hooks=_hooks(hooks) if offered else None,
+        hooks=_hooks(hooks) if hooks is not None and offered else None,
         offered=offered,
     )
 
 
-def _hooks(hooks: Hooks | None) -> str | None:
-    if hooks is None:
-        return None
-    return quote(str(hooks.file) if hooks.file is not None else hooks.module)
+def _hooks(hooks: Hooks) -> list[str]:
+    place = str(hooks.file) if hooks.file is not None else hooks.module
+    return lay_out(name(quote(place)), prefix="HOOKS = ")
 
 
 def write_init(plan: Plan, *, weights: bool) -> str:

@@ -152,14 +152,15 @@ def _state(graph: Graph, ops: Sequence[Op], imports: Imports) -> StageState:
 
 def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
     """The docstring of the file."""
-    spans = list(dict.fromkeys(path for op in ops if (path := _path(op))))
-    span = ""
-    if spans:
-        span = f": {spans[0]}" if len(spans) == 1 else f": {spans[0]} to {spans[-1]}"
-    return (
-        f"Stage {stage.index} of {plan.name}, the {_ordinal(stage.index + 1)} of "
-        f"{len(plan.stages)}{span}."
+    text = (
+        f"Stage {stage.index} of {plan.name}, the {_ordinal(stage.index + 1)} of {len(plan.stages)}"
     )
+    spans = list(dict.fromkeys(path for op in ops if (path := _path(op))))
+    if not spans:
+        return f"{text}."
+    span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}"
+    full = f"{text}: {span}."
+    return full if len(full) <= WIDTH - 6 else f"{text}.\n\nFrom {span}.\n"
 
 
 def _path(op: Op) -> str:

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 DIRECTORY = Path(__file__).resolve().parent
+NAME = "conv_net_x3"
 
 
 def load_package():
     """The package in this folder, whatever the folder is called and wherever it lies."""
     spec = importlib.util.spec_from_file_location(
-        "conv_net_x3", DIRECTORY / "__init__.py", submodule_search_locations=[str(DIRECTORY)]
+        NAME, DIRECTORY / "__init__.py", submodule_search_locations=[str(DIRECTORY)]
     )
     package = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = package

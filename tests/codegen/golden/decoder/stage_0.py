@@ -33,10 +33,11 @@ class Stage0(nn.Module):
         # attentions.0 (models.py:58-65)
         batch, length, dim = add.shape
         q, k, v = self.attentions_0_qkv(add).chunk(3, dim=-1)
-        q = q.view(batch, length, 2, dim // 2).transpose(1, 2)  # (B, 2, 6, 4)
-        k = k.view(batch, length, 2, dim // 2).transpose(1, 2)
-        transpose_2 = v.view(batch, length, 2, dim // 2).transpose(1, 2)
-        scores = q @ k.transpose(-2, -1) / (dim // 2) ** 0.5  # (B, 2, 6, 6)
+        floor_div = dim // 2
+        q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(batch, length, 2, floor_div).transpose(1, 2)
+        transpose_2 = v.view(batch, length, 2, floor_div).transpose(1, 2)
+        scores = q @ k.transpose(-2, -1) / floor_div**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.attentions_0_mask[:length, :length], -math.inf)
         softmax = scores.softmax(dim=-1)
         return add, transpose_2, softmax

@@ -38,9 +38,10 @@ class Stage1(nn.Module):
         # attentions.1 (models.py:58-63)
         batch, length, dim = add_1.shape
         q, k, v = self.attentions_1_qkv(add_1).chunk(3, dim=-1)
-        transpose_5 = q.view(batch, length, 2, dim // 2).transpose(1, 2)  # (B, 2, 6, 4)
-        k = k.view(batch, length, 2, dim // 2).transpose(1, 2)
-        transpose_7 = v.view(batch, length, 2, dim // 2).transpose(1, 2)
+        floor_div_4 = dim // 2
+        transpose_5 = q.view(batch, length, 2, floor_div_4).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(batch, length, 2, floor_div_4).transpose(1, 2)
+        transpose_7 = v.view(batch, length, 2, floor_div_4).transpose(1, 2)
         transpose_8 = k.transpose(-2, -1)  # (B, 2, 4, 6)
         return add_1, transpose_5, transpose_7, transpose_8
 

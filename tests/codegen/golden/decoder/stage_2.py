@@ -33,7 +33,8 @@ class Stage2(nn.Module):
         """
         # attentions.1 (models.py:58-66)
         batch, length, dim = add_1.shape
-        scores = transpose_5 @ transpose_8 / (dim // 2) ** 0.5  # (B, 2, 6, 6)
+        q = dim // 2
+        scores = transpose_5 @ transpose_8 / q**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.attentions_1_mask[:length, :length], -math.inf)
         mixed = F.dropout(scores.softmax(dim=-1), p=0.0, training=self.training) @ transpose_7
         attentions_1_out = self.attentions_1_out(mixed.transpose(1, 2).reshape(batch, length, dim))
