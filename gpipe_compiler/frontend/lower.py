@@ -318,6 +318,6 @@ def module_of(node: fx.Node) -> str:
     for value in reversed(list(stack.values())):
         path = value[0] if isinstance(value, tuple) else str(value)
         path = local_path(str(path).removeprefix("L['self']").removeprefix("."))
-        if path != own:
+        if path != own and not path.startswith("_empty_nn_module_stack"):  # torch's own stopgap
             return path
     return ""
