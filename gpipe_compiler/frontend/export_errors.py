@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import is_users, line_of, location
+from gpipe_compiler.frontend.locate import calling_line, is_users, line_of, location
 from gpipe_compiler.frontend.structure import Path
 
 _OTHER_FRONTENDS = "try another frontend (--frontend fx, --frontend dynamo)"
@@ -30,14 +33,10 @@ class _Cause:
 
 _CAUSES = (
     _Cause(
-        r"tgt_is_causal|_detect_is_causal_mask|tgt_mask",
+        r"_detect_is_causal_mask",
         "nn.Transformer looks into the values of its mask to find out whether it is causal",
-        "pass tgt_is_causal=True (or False) to nn.Transformer or nn.TransformerDecoder",
-    ),
-    _Cause(
-        r"src_is_causal|is_causal",
-        "nn.TransformerEncoder looks into the values of its mask to find out whether it is causal",
-        "pass is_causal=True (or False) along with the mask",
+        "pass tgt_is_causal=True (or False) to nn.Transformer or nn.TransformerDecoder, "
+        "is_causal to nn.TransformerEncoder",
     ),
     _Cause(
         r"DynamicCache|EncoderDecoderCache|StaticCache",
@@ -50,12 +49,12 @@ _CAUSES = (
         "compute it with torch operators",
     ),
     _Cause(
-        r"has no memory|data_ptr|storage",
+        r"data_ptr|storage\(\)",
         "the model reads the memory of a tensor while it is traced",
         "compute it with torch operators",
     ),
     _Cause(
-        r"torch\.utils\.checkpoint|checkpoint",
+        r"torch\.utils\.checkpoint",
         "the model recomputes activations with torch.utils.checkpoint",
         "turn its checkpointing off: a pipeline recomputes by itself",
     ),
@@ -67,6 +66,11 @@ def explained(error: Exception) -> TraceError:
     where = line_of(error)
     code = f" at `{where.code}`" if where and where.code else ""
     text = str(error)
+    called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
+    haystack = f"{where.code if where else ''}\n{text}\n{called}"
+    for cause in _CAUSES:
+        if re.search(cause.pattern, haystack):
+            return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
     if isinstance(error, GuardOnDataDependentSymNode):
         return TraceError(
             f"the model decides by the values of a tensor{code}: torch.export follows shapes only",
@@ -74,10 +78,6 @@ def explained(error: Exception) -> TraceError:
             hint="use torch.where or torch.cond instead of a branch on the data, "
             "and a fixed number instead of .item()",
         )
-    haystack = f"{where.code if where else ''}\n{text}"
-    for cause in _CAUSES:
-        if re.search(cause.pattern, haystack):
-            return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
         f"torch.export cannot trace the model{code}: {type(error).__name__}: {first}",
@@ -86,8 +86,29 @@ def explained(error: Exception) -> TraceError:
     )
 
 
-def refuse_fixed_batch(entry: Entry, placeholders: Sequence[fx.Node]) -> None:
+@contextlib.contextmanager
+def noting_fixed_sizes() -> Iterator[list[SourceLocation]]:
+    """Collects the user's lines that turn a size free to vary into a number, while it is open."""
+    lines: list[SourceLocation] = []
+    original = ShapeEnv._set_replacement
+
+    def note(shape_env: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
+        where = calling_line() if value.is_number else None
+        if where is not None:
+            lines.append(where)
+        original(shape_env, symbol, value, *rest)
+
+    with mock.patch.object(ShapeEnv, "_set_replacement", note):
+        yield lines
+
+
+def refuse_fixed_batch(
+    entry: Entry, placeholders: Sequence[fx.Node], lines: Sequence[SourceLocation] = ()
+) -> None:
     """Checks that the batch is free to vary in the traced graph.
+
+    Args:
+        lines: the user's lines that fixed a size, as far as they were noted.
 
     Raises:
         TraceError: when the model works for the traced batch size only; with the line that needs
@@ -100,7 +121,7 @@ def refuse_fixed_batch(entry: Entry, placeholders: Sequence[fx.Node]) -> None:
         size: Any = value.shape[0]
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
-        where = _fixing_line(value)
+        where = next(iter(lines), None) or _fixing_line(value)
         code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
             f"the model works for a batch of {int(size)} only{code}: dimension 0 of "

@@ -24,7 +24,7 @@ from torch.export.graph_signature import InputKind
 
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.export_errors import explained, refuse_fixed_batch
+from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes, refuse_fixed_batch
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
@@ -46,10 +46,10 @@ def trace_export(subject: Subject, training: bool) -> Graph:
     """
     entry = make_entry(subject, training)
     recorder = CallRecorder()
-    with recorder.watching(entry.model, "model"):
+    with recorder.watching(entry.model, "model"), noting_fixed_sizes() as lines:
         program = export(entry)
     module = program.graph_module
-    refuse_fixed_batch(entry, name_state(module, program, recorder.canonical))
+    refuse_fixed_batch(entry, name_state(module, program, recorder.canonical), lines)
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
     relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, training))
