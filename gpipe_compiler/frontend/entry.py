@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.locate import line_of
@@ -152,14 +153,14 @@ class Entry(nn.Module):
     def _probe(self) -> None:
         """Runs the model once, to know what it returns and how losses combine."""
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
-        args, kwargs, target = self.signature.rebuild(self.signature.samples(count))
-        with torch.random.fork_rng(), torch.no_grad():
-            output = _user_call("the model", isolated(self.model), count, args, kwargs)
+        output, target = self._probe_output(count)
         self.full_structure, self.dropped = describe(output)
         leaves = pick(output, self.full_structure)
         if not self.wants_loss:
             return
         if self.loss_fn is not None:
+            if any(leaf.is_meta for leaf in leaves):
+                count, (output, target) = 2, self._stand_ins((output, target), count)
             self._probe_loss_function(output, target, count)
             return
         self.own_loss = _own_loss(self.full_structure)
@@ -174,6 +175,36 @@ class Entry(nn.Module):
                 hint="offer loss_fn(output, target), or compile with --mode infer",
             )
 
+    def _stand_ins(self, trees: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+        """Two samples of output and target with made-up numbers, on which a loss can be tried.
+
+        Where they would take too much memory, they stay on meta.
+        """
+        output, target = (_samples_of(tree, 0, 2, count) for tree in trees)
+        leaves = pick(output, self.full_structure)
+        if max((leaf.numel() for leaf in leaves), default=0) > _LARGEST_STAND_IN:
+            return output, map_tensors(_on_meta, target)
+        with torch.random.fork_rng():
+            return map_tensors(_stand_in, output), map_tensors(_stand_in, target)
+
+    def _probe_output(self, count: int) -> tuple[Any, Any]:
+        """What the model returns for a batch, and the target: without arithmetic if possible.
+
+        On fake tensors a large model takes no time; one that looks at its data runs for real.
+        """
+        samples = self.signature.samples(count)
+        model = isolated(self.model)
+        with torch.random.fork_rng(), torch.no_grad():
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
+                    args, kwargs, _ = self.signature.rebuild(fakes)
+                    output = map_tensors(_on_meta, model(*args, **kwargs))
+                return output, self.signature.rebuild(samples)[2]
+            except Exception:  # whatever the user's code raises; the run for real tells
+                args, kwargs, target = self.signature.rebuild(samples)
+                return _user_call("the model", isolated(self.model), count, args, kwargs), target
+
     def _probe_loss_function(self, output: object, target: object, count: int) -> None:
         """Holds the loss of an output against those of its halves."""
 
@@ -185,16 +216,8 @@ class Entry(nn.Module):
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
 
         whole, half = loss(0, count), count // 2
-        if whole.is_meta:
-            output, target = (_samples_of(tree, 0, 2, count) for tree in (output, target))
-            count, half = 2, 1
-            sizes = [tensor.numel() for _, tensor in tensors_of((output, target))]
-            if max(sizes, default=0) > _LARGEST_STAND_IN:
-                return
-            with torch.random.fork_rng():
-                output, target = (map_tensors(_stand_in, tree) for tree in (output, target))
-            whole = loss(0, count)
-        self._reduction = _reduction(whole, [loss(0, half), loss(half, count)])
+        if not whole.is_meta:
+            self._reduction = _reduction(whole, [loss(0, half), loss(half, count)])
 
     def _own_reduction(self) -> Reduction:
         """Holds the model's loss of a batch against those of its halves, in eval mode."""
@@ -235,6 +258,11 @@ def _samples_of(tree: object, first: int, last: int, count: int) -> object:
         return tensor[first:last] if tensor.ndim and tensor.shape[0] == count else tensor
 
     return map_tensors(part, tree)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and type without contents, and of no fake mode."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

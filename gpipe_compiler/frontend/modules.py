@@ -8,6 +8,7 @@ constructed from them has the same attributes, the same `extra_repr` and the sam
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -176,7 +177,10 @@ def _spec(
 def _same(spec: ModuleSpec, module: nn.Module) -> bool:
     """Whether a spec constructs a module equal to this one, up to the contents of its state."""
     try:
-        twin = construct(spec, training=module.training)
+        with warnings.catch_warnings():
+            # The model's author has seen what the constructor warns of.
+            warnings.simplefilter("ignore")
+            twin = construct(spec, training=module.training)
     except (TypeError, ValueError, RuntimeError, AssertionError):
         return False
     if twin.extra_repr() != module.extra_repr() or _state(twin) != _state(module):
