@@ -127,6 +127,8 @@ def _stage(facts: Facts, table: StageTable, index: int, times: StageTimes, train
     graph = facts.graph
     ops = table.ops[index]
     names = dict.fromkeys(name for op in ops for name in graph.op_of[op].states(graph.modules))
+    if index == 0:
+        names.update(dict.fromkeys(_unread(graph)))
     states = [graph.state[name] for name in names]
     received = [crossing for crossing in table.crossings if index in crossing.targets]
     return Stage(
@@ -146,6 +148,16 @@ def _stage(facts: Facts, table: StageTable, index: int, times: StageTimes, train
         ),
         saved_bytes=facts.saved.saved_bytes(ops) if training else 0,
     )
+
+
+def _unread(graph: Graph) -> list[str]:
+    """The parameters and buffers that no op reads: the model's state all the same, so kept."""
+    read = {name for op in graph.ops for name in op.states(graph.modules)}
+    return [
+        name
+        for name, state in graph.state.items()
+        if name not in read and state.kind is not StateKind.CONSTANT
+    ]
 
 
 def _bytes(graph: Graph, crossings: Sequence[Crossing]) -> int:

@@ -70,7 +70,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     imports = Imports()
     imports.from_torch("nn")
     ops = [op for method in methods for op in method.ops]
-    state = _state(graph, ops, imports)
+    state = _state(graph, stage, ops, imports)
     written = []
     for method in methods:
         writer = Writer(imports, state.places, state.modules)
@@ -128,8 +128,8 @@ def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _state(graph: Graph, ops: Sequence[Op], imports: Imports) -> StageState:
-    """The modules and tensors that ops use, in the order of first use."""
+def _state(graph: Graph, stage: Stage, ops: Sequence[Op], imports: Imports) -> StageState:
+    """The modules and tensors of a stage, in the order of first use; last, what nothing uses."""
     used: dict[ModulePath | str, None] = {}
 
     def visit(op: Op) -> None:
@@ -144,6 +144,7 @@ def _state(graph: Graph, ops: Sequence[Op], imports: Imports) -> StageState:
 
     for op in ops:
         visit(op)
+    used.update(dict.fromkeys(stage.state))
     try:
         return construct_state(graph, used, imports)
     except UnwritableError as error:
