@@ -22,7 +22,8 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 demo: $(VENV)/.installed
-	$(BIN)/gpipe-compile examples/resnet50.py --stages 4 -o $(DEMO) --force
+	$(BIN)/gpipe-compile examples/resnet50.py --stages 4 --microbatches 4 \
+		-o $(DEMO) --force
 	@echo; echo '== training on this machine, one process =='
 	$(BIN)/python $(DEMO)/run.py train --steps $(STEPS)
 	@echo; echo '== the same package under torchrun, one process per stage =='

@@ -101,7 +101,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def make_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=1e-4)
+    return torch.optim.SGD(params, lr=0.004, momentum=0.9, weight_decay=1e-4)
 
 
 def train_data() -> Iterator[tuple[Tensor, Tensor]]:
