@@ -12,6 +12,7 @@ from .check import check_pipeline, format_rows, write_rows
 from .data import example_call
 from .errors import PipelineError, StageError, UsageError
 from .hooks import UserHooks
+from .memory import keep_memory
 from .pipeline import Pipeline
 from .spec import PipelineSpec, ScheduleKind
 from .weights import INDEX
@@ -58,6 +59,7 @@ def main(
 def _run(
     spec: PipelineSpec, directory: Path, hooks: str | None, arguments: argparse.Namespace
 ) -> int:
+    keep_memory()
     weights = directory / "weights"
     stored = weights if (weights / INDEX).is_file() else None
     options = _options(arguments)

@@ -138,18 +138,18 @@ def build_stage(
         # Something is computed by the constructor: let it.
         with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
             module = spec.module()
-    new: dict[int, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
+    new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
     for own, parameter in list(module.named_parameters(remove_duplicate=False)):
         name = spec.state.get(own, own)
         if name not in stored:
             raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
-        if id(parameter) not in new:
-            new[id(parameter)] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
-        _replace(module, own, name, parameter, new[id(parameter)])
+        if name not in new:
+            new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
+        _replace(module, own, name, parameter, new[name])
     for own, buffer in list(module.named_buffers(remove_duplicate=False)):
         name = spec.state.get(own, own)
         if name in stored:
-            _replace(module, own, name, buffer, new.setdefault(id(buffer), stored[name]))
+            _replace(module, own, name, buffer, stored[name])
     return module
 
 
@@ -195,6 +195,10 @@ def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
                 first = f"{path}.{own_names[0]}" if path else own_names[0]
                 torch.manual_seed(_seed_of(spec.state.get(first, first), seed))
                 _reset(holder, path, spec, seed)
+    first_of: dict[str, nn.Parameter] = {}
+    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
+        name = spec.state.get(own, own)
+        _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
     return module
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from gpipe_compiler.runtime.errors import StageError, UsageError
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.weights import save_weights
 
 
 def devices_of(count):
@@ -394,3 +395,33 @@ def test_inputs_that_are_not_batched_go_to_every_microbatch():
         loss = pipe.step(((x,), {"factor": torch.tensor(3.0)}))
 
         assert_same((x * 3 * pipe.stages[0].w).sum(), loss)
+
+
+class TiedInside(nn.Module):
+    """Two parameters of one stage are one in the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(WIDTH))
+        self.two = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x * self.one + self.two
+
+    def loss(self, y):
+        return y.sum()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_names_of_one_tensor_in_a_stage_are_one_tensor(stored, tmp_path):
+    """With stored weights and without: one parameter, with the gradients of both uses."""
+    stage = StageSpec(TiedInside, ("x",), ("y",), {"one": "w", "two": "w"}, ("y",))
+    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    save_weights({"w": torch.ones(WIDTH)}, tmp_path)
+    x, _, _ = data_for("norm", 8)
+    with Pipeline(spec, tmp_path if stored else None) as pipe:
+        pipe.step(x)
+        (parameter,) = pipe.parameters()
+
+        assert pipe.stages[0].one is pipe.stages[0].two
+        assert_same(x.sum(0) + 8, parameter.grad)

@@ -1,0 +1,89 @@
+"""Random ops draw from what is computed, and leave everybody's generators alone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gpipe_compiler.runtime.random import SeededRandom
+
+X = torch.ones(50)
+
+OPS = {
+    "with a generator argument": lambda: F.dropout(X, 0.5),
+    "without one": lambda: torch.rand(50),
+    "of another shape": lambda: torch.randperm(50),
+    "in place": lambda: torch.empty(50).normal_(),
+    "of noise": lambda: torch.randn_like(X),
+    "fused": lambda: F.scaled_dot_product_attention(
+        X.view(1, 1, 5, 10), X.view(1, 1, 5, 10), X.view(1, 1, 5, 10), dropout_p=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_numbers_depend_on_the_key_alone(name):
+    """Equal keys give equal numbers; every part of the key counts."""
+    draw = OPS[name]
+
+    def drawn(*key):
+        torch.rand(3)  # the caller's generator moves on
+        with SeededRandom(*key[:3], numbers=key[3:]):
+            return draw()
+
+    first = drawn(1, 2, 3, 4)
+    assert torch.equal(first, drawn(1, 2, 3, 4))
+    for other in ((0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)):
+        assert not torch.equal(first, drawn(*other))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_callers_generator_stays_where_it_was(name):
+    """What the caller draws next is what it would have drawn."""
+    before = torch.get_rng_state()
+    with SeededRandom(1, 2, 3, numbers=(0,)):
+        OPS[name]()
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_ops_are_numbered_in_order():
+    """Two ops in one stage draw as they would in two."""
+    with SeededRandom(1, 2, 3, numbers=(7, 9)):
+        seven, nine = torch.rand(4), torch.rand(4)
+    with SeededRandom(1, 2, 3, numbers=(9,)):
+        assert torch.equal(nine, torch.rand(4))
+        ten = torch.rand(4)
+    with SeededRandom(1, 2, 3, numbers=range(7, 11)):
+        assert torch.equal(seven, torch.rand(4))
+        torch.rand(4)
+        assert torch.equal(nine, torch.rand(4))
+        assert torch.equal(ten, torch.rand(4))
+
+
+def test_a_generator_of_the_callers_own_is_used():
+    """It is not overruled."""
+    expected = torch.rand(5, generator=torch.Generator().manual_seed(5))
+    with SeededRandom(1, 2, 3, numbers=(0,)):
+        assert torch.equal(expected, torch.rand(5, generator=torch.Generator().manual_seed(5)))
+
+
+def test_threads_do_not_disturb_each_other():
+    """Stages on threads share the process-wide generator."""
+
+    def draw():
+        with SeededRandom(1, 2, 3, numbers=range(200)):
+            return torch.stack([torch.rand(20) for _ in range(200)])
+
+    expected = draw()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(draw())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(expected, tensor) for tensor in found)
