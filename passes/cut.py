@@ -36,8 +36,11 @@ ORDERED_WORK = 5_000_000
 MOST_LABELS = 4_000
 """Labels of 1F1B per stage at most."""
 
-ROUNDS = 6
+ROUNDS = 4
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""
+
+NEIGHBOURS = 2_000
+"""Down-sets in that neighbourhood at most."""
 
 
 class StepKind(Enum):
@@ -150,7 +153,7 @@ class _Cutter:
                 self.improve(Space(self.graph, family))
                 if not self.best_s < before * (1 - 1e-6):
                     break
-                near = neighbourhood(self.graph, self.best_masks[1:-1], most_down_sets)
+                near = neighbourhood(self.graph, self.best_masks[1:-1], NEIGHBOURS)
                 family = linear | near
             looked, bound = len(family), 0.0
         bound = min(max(bound, self._simple_bound()), self.best_s)
