@@ -24,6 +24,15 @@ from gpipe_compiler.ir import (
     StateRef,
 )
 
+_FACTORIES = frozenset(
+    {
+        *(torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.tensor),
+        *(torch.arange, torch.linspace, torch.logspace, torch.tril_indices, torch.triu_indices),
+        *(torch.rand, torch.randn, torch.randint, torch.randperm),
+    }
+)
+"""Functions that make tensors out of numbers: on the CPU, unless they are told the device."""
+
 _SLICE_OPERAND = re.compile(r"-?([A-Za-z_]\w*|\d+)")
 _POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -122,7 +131,11 @@ class Writer:
         spelling = spell(function, self.imports)
         if spelling is None:
             raise UnwritableError(f"the function {_describe(function)} is no part of torch")
-        return call(spelling, self.arguments(args, made.kwargs))
+        kwargs = dict(made.kwargs)
+        if self.anchor and made.function in _FACTORIES and kwargs.get("device") is None:
+            # Tracing happened on one device; the stage runs on whichever it is given.
+            kwargs["device"] = torch.device("cpu")
+        return call(spelling, self.arguments(args, kwargs))
 
     def _binary(self, sign: str, binding: Binding, left: Argument, right: Argument) -> Expression:
         first, second = self.argument(left), self.argument(right)
