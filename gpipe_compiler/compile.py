@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import emit, failed_place
+from gpipe_compiler.codegen.package import emit, failed_place, refuse_taken
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import Frontend
@@ -173,6 +173,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             `directory`, named `<directory>.failed`.
         GPipeCompilerError: whatever else is wrong; nothing has been written then.
     """
+    if directory is not None:
+        refuse_taken(directory, force=options.force)
     progress("tracing")
     graph, frontend = trace_subject(subject, options.frontend)
     progress("planning")
@@ -193,11 +195,15 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             progress("validating the package against the model")
             found.append(validate(subject, made, folder, seed=options.seed))
             write_report(made, folder / "report.html", found[0])
-            refuse_failed(found[0], directory)
+            refuse_failed(found[0])
 
-    placed = emit(
-        made, directory, hooks=subject.hooks, force=options.force, progress=progress, check=hold
-    )
+    try:
+        placed = emit(
+            made, directory, hooks=subject.hooks, force=options.force, progress=progress, check=hold
+        )
+    except ValidationError as error:
+        left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
+        raise ValidationError(error.problem, hint=left) from error
     return Compiled(graph, frontend, made, placed, found[0] if found else None)
 
 
@@ -212,14 +218,11 @@ def on_meta(graph: Graph) -> bool:
     return any(tensor.is_meta for tensor in graph.tensors.values())
 
 
-def refuse_failed(validation: Validation, directory: Path) -> None:
+def refuse_failed(validation: Validation) -> None:
     """Raises the ValidationError of a validation that failed."""
     if validation.passed:
         return
     faults = [f"{row.what} {fault}" for row in validation.rows for fault in row.faults]
     listing = "".join(f"\n  - {fault}" for fault in faults[:20])
     more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-    raise ValidationError(
-        f"the package does not reproduce the model:{listing}{more}",
-        hint=f"the package is left in {failed_place(directory)} to look at; do not train with it",
-    )
+    raise ValidationError(f"the package does not reproduce the model:{listing}{more}")

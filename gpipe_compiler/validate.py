@@ -102,9 +102,7 @@ def _run_package(directory: Path, options: Sequence[object]) -> None:
     )
     if finished.returncode not in (0, 3):
         raise ValidationError(
-            f"the package in {directory} does not run: exit code {finished.returncode}\n"
-            f"{finished.stderr.strip()}",
-            hint=f"run it yourself: python {directory / 'run.py'} check",
+            f"the package does not run: exit code {finished.returncode}\n{finished.stderr.strip()}"
         )
 
 

@@ -65,7 +65,7 @@ def emit(
             hint="plan the graph again: a plan read from JSON has no graph",
         )
     target = Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would follow a link
-    _refuse_existing(target, force)
+    refuse_taken(target, force=force)
     tell = progress or (lambda _: None)
     with _beside(target) as folder:
         _write(plan, folder, hooks, tell)
@@ -112,7 +112,12 @@ def _copy_runtime(folder: Path) -> None:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "tests"))
 
 
-def _refuse_existing(target: Path, force: bool) -> None:
+def refuse_taken(target: Path, *, force: bool) -> None:
+    """Refuses a place where something stands that may not be replaced.
+
+    Raises:
+        EmitError: saying what would free the place.
+    """
     if not os.path.lexists(target):
         return
     if not force:
@@ -158,7 +163,7 @@ def _move(folder: Path, target: Path, force: bool) -> None:
     if not os.path.lexists(target):
         folder.rename(target)
         return
-    _refuse_existing(target, force)
+    refuse_taken(target, force=force)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     old = target.rename(aside / "old")
     try:
