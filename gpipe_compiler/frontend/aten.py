@@ -171,9 +171,6 @@ _SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
 
 _SIZES = frozenset({"size", "shape", "dims", "repeats"})
 
-_DEVICE = frozenset({"device", "layout", "pin_memory"})
-"""Where a tensor is made: left out, so that it is made on the device of the stage."""
-
 
 def _method(call: AtenCall) -> Written | None:
     """`x.name(...)`."""
@@ -197,14 +194,17 @@ def _is_single_dim(argument: Any, value: Argument) -> bool:
 
 
 def _keywords(call: AtenCall) -> dict[str, Argument]:
-    kwargs = call.keywords(skip=tuple(_DEVICE))
-    if isinstance(kwargs.get("layout"), torch.layout) and kwargs["layout"] is torch.strided:
-        del kwargs["layout"]
-    return kwargs
+    """Keyword-only arguments; the usual layout and kind of memory go without saying."""
+    usual = {"layout": torch.strided, "pin_memory": False}
+    return {
+        key: value
+        for key, value in call.keywords().items()
+        if key not in usual or value is not usual[key]
+    }
 
 
 def _to(call: AtenCall) -> Written | None:
-    """`x.to(dtype)`; the device is the stage's, wherever the trace ran."""
+    """`x.to(dtype)`; a device is added by whoever knows that it is another one."""
     dtype = call.values.get("dtype")
     kwargs = call.given("copy", "memory_format") if "copy" in call.values else {}
     if call.name == "_to_copy":

@@ -254,7 +254,7 @@ def _name_outputs(graph: fx.Graph, captured: _Captured, inputs: Sequence[fx.Node
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Makes the notes on nodes, and the devices of new tensors, those of an exported graph."""
+    """Makes the notes on nodes those of an exported graph."""
     for node in graph.nodes:
         if "example_value" in node.meta:
             node.meta["val"] = node.meta.pop("example_value")
@@ -263,9 +263,6 @@ def _tidy(graph: fx.Graph) -> None:
             key: (_INDEX.sub(r".\1", path.removeprefix("L['self']")).lstrip("."), cls)
             for key, (path, cls) in stack.items()
         }
-        device = node.kwargs.get("device")
-        if node.op == "call_function" and isinstance(device, torch.device | str):
-            node.kwargs = {key: item for key, item in node.kwargs.items() if key != "device"}
 
 
 def _explained(error: Exception) -> TraceError:

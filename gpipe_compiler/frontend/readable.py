@@ -4,9 +4,9 @@ Three steps, in place: what only checks the trace is dropped, runs of slice, sel
 become one index expression, and every remaining operator is written as `aten.write` says. None of
 them changes what is computed.
 
-Where tensors are made. An exported factory call names the device of the trace. It is left out here:
-`torch.arange(24)` makes its tensor on the default device, and whoever runs a graph or a stage
-elsewhere than on the CPU does so under `torch.device(...)`.
+Where tensors are made. `torch.arange(24, device=...)` names the device of the trace, which is that of
+the graph's own tensors, so that a graph runs where it was traced. A program that runs elsewhere
+writes the device of one of its tensors in the place of every `torch.device`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def write_constants(graphs: Sequence[fx.Graph], constants: Mapping[str, torch.Te
             if constant is not None and _is_literal(constant):
                 node.target = torch.tensor
                 node.args = (constant.tolist(),)
-                node.kwargs = {"dtype": constant.dtype}
+                node.kwargs = {"dtype": constant.dtype, "device": constant.device}
         for node in list(graph.nodes):
             if node.op == "get_attr" and str(node.target) in constants and not node.users:
                 graph.erase_node(node)
@@ -176,10 +176,21 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     written = write(node.target, node.args, node.kwargs)
     if written is None:
         return
+    name = _name(node)
+    before = next((source.meta.get("val") for source in node.all_input_nodes), None)
     node.op = "call_method" if isinstance(written.target, str) else "call_function"
     node.target = written.target
     node.args = written.args
-    node.kwargs = dict(written.kwargs)
+    node.kwargs = dict(written.kwargs) | _move(name, before, node.meta.get("val"))
+
+
+def _move(name: str, before: Any, after: Any) -> dict[str, torch.device]:
+    """The device that `x.to(...)` moves a tensor to, where it is another one."""
+    if name not in ("aten::to", "aten::_to_copy"):
+        return {}
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return {}
+    return {} if before.device == after.device else {"device": after.device}
 
 
 # --- index expressions ----------------------------------------------------------------------------

@@ -477,11 +477,29 @@ class Factories(nn.Module):
         return x * table + torch.full((6,), 2.0, device="cpu") + x.to("cpu")
 
 
-def test_no_device_is_named():
-    graph = trace_export(Subject("m", Factories(), (torch.randn(4, 6),), training=False), False)
+def test_new_tensors_are_made_on_the_device_of_the_trace(same_as_eager):
+    subject = Subject("m", Factories(), (torch.randn(4, 6),), training=False)
+    graph = trace_export(subject, False)
 
-    assert "device" not in str(graph)
+    same_as_eager(graph, subject, False)
+    devices = [op.call.kwargs.get("device") for op in graph.ops]
+    assert devices.count(CPU) == 3
+    assert not [op for op in graph.ops if getattr(op.call, "method", "") == "to"]
     assert not [name for name, state in graph.state.items() if state.kind.value == "constant"]
+
+
+def test_new_tensors_of_a_meta_model_are_on_meta():
+    with torch.device("meta"):
+        x = torch.randn(4, 6)
+    graph = trace_export(Subject("m", Tabled(), (x,), training=False), False)
+
+    devices = [op.call.kwargs.get("device") for op in graph.ops]
+    assert devices.count(torch.device("meta")) == 1
+
+
+class Tabled(nn.Module):
+    def forward(self, x):
+        return x + torch.arange(6, device=x.device)
 
 
 class Checks(nn.Module):
