@@ -4,8 +4,8 @@ Three steps, in place: what only checks the trace is dropped, runs of slice, sel
 become one index expression, and every remaining operator is written as `aten.write` says. None of
 them changes what is computed.
 
-Where tensors are made. `torch.arange(24, device=...)` names the device of the trace, which is that of
-the graph's own tensors, so that a graph runs where it was traced. A program that runs elsewhere
+Where tensors are made. `torch.arange(24, device=...)` names the device of the trace, which is that
+of the graph's own tensors: a graph runs where it was traced. A program that runs elsewhere
 writes the device of one of its tensors in the place of every `torch.device`.
 """
 
