@@ -141,7 +141,7 @@ NUMBERS = {"a": 3, "b": 5, "c": 2}
 arguments = st.recursive(
     st.sampled_from([Ref("a"), Ref("b"), Ref("c"), 2, 7]),
     lambda inner: (
-        st.tuples(st.sampled_from(list(BINARY)), inner, inner)
+        st.tuples(st.sampled_from(COMPARED), inner, inner)
         | st.tuples(st.sampled_from([operator.neg, operator.invert, operator.not_]), inner)
     ),
     max_leaves=6,
