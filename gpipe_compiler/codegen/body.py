@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.comments import shape_text
@@ -16,11 +16,11 @@ from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
-from gpipe_compiler.codegen.variables import END, Run, Variables, find_runs, wishes
+from gpipe_compiler.codegen.uses import Uses, is_attribute
+from gpipe_compiler.codegen.variables import Run, Variables, find_runs, wishes
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (
     Autocast,
-    ByMode,
     Call,
     FunctionCall,
     Graph,
@@ -57,7 +57,7 @@ def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
     """
     ops = method.ops
     names = Names()
-    uses = Uses.of(graph, ops, method.returns)
+    uses = Uses.of(ops, method.returns)
     variables = Variables(
         names, uses.last, lambda value: _kind(graph, value), {*method.arguments, *method.returns}
     )
@@ -80,72 +80,6 @@ def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
 def _kind(graph: Graph, value: str) -> ValueKind:
     known = graph.values.get(value)
     return ValueKind.TENSOR if known is None else known.kind
-
-
-@dataclass(frozen=True, slots=True)
-class Uses:
-    """Who reads each value: how often, where last, and the mode partners of single-mode values.
-
-    Attributes:
-        count: readings, returns included.
-        last: the position of the last reader.
-        reader: the position of some reader.
-        chosen: values that stand in a choice between modes.
-        partner: values of eval mode to those of train mode that stand for the same thing.
-    """
-
-    count: dict[str, int]
-    last: dict[str, int]
-    reader: dict[str, Op]
-    chosen: frozenset[str]
-    partner: dict[str, str]
-
-    @classmethod
-    def of(cls, graph: Graph, ops: Sequence[Op], returns: Sequence[str]) -> Uses:
-        """The uses in a method or region."""
-        count: dict[str, int] = {}
-        last: dict[str, int] = {}
-        reader: dict[str, Op] = {}
-        chosen: set[str] = set()
-        partner: dict[str, str] = {}
-        mode = {value: op.mode for op in ops for value in op.outputs}
-        for position, op in enumerate(ops):
-            arguments = (op.call.args, dict(op.call.kwargs))
-            for value in value_names(arguments):
-                count[value] = count.get(value, 0) + 1
-                last[value] = position
-                reader[value] = op
-            for choice in _choices(arguments):
-                chosen.update(value_names(choice))
-                match choice:
-                    case ByMode(train=Ref(name=train), evaluation=Ref(name=evaluation)):
-                        if mode.get(train) is Mode.TRAIN and mode.get(evaluation) is Mode.EVAL:
-                            partner[evaluation] = train
-        for value in returns:
-            count[value] = count.get(value, 0) + 1
-            last[value] = END
-        for op in reversed(ops):
-            if _is_attribute(op.call):
-                for value in op.inputs:
-                    last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
-        return cls(count, last, reader, frozenset(chosen), partner)
-
-
-def _choices(argument: object) -> Iterator[ByMode]:
-    match argument:
-        case ByMode():
-            yield argument
-        case tuple() | list():
-            for item in argument:
-                yield from _choices(item)
-        case dict():
-            for item in argument.values():
-                yield from _choices(item)
-
-
-def _is_attribute(made: Call) -> bool:
-    """`x.shape` and the like: written wherever it is used."""
-    return isinstance(made, FunctionCall) and made.function is getattr and len(made.args) == 2
 
 
 @dataclass(slots=True)
@@ -217,7 +151,7 @@ class _Scribe:
             self._flush()
             self._region(op, made)
             return
-        if _is_attribute(made) and isinstance(op.result, str) and self._plain(made.args[0]):
+        if is_attribute(made) and isinstance(op.result, str) and self._plain(made.args[0]):
             self.writer.variables[op.result] = self.writer.call(made)
             return
         if isinstance(made, FunctionCall) and made.function is operator.setitem:
@@ -402,7 +336,7 @@ class _Scribe:
         )
         inner.variables.update(zip(block.inputs, bound, strict=True))
         ops = drop_dead(block.ops, value_names(block.outputs))
-        uses = Uses.of(self.graph, ops, tuple(value_names(block.outputs)))
+        uses = Uses.of(ops, tuple(value_names(block.outputs)))
         variables = Variables(self.names, uses.last, lambda _: None, ())
         scribe = _Scribe(self.graph, inner, variables, self.names, uses)
         scribe.write(ops)

@@ -1,0 +1,76 @@
+"""Who reads the values of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.codegen.variables import END
+from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref
+from gpipe_compiler.ir.arguments import value_names
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Who reads each value: how often, where last, and the mode partners of single-mode values.
+
+    Attributes:
+        count: readings, returns included.
+        last: the position of the last reader.
+        reader: the position of some reader.
+        chosen: values that stand in a choice between modes.
+        partner: values of eval mode to those of train mode that stand for the same thing.
+    """
+
+    count: dict[str, int]
+    last: dict[str, int]
+    reader: dict[str, Op]
+    chosen: frozenset[str]
+    partner: dict[str, str]
+
+    @classmethod
+    def of(cls, ops: Sequence[Op], returns: Sequence[str]) -> Uses:
+        """The uses in a method or region."""
+        count: dict[str, int] = {}
+        last: dict[str, int] = {}
+        reader: dict[str, Op] = {}
+        chosen: set[str] = set()
+        partner: dict[str, str] = {}
+        mode = {value: op.mode for op in ops for value in op.outputs}
+        for position, op in enumerate(ops):
+            arguments = (op.call.args, dict(op.call.kwargs))
+            for value in value_names(arguments):
+                count[value] = count.get(value, 0) + 1
+                last[value] = position
+                reader[value] = op
+            for choice in _choices(arguments):
+                chosen.update(value_names(choice))
+                match choice:
+                    case ByMode(train=Ref(name=train), evaluation=Ref(name=evaluation)):
+                        if mode.get(train) is Mode.TRAIN and mode.get(evaluation) is Mode.EVAL:
+                            partner[evaluation] = train
+        for value in returns:
+            count[value] = count.get(value, 0) + 1
+            last[value] = END
+        for op in reversed(ops):
+            if is_attribute(op.call):
+                for value in op.inputs:
+                    last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
+        return cls(count, last, reader, frozenset(chosen), partner)
+
+
+def _choices(argument: object) -> Iterator[ByMode]:
+    match argument:
+        case ByMode():
+            yield argument
+        case tuple() | list():
+            for item in argument:
+                yield from _choices(item)
+        case dict():
+            for item in argument.values():
+                yield from _choices(item)
+
+
+def is_attribute(made: Call) -> bool:
+    """`x.shape` and the like: written wherever it is used."""
+    return isinstance(made, FunctionCall) and made.function is getattr and len(made.args) == 2
