@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import nn
 
-from .distributed import Network, launched
+from .choices import TransportKind, listed_devices, own_device, schedule_kind, transport_kind
+from .distributed import Network
 from .engine import Job, Values
 from .errors import UsageError
 from .inputs import Inputs, batch_of, bind, rebuild, split
@@ -24,12 +23,7 @@ from .state import copy_into, named_tensors
 from .weights import Weights, build_stage, parameter_kinds
 from .wiring import inputs_for, output_leaves
 
-
-class TransportKind(Enum):
-    """How values get from stage to stage."""
-
-    LOCAL = "local"
-    DISTRIBUTED = "distributed"
+__all__ = ["Pipeline", "TransportKind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +75,12 @@ class Pipeline:
         self.spec = spec
         self.seed = seed
         self.microbatches = spec.microbatches if microbatches is None else microbatches
-        self.schedule = spec.schedule if schedule is None else _schedule(schedule)
-        kind = _transport(transport)
-        given = _devices(devices)
+        self.schedule = spec.schedule if schedule is None else schedule_kind(schedule)
+        kind = transport_kind(transport)
+        given = listed_devices(devices)
         self._network: Network | None = None
         if kind is TransportKind.DISTRIBUTED:
-            self._network = Network.join(_own_device(given), timeout_s)
+            self._network = Network.join(own_device(given), timeout_s)
             count = self._network.size
         else:
             given = given or default_devices(len(spec.stages))
@@ -378,40 +372,3 @@ def parameter_shape(spec: PipelineSpec, stage: int, name: str) -> tuple[int, ...
         if names.get(own, own) == name:
             return tuple(parameter.shape)
     raise KeyError(name)
-
-
-def _schedule(schedule: ScheduleKind | str) -> ScheduleKind:
-    try:
-        return ScheduleKind(schedule)
-    except ValueError as error:
-        known = ", ".join(kind.value for kind in ScheduleKind)
-        raise UsageError(f"there is no schedule {schedule!r}; there are {known}") from error
-
-
-def _transport(transport: TransportKind | str | None) -> TransportKind:
-    if transport is None:
-        return TransportKind.DISTRIBUTED if launched() else TransportKind.LOCAL
-    try:
-        return TransportKind(transport)
-    except ValueError as error:
-        known = ", ".join(kind.value for kind in TransportKind)
-        raise UsageError(f"there is no transport {transport!r}; there are {known}") from error
-
-
-def _devices(
-    devices: Sequence[torch.device | str] | torch.device | str | None,
-) -> tuple[torch.device, ...]:
-    if devices is None:
-        return ()
-    listed = [devices] if isinstance(devices, torch.device | str) else devices
-    try:
-        return tuple(torch.device(device) for device in listed)
-    except RuntimeError as error:
-        raise UsageError(str(error).splitlines()[0]) from error
-
-
-def _own_device(given: Sequence[torch.device]) -> torch.device | None:
-    """This rank's device among those given for all ranks."""
-    if len(given) > 1:
-        return given[int(os.environ.get("RANK", "0"))]
-    return given[0] if given else None

@@ -54,5 +54,7 @@ def test_a_lost_rank_is_noticed(fault, tmp_path):
     done = torchrun(2, fault, tmp_path)
 
     assert done.returncode != 0
-    message = (tmp_path / "lost-0").read_text()
+    lost = tmp_path / "lost-0"
+    assert lost.exists(), done.stderr
+    message = lost.read_text()
     assert "rank 0 gave up at receive h'[3] 1>0 from rank 1" in message
