@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gpipe_compiler.runtime.spec import Steps
+
 LossFunction = Callable[[object, object], torch.Tensor]
 """`loss_fn(output, target)`, as the user's file offers it."""
 
@@ -50,6 +52,8 @@ class Subject:
         training: whether a loss is traced at all.
         example: the real tensors of the call where `args`, `kwargs` and `target` were moved to meta
             because the model stands there; None everywhere else.
+        initial: for a model on meta: by name, how its tensors got their numbers when it was built
+            (see `frontend/initial.py`).
     """
 
     name: str
@@ -61,3 +65,4 @@ class Subject:
     training: bool = True
     hooks: Hooks | None = None
     example: Example | None = None
+    initial: Mapping[str, Steps] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from torch import nn
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.arguments import state_names as state_names_of
-from gpipe_compiler.runtime.spec import Input, Reduction
+from gpipe_compiler.runtime.spec import Input, Reduction, Steps
 
 
 class Mode(Enum):
@@ -89,6 +89,8 @@ class State:
         name: canonical: the first name that `named_parameters()` or `named_buffers()` gives.
         aliases: further names of the same tensor (tied weights).
         persistent: whether `state_dict()` holds it.
+        initial: for a tensor on meta, the steps by which the model's own code filled it; () where
+            they are not known.
     """
 
     name: str
@@ -98,6 +100,7 @@ class State:
     requires_grad: bool = False
     persistent: bool = True
     aliases: tuple[str, ...] = ()
+    initial: Steps = ()
 
     @property
     def bytes(self) -> int:

@@ -79,6 +79,9 @@ class Leaf:
     batch_dim: int | None = 0
 
 
+Steps: TypeAlias = tuple[tuple[Any, ...], ...]
+"""How a tensor of a model without weights gets its first numbers; see `initial.py`."""
+
 Structure: TypeAlias = Any
 """Tuples, lists and dicts (nested) of `Leaf` and constants."""
 
@@ -97,6 +100,7 @@ class StageSpec:
             (`layer1.0.conv1.weight`).
         random_ops: for each random op of one forward (then of `loss`), in the order the stage runs
             them, its number in the whole model.
+        initial: for a model without weights: by the model's names, how the state begins.
     """
 
     module: type[torch.nn.Module]
@@ -105,6 +109,7 @@ class StageSpec:
     state: Mapping[str, str] = field(default_factory=dict)
     loss_inputs: tuple[str, ...] = ()
     random_ops: tuple[int, ...] = ()
+    initial: Mapping[str, Steps] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
