@@ -25,6 +25,7 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.check import intra_op_threads
 from gpipe_compiler.runtime.comparison import (
     Kind,
     Row,
@@ -74,25 +75,39 @@ def validate(subject: Subject, plan: Plan, directory: Path, *, seed: int = 0) ->
     Raises:
         ValidationError: when the package cannot be run. Differences are reported, not raised.
     """
-    evaluation = make_entry(subject, training=False)
-    expected, notes = _evaluate(evaluation, plan)
-    if plan.training:
-        trained, more = _train_step(make_entry(subject, training=True), plan, seed)
-        expected, notes = {**expected, **trained}, (*notes, *more)
+    threads = max(1, torch.get_num_threads() // len(plan.stages))
+    with intra_op_threads(threads):
+        expected, notes = _evaluate(make_entry(subject, training=False), plan)
+        if plan.training:
+            trained = _train_step(make_entry(subject, training=True), plan, seed)
+            expected = {**expected, **trained}
     with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
         reference, report = Path(scratch, "reference.safetensors"), Path(scratch, "report.json")
         save_file(pack(expected), reference)
-        _run_package(directory, ["--reference", reference, "--report", report, "--seed", seed])
+        _run_package(
+            directory,
+            ["--reference", reference, "--report", report, "--seed", seed],
+            devices=[_device(subject)] * len(plan.stages),
+            threads=threads,
+        )
         rows = tuple(
             Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
         )
     return Validation(rows, notes)
 
 
-def _run_package(directory: Path, options: Sequence[object]) -> None:
-    """`run.py check` in a process of its own, in which this compiler cannot be imported."""
+def _run_package(
+    directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], threads: int
+) -> None:
+    """`run.py check` in a process of its own, in which this compiler cannot be imported.
+
+    Its stages compute where the model did and with as many threads, since other kernels round in
+    another way.
+    """
     command = [sys.executable, "-c", _ISOLATED, directory / "run.py", "check", *options]
+    command += ["--devices", ",".join(map(str, devices))]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = str(threads * len(devices))
     finished = subprocess.run(
         [str(word) for word in command],
         check=False,
@@ -106,12 +121,17 @@ def _run_package(directory: Path, options: Sequence[object]) -> None:
         )
 
 
+def _device(subject: Subject) -> torch.device:
+    """Where the model stands."""
+    return next((tensor.device for tensor in subject.model.parameters()), torch.device("cpu"))
+
+
 def _evaluate(entry: Entry, plan: Plan) -> tuple[Tensors, tuple[str, ...]]:
     """The model's outputs in eval mode, for the whole batch where that equals its parts."""
-    inputs = entry.signature.samples(plan.batch_size)
     with torch.no_grad():
-        whole = _outputs(entry, inputs)
-        parts = [_outputs(entry, part) for part in _split(entry, inputs, plan)]
+        # Every run starts from the same inputs and buffers: a model may write to both.
+        (whole,) = _runs(entry, [tuple(entry.signature.samples(plan.batch_size))])
+        parts = _runs(entry, _split(entry, entry.signature.samples(plan.batch_size), plan))
     if not all(whole.keys() == part.keys() for part in parts):
         raise ValidationError("the model returns another structure for a micro-batch")
     joined = {name: _join([part[name] for part in parts], whole[name]) for name in whole}
@@ -125,32 +145,50 @@ def _evaluate(entry: Entry, plan: Plan) -> tuple[Tensors, tuple[str, ...]]:
     return {Kind.OUTPUT: joined}, (note,)
 
 
+def _runs(
+    entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]]
+) -> list[Mapping[str, torch.Tensor]]:
+    """The outputs of one call after the other; the buffers are afterwards what they were."""
+    before = [buffer.clone() for buffer in entry.model.buffers()]
+    found: list[Mapping[str, torch.Tensor]] = [_outputs(entry, inputs) for inputs in calls]
+    for buffer, content in zip(entry.model.buffers(), before, strict=True):
+        buffer.copy_(content)
+    return found
+
+
 def _outputs(entry: Entry, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies, for the next call may overwrite what is an input or a buffer."""
     leaves = entry(*inputs)
-    return flat_tensors(entry.outputs(leaves[1:] if entry.has_loss else leaves))
+    found = flat_tensors(entry.outputs(leaves[1:] if entry.has_loss else leaves))
+    return {name: tensor.clone() for name, tensor in found.items()}
 
 
 def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
-    """The outputs for micro-batches as one; the last where there is nothing to join."""
-    if len(parts) == 1 or parts[0].shape == whole.shape:
-        return parts[-1]
-    return torch.cat(list(parts))
+    """The outputs for micro-batches as one, as `runtime.inputs.join` has it."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].shape == whole.shape:
+        is_mean = whole.dim() == 0 and whole.is_floating_point()
+        return torch.stack(list(parts)).mean() if is_mean else parts[-1]
+    grown = (d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d])
+    return torch.cat(list(parts), next(grown, 0))
 
 
 def _split(
     entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan
 ) -> list[tuple[torch.Tensor, ...]]:
+    """The inputs of every micro-batch, each with memory of its own."""
     size = plan.microbatch_size
     return [
         tuple(
-            tensor[start : start + size] if source.batched else tensor
+            (tensor[start : start + size] if source.batched else tensor).clone()
             for source, tensor in zip(entry.signature.inputs, inputs, strict=True)
         )
         for start in range(0, plan.batch_size, size)
     ]
 
 
-def _train_step(entry: Entry, plan: Plan, seed: int) -> tuple[Tensors, tuple[str, ...]]:
+def _train_step(entry: Entry, plan: Plan, seed: int) -> Tensors:
     """Loss, gradients, buffers and weights of one step of plain PyTorch."""
     inputs = entry.signature.samples(plan.batch_size)
     weight = 1 / plan.microbatches if entry.reduction is Reduction.MEAN else 1.0
@@ -173,7 +211,7 @@ def _train_step(entry: Entry, plan: Plan, seed: int) -> tuple[Tensors, tuple[str
             name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
             for name, tensor in trainable.items()
         },
-    }, ()
+    }
 
 
 def _gradients(

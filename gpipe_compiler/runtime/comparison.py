@@ -131,7 +131,11 @@ def _scales(kind: Kind, expected: Tensors) -> dict[str, float]:
 
 
 def _magnitude(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    if tensor.dtype == torch.bool:  # has no absolute value
+        return float(tensor.any())
+    return float(tensor.detach().abs().max())
 
 
 def _row(
