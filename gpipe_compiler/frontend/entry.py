@@ -247,7 +247,7 @@ def make_entry(subject: Subject, training: bool) -> Entry:
         ModelError: when the model or its loss function raises on the example inputs.
         TraceError: when the model cannot be copied.
     """
-    states = state_table(subject.model)
+    states = state_table(subject.model, subject.initial)
     return Entry(subject, read_signature(subject, on_meta=states.on_meta), states, training)
 
 

@@ -210,6 +210,7 @@ class _Lowering:
             tensor.dtype,
             requires_grad=tensor.requires_grad,
             persistent=kind is StateKind.PARAMETER,
+            initial=self.entry.states.initial.get(wish, ()) if tensor.is_meta else (),
         )
         self.constant_tensors[name] = tensor
         self._names[id(tensor)] = name

@@ -26,6 +26,7 @@ from gpipe_compiler.frontend.examples import (
     parse_inputs,
     tensors,
 )
+from gpipe_compiler.frontend.initial import catch_up, recording
 from gpipe_compiler.frontend.subject import Example, Hooks, Subject
 from gpipe_compiler.frontend.user_code import (
     ModelSpec,
@@ -33,6 +34,7 @@ from gpipe_compiler.frontend.user_code import (
     definition,
     import_user_code,
 )
+from gpipe_compiler.runtime.spec import Steps
 
 DEFAULT_FACTORY = "build_model"
 _HOOKS = ("train_data", "make_optimizer")
@@ -57,7 +59,7 @@ def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) 
     given = parse_inputs(input_specs) if input_specs else None
     module = import_user_code(spec)
     home = Path(module.__file__).parent if module.__file__ else Path.cwd()
-    built = _build(spec, module, home)
+    built, initial = _build_and_watch(spec, module, home)
     call = _example_call(spec, module, home) if given is None else given
     check_call(built, call, "example_inputs()" if given is None else "--input")
     loss_fn = _offered(module, "loss_fn") if training else None
@@ -75,6 +77,7 @@ def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) 
             module=spec.module,
             names=frozenset(name for name in _HOOKS if _offered(module, name) is not None),
         ),
+        initial=initial,
     )
     return _same_device(subject)
 
@@ -94,6 +97,18 @@ def _offered(module: ModuleType, name: str) -> Callable[..., object] | None:
             hint=f"define it as a function: def {name}(...)",
         )
     return function  # type: ignore[no-any-return]  # what the user's file holds is untyped
+
+
+def _build_and_watch(
+    spec: ModelSpec, module: ModuleType, home: Path
+) -> tuple[nn.Module, dict[str, Steps]]:
+    """The model, and where it is on meta how its tensors would have got their numbers."""
+    with recording() as seen:
+        built = _build(spec, module, home)
+        if not any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
+            return built, {}
+        catch_up(built)
+    return built, seen.steps_of(built)
 
 
 def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:

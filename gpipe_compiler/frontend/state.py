@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError, TraceError
 from gpipe_compiler.ir import State, StateKind
+from gpipe_compiler.runtime.spec import Steps
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class StateTable:
         states: by canonical name.
         tensors: the model's tensors by canonical name.
         canonical: every name, tied ones included, to the canonical one.
+        initial: how tensors on meta begin, by name; plain attributes of modules stand here too.
     """
 
     states: Mapping[str, State]
     tensors: Mapping[str, torch.Tensor]
     canonical: Mapping[str, str]
+    initial: Mapping[str, Steps] = field(default_factory=dict)
 
     @property
     def on_meta(self) -> bool:
@@ -33,12 +36,16 @@ class StateTable:
         return any(tensor.is_meta for tensor in self.tensors.values())
 
 
-def state_table(model: nn.Module) -> StateTable:
+def state_table(model: nn.Module, initial: Mapping[str, Steps] | None = None) -> StateTable:
     """The parameters and buffers of a model.
+
+    Args:
+        initial: how tensors on meta begin, by name.
 
     Raises:
         ModelError: when a lazy module has not seen its first input yet.
     """
+    initial = initial or {}
     names: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     found: dict[str, tuple[StateKind, torch.Tensor]] = {}
@@ -69,10 +76,12 @@ def state_table(model: nn.Module) -> StateTable:
             requires_grad=tensor.requires_grad,
             persistent=name not in transient,
             aliases=tuple(aliases.get(name, ())),
+            initial=initial.get(name, ()),
         )
         for name, (kind, tensor) in found.items()
     }
-    return StateTable(states, {name: tensor for name, (_, tensor) in found.items()}, canonical)
+    tensors = {name: tensor for name, (_, tensor) in found.items()}
+    return StateTable(states, tensors, canonical, initial)
 
 
 def _transient_buffers(model: nn.Module) -> frozenset[str]:

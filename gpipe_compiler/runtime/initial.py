@@ -76,8 +76,8 @@ def _part(tensor: torch.Tensor, index: Sequence[Any]) -> torch.Tensor:
 
 
 def _op(name: str) -> Callable[..., Any]:
-    found = getattr(nn.init, name) if name in OF_INIT else getattr(torch.ops.aten, name)
-    return found  # type: ignore[no-any-return]  # functions of torch
+    home: Any = nn.init if name in OF_INIT else torch.ops.aten
+    return getattr(home, name)  # type: ignore[no-any-return]  # functions of torch
 
 
 def _is_option(argument: object) -> bool:

@@ -1,0 +1,273 @@
+"""How the user's code fills tensors that have no memory, so that a package can do it again.
+
+While `build_model()` runs, `recording()` notes every op that writes to a tensor on the meta device.
+`Recording.steps_of(model)` then tells for each tensor of the model what made its content, written
+as `runtime/initial.py` replays it: what was overwritten is forgotten, and a tensor that several
+ops compute from others takes the ops that it needs along.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from gpipe_compiler.frontend.steps import Creation, Event, Operand, Tape, write_steps
+from gpipe_compiler.runtime.spec import Steps
+
+_LITERAL_ELEMENTS = 1024
+"""Real tensors up to this size are written down where a tensor on meta is made from them."""
+
+_NO_OP_ON_META: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "_no_grad_trunc_normal_": ("trunc_normal_", ("mean", "std", "a", "b")),
+    "orthogonal_": ("orthogonal_", ("gain",)),
+    "sparse_": ("sparse_", ("sparsity", "std")),
+    "dirac_": ("dirac_", ("groups",)),
+}
+"""Functions of torch.nn.init that look whether a tensor is on meta, and then do nothing."""
+
+_DROPPED = frozenset({"device", "layout", "pin_memory", "generator"})
+
+
+@dataclass
+class Recording:
+    """What was written to tensors on meta.
+
+    Attributes:
+        owners: the storages by number, kept so that no other storage takes their address.
+    """
+
+    tape: Tape = field(default_factory=Tape)
+    numbers: dict[int, int] = field(default_factory=dict)
+    owners: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def operand(self, tensor: torch.Tensor) -> Operand:
+        """A tensor on meta as a view of a numbered storage."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.numbers:
+            self.numbers[address] = len(self.owners)
+            self.owners.append(storage)
+        return Operand(
+            self.numbers[address],
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            storage.nbytes(),
+        )
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage has been met."""
+        return tensor.untyped_storage()._cdata in self.numbers
+
+    def steps_of(self, model: nn.Module) -> dict[str, Steps]:
+        """The steps of every tensor of the model on meta, by name; () where they are not known."""
+        targets = {name: self.operand(tensor) for name, tensor in tensors_of_model(model)}
+        return write_steps(self.tape, targets)
+
+
+def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors on meta: parameters, buffers, and plain attributes of its modules."""
+    seen: set[int] = set()
+    attributes = (
+        (f"{path}.{name}" if path else name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    )
+    for pairs in (model.named_parameters(), model.named_buffers(), attributes):
+        for name, tensor in pairs:
+            if tensor.is_meta and id(tensor) not in seen and not nn.parameter.is_lazy(tensor):
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def catch_up(model: nn.Module) -> None:
+    """Let a Hugging Face model do what it leaves out on meta: its own initialisation."""
+    library = sys.modules.get("transformers")
+    if library is None:
+        return
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") or outer == "" for outer in outermost)
+        if isinstance(module, library.PreTrainedModel) and not inside:
+            outermost.append(path)
+            waiting = hasattr(module, "initialize_weights")
+            if waiting and any(parameter.is_meta for parameter in module.parameters()):
+                with torch.device("meta"):
+                    module.initialize_weights()
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Notes what the code inside writes to tensors on meta; real tensors cost next to nothing."""
+    found = Recording()
+    with _Functions(found), _Ops(found):
+        yield found
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what the dispatcher does not: data from Python, and functions that skip meta."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == _IS_META:
+            if result:
+                self._skipped(args[0])
+        elif func in (torch.tensor, torch.as_tensor, torch.asarray) and result.is_meta:
+            self._data(result, args, kwargs or {})
+        return result
+
+    def _skipped(self, tensor: torch.Tensor) -> None:
+        """A function of torch.nn.init is about to return without having done anything."""
+        frame = sys._getframe(2)
+        while frame.f_globals.get("__name__") == _device.__name__ and frame.f_back is not None:
+            frame = frame.f_back  # the user's `with torch.device("meta")`
+        if frame.f_globals.get("__name__") != nn.init.__name__:
+            return
+        known = _NO_OP_ON_META.get(frame.f_code.co_name)
+        if known is not None:
+            op, names = known
+            arguments = tuple(frame.f_locals[name] for name in names)
+            self.recording.tape.fill(op, self.recording.operand(tensor), arguments, random=True)
+
+    def _data(self, result: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if isinstance(data, torch.Tensor) and data.is_meta:
+            return
+        with torch._C.DisableTorchFunction(), _no_modes():
+            real = torch.as_tensor(data, dtype=result.dtype, device="cpu")
+        self.recording.tape.create(_literal(real), self.recording.operand(result))
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a descriptor of C
+
+
+@contextmanager
+def _no_modes() -> Iterator[None]:
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+class _Ops(TorchDispatchMode):
+    """Notes the ops of the dispatcher that write to meta."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = _on_meta((args, kwargs), self.recording)
+        result = func(*args, **kwargs)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        if any(isinstance(item, torch.Tensor) and item.is_meta for item in outputs):
+            self._note(func, args, kwargs, outputs, known)
+        return result
+
+    def _note(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any, known: frozenset[int]
+    ) -> None:
+        record, schema = self.recording, func._schema
+        made = [
+            (place, record.operand(item))
+            for place, item in enumerate(outputs)
+            if isinstance(item, torch.Tensor) and item.is_meta
+        ]
+        created = tuple((place, item) for place, item in made if item.storage not in known)
+        written = tuple(
+            record.operand(value).storage
+            for value, argument in zip(args, schema.arguments, strict=False)
+            if argument.is_write and isinstance(value, torch.Tensor) and value.is_meta
+        )
+        out = kwargs.get("out")
+        if isinstance(out, torch.Tensor) and func.overloadpacket is torch.ops.aten.eye:
+            record.tape.fill("eye_", record.operand(out), (), random=False)
+            return
+        if not created and not written and out is None:
+            return  # a view
+        options = {
+            key: value for key, value in kwargs.items() if key not in _DROPPED and value is not None
+        }
+        dtypes = [item.name for item in schema.arguments if item.name == "dtype"]
+        if dtypes and created and not any(isinstance(arg, torch.Tensor) for arg in args):
+            options["dtype"] = created[0][1].dtype
+        understood = (
+            func.namespace == "aten" and out is None and func._schema.is_mutable == bool(written)
+        )
+        arguments, odd = self._arguments((tuple(args), options))
+        record.tape.events.append(
+            Event(
+                op=func.overloadpacket.__name__,
+                args=arguments[0],
+                options=tuple(sorted(arguments[1].items())),
+                created=tuple(Creation(place, item) for place, item in created),
+                written=written,
+                several=len(outputs) > 1,
+                random=torch.Tag.nondeterministic_seeded in func.tags,
+                understood=understood and not odd,
+            )
+        )
+
+    def _arguments(self, tree: Any) -> tuple[Any, bool]:
+        """Arguments with operands for tensors; and whether one of them cannot be written down."""
+        odd = False
+
+        def note(tensor: torch.Tensor) -> object:
+            nonlocal odd
+            if tensor.is_meta:
+                return self.recording.operand(tensor)
+            literal = _literal(tensor)
+            odd = odd or literal is None
+            return literal
+
+        def plain(value: object) -> object:
+            return tuple(plain(item) for item in value) if isinstance(value, list) else value
+
+        noted = tree_map_only(torch.Tensor, note, tree)
+        return (tuple(plain(item) for item in noted[0]), noted[1]), odd
+
+
+def _on_meta(tree: Any, recording: Recording) -> frozenset[int]:
+    """The storages on meta among arguments."""
+    found: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                found.add(recording.operand(value).storage)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    visit(tree)
+    return frozenset(found)
+
+
+def _literal(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """A small real tensor as the step that makes it anew."""
+    if tensor.numel() > _LITERAL_ELEMENTS or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    with _no_modes():
+        return ("tensor", _nest(tensor.detach().cpu().tolist()), tensor.dtype)
+
+
+def _nest(value: object) -> object:
+    return tuple(_nest(item) for item in value) if isinstance(value, list) else value
