@@ -134,6 +134,11 @@ class Pipeline:
         """This process's number; 0 for the only one."""
         return 0 if self._network is None else self._network.rank
 
+    @property
+    def threads(self) -> int:
+        """Intra-op threads that a stage computes with on a CPU."""
+        return self._runner.threads
+
     def step(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
         """Forward and backward of a mini-batch: adds to `.grad` of every parameter.
 

@@ -31,7 +31,13 @@ class Result:
 
 
 class Runner(Protocol):
-    """The way in which a pipeline's programs are executed."""
+    """The way in which a pipeline's programs are executed.
+
+    Attributes:
+        threads: intra-op threads that a stage computes with on a CPU.
+    """
+
+    threads: int
 
     def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
         """Execute every device's program once; `samples` are in each micro-batch."""
@@ -62,6 +68,7 @@ class LocalRunner:
         ]
         on_cpu = sum(device.type == "cpu" for device in devices)
         threads = max(1, torch.get_num_threads() // on_cpu) if on_cpu > 1 else None
+        self.threads = threads or torch.get_num_threads()
         self.workers: Workers[Outcome] = Workers(len(devices), threads)
 
     def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
@@ -112,6 +119,7 @@ class DistributedRunner:
     ) -> None:
         self.spec = spec
         self.network = network
+        self.threads = torch.get_num_threads()
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
         self.engine = Engine(modules, network.device, loss)
