@@ -95,7 +95,7 @@ def _pipeline(
     options = {
         "name": _text(plan.name),
         "stages": tuple_of([_stage(stage) for stage in stages], exploded=True),
-        "inputs": _all(inputs, _input),
+        "inputs": _all(inputs, lambda source: _input(source, imports)),
         "crossings": _all(plan.crossings, lambda crossing: _crossing(crossing, imports)),
         "outputs": _outputs(graph, imports),
         "loss": _loss(plan, graph),
@@ -128,14 +128,19 @@ def _stage(stage: StageSource) -> Expression:
         options["loss_inputs"] = _texts(stage.loss_inputs)
     if stage.random_ops:
         options["random_ops"] = _numbers(stage.random_ops)
+    if stage.initial:
+        options["initial"] = name(f"{module}.INITIAL")
     return _call("StageSpec", options, exploded=True)
 
 
-def _input(source: Input) -> Expression:
-    options = [_text(source.name), tuple_of([_path(item) for item in source.path])]
+def _input(source: Input, imports: Imports) -> Expression:
+    items = [_text(source.name), tuple_of([_path(item) for item in source.path])]
     if not source.batched:
-        options.append(name("batched=False"))
-    return call("Input", options)
+        items.append(name("batched=False"))
+    if source.shape is not None and source.dtype is not None:
+        items.append(write_literal(source.shape, imports).prefixed("shape="))
+        items.append(write_literal(source.dtype, imports).prefixed("dtype="))
+    return call("Input", items)
 
 
 def _path(item: str | int) -> Expression:

@@ -53,8 +53,8 @@ SPEC = PipelineSpec(
         ),
     ),
     inputs=(
-        Input("images", ("args", 0)),
-        Input("target", ("target",)),
+        Input("images", ("args", 0), shape=(4, 3, 8, 8), dtype=torch.float32),
+        Input("target", ("target",), shape=(4,), dtype=torch.int64),
     ),
     crossings=(
         Crossing("stem_2", 0, (1,), (2, 4, 8, 8), torch.float32),

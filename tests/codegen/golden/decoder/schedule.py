@@ -53,8 +53,8 @@ SPEC = PipelineSpec(
         ),
     ),
     inputs=(
-        Input("ids", ("args", 0)),
-        Input("target", ("target",)),
+        Input("ids", ("args", 0), shape=(4, 6), dtype=torch.int64),
+        Input("target", ("target",), shape=(4, 6), dtype=torch.int64),
     ),
     crossings=(
         Crossing("add", 0, (1,), (2, 6, 8), torch.float32),
