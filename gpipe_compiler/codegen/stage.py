@@ -13,6 +13,7 @@ from gpipe_compiler.codegen.constructors import ModulePath, StageState, construc
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, call, dict_of, lay_out, name
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.statements import write_statements
@@ -21,6 +22,7 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import state_names
 from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.runtime.spec import Steps
 
 MANY_OUTPUTS = 4
 """From so many on, the types of the outputs are not told one by one."""
@@ -35,6 +37,7 @@ class StageSource:
         inputs, outputs, loss_inputs: values in the order of arguments and results.
         state: the stage's own state names to the model's.
         random_ops: numbers of the random aten ops it runs in training.
+        initial: by the model's names, how the state of a model without weights begins.
     """
 
     index: int
@@ -45,6 +48,7 @@ class StageSource:
     loss_inputs: tuple[str, ...]
     state: Mapping[str, str]
     random_ops: tuple[int, ...]
+    initial: Mapping[str, Steps]
 
 
 def has_separate_loss(plan: Plan, graph: Graph) -> bool:
@@ -77,6 +81,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         written.append(_Written(method, write_body(graph, method, writer)))
     if any(method.arguments for method in methods) or outputs:
         imports.from_torch("Tensor")
+    initial = initial_steps(graph, state.originals.values())
     text = render(
         "stage.py.jinja",
         title=_title(plan, stage, ops),
@@ -94,6 +99,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
             ),
             prefix="STATE = ",
         ),
+        initial=initial_lines(initial, imports),
     )
     return StageSource(
         index=stage.index,
@@ -104,6 +110,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         loss_inputs=methods[1].arguments if separate else (),
         state=state.originals,
         random_ops=facts.random_numbers(ops),
+        initial=initial,
     )
 
 

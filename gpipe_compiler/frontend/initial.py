@@ -163,11 +163,11 @@ def _no_modes() -> Iterator[None]:
         yield
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say
     """Notes the ops of the dispatcher that write to meta."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
         self.recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

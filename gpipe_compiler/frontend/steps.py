@@ -288,7 +288,7 @@ def _simple(target: Operand, events: Iterable[Event]) -> Steps | None:
             if not (len(event.created) == 1 and event.created[0].operand.whole and target.whole):
                 return None
             method = _FILLS[event.op]
-            value = ()
+            value: tuple[Any, ...] = ()
             if method == "fill_":
                 value = (event.args[_VALUE_OF[event.op]] if event.op in _VALUE_OF else 1,)
             steps.append(_completed(method, value, target.dtype))

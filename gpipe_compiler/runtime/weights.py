@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from .errors import WeightsError
+from .initial import replay, seed_of
 from .spec import StageSpec
 
 INDEX = "index.json"
@@ -119,10 +119,10 @@ def build_stage(
 ) -> nn.Module:
     """A stage's module on its device, with its weights.
 
-    Without weights, every module of the stage is initialised on the device by its own rule, from a
-    seed that depends on `seed` and on the model's name of its first tensor: the same for any
-    number of stages. A parameter that stands in no module with a rule of its own is drawn from
-    normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise.
+    Without weights, a tensor begins on the device as `spec.initial` says. What that leaves out is
+    initialised by the rule of its module, and a parameter of no such module is drawn from
+    normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise. What is
+    drawn depends on `seed` and on names in the model: the same for any number of stages.
 
     Raises:
         WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
@@ -180,25 +180,47 @@ def parameter_kinds(spec: StageSpec) -> dict[str, bool]:
 
 
 def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
-    generators = _generators(device)
-    with torch.random.fork_rng(devices=generators):
-        with torch.device(device):
-            module = spec.module()
-        # Children first: a parent such as MultiheadAttention has the last word on their biases.
-        for path, holder in reversed(list(module.named_modules())):
-            own_names = [
-                name
-                for name, tensor in (*holder._parameters.items(), *holder._buffers.items())
-                if tensor is not None
-            ]
-            if own_names:
-                first = f"{path}.{own_names[0]}" if path else own_names[0]
-                torch.manual_seed(_seed_of(spec.state.get(first, first), seed))
-                _reset(holder, path, spec, seed)
-    first_of: dict[str, nn.Parameter] = {}
-    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.state.get(own, own)
-        _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
+    with torch.random.fork_rng(devices=_generators(device)):
+        module = _unfilled(spec, device, seed)
+        seen: set[int] = set()
+        for own, tensor in (*module.named_parameters(), *module.named_buffers()):
+            name = spec.state.get(own, own)
+            if name in spec.initial and id(tensor) not in seen:
+                seen.add(id(tensor))
+                replay(tensor, name, spec.initial[name], seed)
+    return module
+
+
+def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
+    """The stage on its device; what `spec.initial` leaves out has its first numbers already."""
+    with torch.device("meta"):
+        module = spec.module()
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    if all(spec.state.get(own, own) in spec.initial for own, _ in (*parameters, *buffers)):
+        # Nothing is computed by the constructor: memory is all that is missing.
+        new: dict[int, torch.Tensor] = {}
+        for own, tensor in (*parameters, *buffers):
+            if id(tensor) not in new:
+                memory = torch.empty_like(tensor, device=device, requires_grad=False)
+                if isinstance(tensor, nn.Parameter):
+                    memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+                new[id(tensor)] = memory
+            _replace(module, own, own, tensor, new[id(tensor)])
+        return module
+    with torch.device(device):
+        module = spec.module()
+    # Children first: a parent such as MultiheadAttention has the last word on their biases.
+    for path, holder in reversed(list(module.named_modules())):
+        own_names = [
+            name
+            for name, tensor in (*holder._parameters.items(), *holder._buffers.items())
+            if tensor is not None
+        ]
+        if own_names:
+            first = f"{path}.{own_names[0]}" if path else own_names[0]
+            torch.manual_seed(seed_of(spec.state.get(first, first), seed))
+            _reset(holder, path, spec, seed)
     return module
 
 
@@ -212,17 +234,12 @@ def _reset(holder: nn.Module, path: str, spec: StageSpec, seed: int) -> None:
         if parameter is None or not parameter.is_floating_point():
             continue
         name = spec.state.get(f"{path}.{own}" if path else own, own)
-        torch.manual_seed(_seed_of(name, seed))
+        torch.manual_seed(seed_of(name, seed))
         with torch.no_grad():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
             else:
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-
-
-def _seed_of(name: str, seed: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _generators(device: torch.device) -> list[int]:
