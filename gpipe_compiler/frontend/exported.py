@@ -28,6 +28,7 @@ from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes,
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
+from gpipe_compiler.frontend.numbers import NumbersOnMeta
 from gpipe_compiler.frontend.readable import make_readable, write_constants
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
@@ -47,7 +48,9 @@ def trace_export(subject: Subject, training: bool) -> Graph:
     entry = make_entry(subject, training)
     recorder = CallRecorder()
     with recorder.watching(entry.model, "model"), noting_fixed_sizes() as lines:
-        program = export(entry)
+        numbers = NumbersOnMeta() if entry.states.on_meta else contextlib.nullcontext()
+        with numbers:
+            program = export(entry)
     module = program.graph_module
     refuse_fixed_batch(entry, name_state(module, program, recorder.canonical), lines)
     graphs = [region.graph for region in regions(module)]
