@@ -12,7 +12,7 @@ import torch
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table whose first column is aligned left and whose others are aligned right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
 
     def line(row: Sequence[str]) -> str:
