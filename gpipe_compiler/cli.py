@@ -168,6 +168,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
         "directory": str(compiled.directory) if compiled.directory else None,
         "frontend": compiled.frontend.value,
         "plan": json.loads(compiled.plan.to_json()),
+        "not_validated": compiled.not_validated or None,
         "validation": None
         if validation is None
         else {
@@ -186,7 +187,8 @@ def _print_compiled(compiled: Compiled) -> None:
     console.print(stage_table(plan))
     if directory is None and plan.crossings:
         console.print(boundary_table(plan))
-    console.print(summary_table(plan, compiled.frontend.value, compiled.validation))
+    held, refused = compiled.validation, compiled.not_validated
+    console.print(summary_table(plan, compiled.frontend.value, held, refused))
     if directory is None:
         _say("dry run: nothing written")
         return

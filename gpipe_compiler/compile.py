@@ -19,6 +19,7 @@ from gpipe_compiler.codegen.package import emit, failed_place, refuse_taken
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
@@ -29,7 +30,12 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.validate import Validation, validate
+from gpipe_compiler.validate import (
+    Validation,
+    validate,
+    validate_materialised,
+    why_not_materialised,
+)
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""
@@ -74,6 +80,7 @@ class Compiled:
         frontend: the one that traced the model.
         directory: the package; None after a dry run.
         validation: what was compared; None when nothing was.
+        not_validated: why nothing was compared, where that was not what the user asked for.
     """
 
     graph: Graph
@@ -81,6 +88,7 @@ class Compiled:
     plan: Plan
     directory: Path | None
     validation: Validation | None
+    not_validated: str = ""
 
     def __str__(self) -> str:
         return f"{self.plan}\n{self.directory or 'dry run: nothing written'}"
@@ -189,22 +197,30 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     if directory is None:
         return Compiled(graph, frontend, made, None, None)
     found: list[Validation] = []
+    refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
 
     def hold(folder: Path) -> None:
-        if options.validate and not on_meta(graph):
+        if options.validate and not refused:
             progress("validating the package against the model")
-            found.append(validate(subject, made, folder, seed=options.seed))
+            hold_against = validate_materialised if on_meta(graph) else validate
+            found.append(hold_against(subject, made, folder, seed=options.seed))
             write_report(made, folder / "report.html", found[0])
             refuse_failed(found[0])
 
     try:
         placed = emit(
-            made, directory, hooks=subject.hooks, force=options.force, progress=progress, check=hold
+            made,
+            directory,
+            hooks=subject.hooks,
+            force=options.force,
+            progress=progress,
+            check=hold,
+            example=real_example(subject) if on_meta(graph) else None,
         )
     except ValidationError as error:
         left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
         raise ValidationError(error.problem, hint=left) from error
-    return Compiled(graph, frontend, made, placed, found[0] if found else None)
+    return Compiled(graph, frontend, made, placed, found[0] if found else None, refused)
 
 
 def default_microbatches(batch_size: int, stages: int) -> int:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.plan import Plan
@@ -35,6 +36,7 @@ from gpipe_compiler.runtime.comparison import (
     pack,
 )
 from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.weights import save_file as save_weights
 
 _ISOLATED = """
 import runpy, sys
@@ -67,26 +69,37 @@ class Validation:
         )
 
 
-def validate(subject: Subject, plan: Plan, directory: Path, *, seed: int = 0) -> Validation:
+def validate(
+    subject: Subject,
+    plan: Plan,
+    directory: Path,
+    *,
+    seed: int = 0,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Validation:
     """Runs the package in `directory` against the subject's model.
 
     The package is called on the example inputs. The model stays as it is.
+
+    Args:
+        weights: what the package is to load first, by the model's names.
 
     Raises:
         ValidationError: when the package cannot be run. Differences are reported, not raised.
     """
     threads = max(1, torch.get_num_threads() // len(plan.stages))
     with intra_op_threads(threads):
-        expected, notes = _evaluate(make_entry(subject, training=False), plan)
-        if plan.training:
-            trained = _train_step(make_entry(subject, training=True), plan, seed)
-            expected = {**expected, **trained}
+        expected, notes = reference_of(subject, plan, seed)
     with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
         reference, report = Path(scratch, "reference.safetensors"), Path(scratch, "report.json")
         save_file(pack(expected), reference)
+        options: list[object] = ["--reference", reference, "--report", report, "--seed", seed]
+        if weights is not None:
+            save_weights(weights, Path(scratch, "weights.safetensors"))
+            options += ["--load", Path(scratch, "weights.safetensors")]
         _run_package(
             directory,
-            ["--reference", reference, "--report", report, "--seed", seed],
+            options,
             devices=[_device(subject)] * len(plan.stages),
             threads=threads,
         )
@@ -94,6 +107,52 @@ def validate(subject: Subject, plan: Plan, directory: Path, *, seed: int = 0) ->
             Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
         )
     return Validation(rows, notes)
+
+
+LARGEST_MATERIALISED = 1 << 30
+"""Bytes of parameters up to which a model on meta is given numbers, to be validated."""
+
+
+def validate_materialised(
+    subject: Subject, plan: Plan, directory: Path, *, seed: int = 0
+) -> Validation:
+    """Runs the package of a model on meta against a copy of the model that has numbers.
+
+    Where it is known how every tensor begins, the package begins by itself, so that this is
+    compared too; otherwise it is given the copy's weights.
+
+    Raises:
+        ValidationError: when the package cannot be run. Differences are reported, not raised.
+    """
+    real = materialised(subject, seed)
+    if known(subject):
+        return validate(real, plan, directory, seed=seed)
+    assert plan.graph is not None
+    graph = plan.graph
+    used = {name for op in graph.ops for name in op.states(graph.modules)}
+    weights = {name: tensor for name, tensor in weights_of(real).items() if name in used}
+    return validate(real, plan, directory, seed=seed, weights=weights)
+
+
+def why_not_materialised(plan: Plan) -> str:
+    """Why a model on meta is too large to be validated; "" where it is not."""
+    assert plan.graph is not None
+    size = sum(state.bytes for state in plan.graph.state.values())
+    if size <= LARGEST_MATERIALISED:
+        return ""
+    return (
+        f"the model is on the meta device, and its {size / 2**30:.1f} GiB of parameters are too "
+        f"much to be filled and run here (the limit is {LARGEST_MATERIALISED >> 30} GiB)"
+    )
+
+
+def reference_of(subject: Subject, plan: Plan, seed: int) -> tuple[Tensors, tuple[str, ...]]:
+    """What the package of a plan must come to, by the model in plain PyTorch; and notes on it."""
+    expected, notes = _evaluate(make_entry(subject, training=False), plan)
+    if plan.training:
+        trained = _train_step(make_entry(subject, training=True), plan, seed)
+        expected = {**expected, **trained}
+    return expected, notes
 
 
 def _run_package(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors
+import torch
 
 import gpipe_compiler.runtime
 from gpipe_compiler.codegen.facts import Facts
@@ -39,6 +40,7 @@ def emit(
     force: bool = False,
     progress: Progress | None = None,
     check: Callable[[Path], None] | None = None,
+    example: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes the package of a plan.
 
@@ -51,6 +53,7 @@ def emit(
         force: replace the package that stands there already.
         check: called with the finished folder before it is moved to its place. When it raises a
             ValidationError the folder is left aside, as `<directory>.failed`.
+        example: a real tensor for every input, by name; that of the graph unless given.
 
     Returns:
         The absolute path of the package.
@@ -68,7 +71,7 @@ def emit(
     refuse_taken(target, force=force)
     tell = progress or (lambda _: None)
     with _beside(target) as folder:
-        _write(plan, folder, hooks, tell)
+        _write(plan, folder, hooks, tell, plan.graph.example if example is None else example)
         if check is not None:
             try:
                 check(folder)
@@ -88,7 +91,13 @@ def failed_place(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.failed")
 
 
-def _write(plan: Plan, folder: Path, hooks: Hooks | None, tell: Progress) -> None:
+def _write(
+    plan: Plan,
+    folder: Path,
+    hooks: Hooks | None,
+    tell: Progress,
+    example: Mapping[str, torch.Tensor],
+) -> None:
     assert plan.graph is not None
     graph = plan.graph
     tell("writing the stages")
@@ -103,7 +112,7 @@ def _write(plan: Plan, folder: Path, hooks: Hooks | None, tell: Progress) -> Non
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     _copy_runtime(folder / "runtime")
-    write_weights(graph, stages, folder / "weights", tell)
+    write_weights(graph, stages, folder / "weights", tell, example)
     write_report(plan, folder / "report.html")
 
 

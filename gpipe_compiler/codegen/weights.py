@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.ir import Graph
@@ -23,15 +25,16 @@ def write_weights(
     stages: Sequence[StageSource],
     directory: Path,
     progress: Callable[[str], None],
+    example: Mapping[str, torch.Tensor],
 ) -> None:
     """Writes `stage_<k>.safetensors` and the index; a tensor of several stages goes to the first.
 
     Nothing but the example inputs is written for a model without values.
     """
     directory.mkdir()
-    example = {name: tensor for name, tensor in graph.example.items() if not tensor.is_meta}
-    if example:
-        save_file(example, directory / EXAMPLE)
+    real = {name: tensor for name, tensor in example.items() if not tensor.is_meta}
+    if real:
+        save_file(real, directory / EXAMPLE)
     if not has_weights(graph):
         return
     placed: dict[str, str] = {}

@@ -155,20 +155,24 @@ class Held(Protocol):
         """Sentences."""
 
 
-def summary_table(plan: Plan, frontend: str, validation: Held | None) -> Table:
+def summary_table(
+    plan: Plan, frontend: str, validation: Held | None, not_validated: str = ""
+) -> Table:
     """What a compile made, in a few lines.
 
     Args:
         frontend: what traced the model.
         validation: None where nothing was compared.
+        not_validated: why not, where the user did not say so.
     """
+    unvalidated = f"no: {not_validated}" if not_validated else "no"
     facts = [
         ("stages", str(len(plan.stages))),
         ("ops", str(len({name for stage in plan.stages for name in stage.ops}))),
         ("parameters", f"{parameter_count(plan):,}"),
         ("traced by", frontend),
         *prediction_rows(plan),
-        ("validated", "no" if validation is None else format_validation(validation)),
+        ("validated", unvalidated if validation is None else format_validation(validation)),
     ]
     return _pairs("summary", facts)
 
