@@ -12,6 +12,7 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS, Cut, StepKind, cut
 from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
 from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.runtime.schedule import lower, prove
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 from gpipe_compiler.simulate import StageTimes, simulate
@@ -35,6 +36,8 @@ def make_plan(
             loss, else inference.
         batch_size: samples of a mini-batch.
         most_down_sets: places to cut up to which the search is over all of them.
+
+    The schedule is lowered and proved free of deadlock.
 
     Raises:
         UsageError: for no stages or no micro-batches.
@@ -65,6 +68,7 @@ def make_plan(
     made = tuple(
         _stage(facts, table, index, found.times[index], training) for index in range(stages)
     )
+    _prove(graph, made, table, orders)
     return Plan(
         name=graph.name,
         stages=made,
@@ -79,6 +83,22 @@ def make_plan(
         prediction=_predict(graph, made, orders, found),
         graph=graph,
     )
+
+
+def _prove(graph: Graph, stages: Sequence[Stage], table: StageTable, orders: Orders) -> None:
+    """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
+
+    Raises:
+        DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
+    """
+    owners: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in stage.state:
+            if graph.state[name].requires_grad:
+                owners.setdefault(name, []).append(stage.index)
+    shared = {name: indices for name, indices in owners.items() if len(indices) > 1}
+    placement = range(len(stages))
+    prove(lower(orders, placement, table.crossings, shared), placement, table.crossings)
 
 
 def microbatch_size(batch_size: int, microbatches: int) -> int:
