@@ -8,6 +8,7 @@ from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.steps import UNKNOWN
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
 from gpipe_compiler.runtime.spec import Steps
 
@@ -18,7 +19,7 @@ def initial_steps(graph: Graph, names: Iterable[str]) -> dict[str, Steps]:
     """How each of these states begins, where they are on meta and it is known.
 
     Raises:
-        ModelError: for a buffer or constant that the package could not fill.
+        ModelError: for state that the package could not fill as the model's code does.
     """
     found: dict[str, Steps] = {}
     lost = []
@@ -29,17 +30,18 @@ def initial_steps(graph: Graph, names: Iterable[str]) -> dict[str, Steps]:
         state, tensor = graph.state[state_name], graph.tensors.get(state_name)
         if tensor is None or not tensor.is_meta:
             continue
-        if state.initial:
+        if state.initial == UNKNOWN:
+            lost.append(state_name)
+        elif state.initial:
             found[state_name] = state.initial
         elif state.kind is not StateKind.PARAMETER and state_name not in covered:
             lost.append(state_name)
     if lost:
-        several = len(lost) > 1
+        verb = "begin" if len(lost) > 1 else "begins"
         raise ModelError(
-            f"{'buffers' if several else 'buffer'} {', '.join(lost)} of the model "
-            f"{'were' if several else 'was'} computed on meta, and it is not known how",
-            hint="compute it inside build_model() with ops of torch on meta tensors, "
-            "or build the whole model on the CPU",
+            f"it is not known how {', '.join(lost)} {verb}: the model is on the meta device",
+            hint="fill it inside build_model() with ops of torch on the meta device (not with "
+            "NumPy or a file), or build the whole model on the CPU",
         )
     return found
 
@@ -63,7 +65,7 @@ def initial_lines(initial: Mapping[str, Steps], imports: Imports) -> list[str]:
             items.append(written.prefixed(f"{quote(state)}: "))
         elif steps not in done:
             done.add(steps)
-            names = tuple_of([name(quote(item)) for item in shared[steps]], exploded=True)
+            names = tuple_of([name(quote(item)) for item in shared[steps]])
             items.append(call("**dict.fromkeys", [names, written]))
     return lay_out(_dict(items), prefix="INITIAL = ")
 

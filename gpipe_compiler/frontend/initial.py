@@ -8,6 +8,7 @@ ops compute from others takes the ops that it needs along.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gpipe_compiler.frontend.steps import Creation, Event, Operand, Tape, write_steps
+from gpipe_compiler.frontend.steps import UNKNOWN, Creation, Event, Operand, Tape, write_steps
 from gpipe_compiler.runtime.spec import Steps
 
 _LITERAL_ELEMENTS = 1024
@@ -76,8 +77,34 @@ class Recording:
         return write_steps(self.tape, targets)
 
 
-def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's tensors on meta: parameters, buffers, and plain attributes of its modules."""
+def on_meta_throughout(
+    model: nn.Module, initial: Mapping[str, Steps]
+) -> tuple[nn.Module, dict[str, Steps]]:
+    """A model of which some tensors are real as one without memory, and the steps of all of them.
+
+    The model itself stays as it is.
+    """
+    real = dict(tensors_of_model(model, meta=False))
+    if not real:
+        return model, dict(initial)
+    memo: dict[int, Any] = {}
+    steps = dict(initial)
+    for name, tensor in real.items():
+        bare = tensor.detach().to("meta")
+        flag = tensor.requires_grad
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(bare, requires_grad=flag) if is_parameter else bare
+        literal = _literal(tensor)
+        steps[name] = UNKNOWN if literal is None else (literal, ("copy_", "self", "%0"))
+    return copy.deepcopy(model, memo), steps
+
+
+def tensors_of_model(model: nn.Module, *, meta: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors on meta: parameters, buffers, and plain attributes of its modules.
+
+    Args:
+        meta: False for those that are real instead.
+    """
     seen: set[int] = set()
     attributes = (
         (f"{path}.{name}" if path else name, value)
@@ -87,7 +114,11 @@ def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     )
     for pairs in (model.named_parameters(), model.named_buffers(), attributes):
         for name, tensor in pairs:
-            if tensor.is_meta and id(tensor) not in seen and not nn.parameter.is_lazy(tensor):
+            if (
+                tensor.is_meta == meta
+                and id(tensor) not in seen
+                and not nn.parameter.is_lazy(tensor)
+            ):
                 seen.add(id(tensor))
                 yield name, tensor
 

@@ -13,6 +13,7 @@ from torch import nn
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.entry import read_signature
 from gpipe_compiler.frontend.initial import tensors_of_model
+from gpipe_compiler.frontend.steps import UNKNOWN
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.initial import replay, seed_of
@@ -86,7 +87,7 @@ def materialised(subject: Subject, seed: int) -> Subject:
 def _filled(tensor: torch.Tensor, name: str, subject: Subject, seed: int) -> torch.Tensor:
     memory = torch.empty_like(tensor, device="cpu", requires_grad=False)
     steps = subject.initial.get(name)
-    if steps:
+    if steps and steps != UNKNOWN:
         replay(memory, name, steps, seed)
     elif isinstance(tensor, nn.Parameter) and memory.is_floating_point():
         random = torch.Generator().manual_seed(seed_of(name, seed))
@@ -100,7 +101,8 @@ def _filled(tensor: torch.Tensor, name: str, subject: Subject, seed: int) -> tor
 
 def known(subject: Subject) -> bool:
     """Whether it is known of every tensor on meta how it begins."""
-    return all(subject.initial.get(name) for name, _ in tensors_of_model(subject.model))
+    names = (name for name, _ in tensors_of_model(subject.model))
+    return all(subject.initial.get(name, ()) not in ((), UNKNOWN) for name in names)
 
 
 def weights_of(subject: Subject) -> Mapping[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.examples import (
     parse_inputs,
     tensors,
 )
-from gpipe_compiler.frontend.initial import catch_up, recording
+from gpipe_compiler.frontend.initial import catch_up, on_meta_throughout, recording
 from gpipe_compiler.frontend.subject import Example, Hooks, Subject
 from gpipe_compiler.frontend.user_code import (
     ModelSpec,
@@ -108,7 +108,7 @@ def _build_and_watch(
         if not any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
             return built, {}
         catch_up(built)
-    return built, seen.steps_of(built)
+    return on_meta_throughout(built, seen.steps_of(built))
 
 
 def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:

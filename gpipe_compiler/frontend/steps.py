@@ -144,20 +144,28 @@ class Tape:
         )
 
 
+UNKNOWN: Steps = (("unknown",),)
+"""The steps of a tensor that the model's code fills in a way that cannot be written down."""
+
+
 class _UnknownError(Exception):
     """The steps cannot be told."""
 
 
+class _UntouchedError(Exception):
+    """Nobody has written to the tensor."""
+
+
 def write_steps(tape: Tape, targets: Mapping[str, Operand]) -> dict[str, Steps]:
-    """The steps of each tensor, by name; () where they are not known."""
+    """The steps of each tensor, by name; () where it is memory that nobody wrote to."""
     history = _History(tape)
     drawn: dict[int, tuple[str, int]] = {}
     found: dict[str, Steps] = {}
     for name, target in targets.items():
         try:
             steps, random = history.steps(target, len(history.events))
-        except _UnknownError:
-            found[name] = ()
+        except (_UnknownError, _UntouchedError) as error:
+            found[name] = UNKNOWN if isinstance(error, _UnknownError) else ()
             continue
         first = {drawn.setdefault(event, (name, place)) for place, event in enumerate(random)}
         owners = {owner for owner, _ in first}
@@ -204,13 +212,14 @@ class _History:
 
         Raises:
             _UnknownError: when they cannot be told.
+            _UntouchedError: when there are none.
         """
         needed = self._needed(target.storage, before)
         events = [self.events[number] for number in needed]
         if not events or not all(event.understood for event in events):
             raise _UnknownError
         if all(event.op in _EMPTY for event in events):
-            raise _UnknownError  # memory that nobody wrote to
+            raise _UntouchedError
         random = tuple(number for number in needed if self.events[number].random)
         copied = self._copied(target, needed)
         if copied is not None:
