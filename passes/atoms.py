@@ -45,8 +45,8 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
 
     - a write in place with all makers, earlier readers and earlier writers of the memory, since
       a stage that received the value would write a copy: those who read it before would read it
-      too late, those who share the memory would never see it. Where the memory is an input of the
-      graph, its later readers too: another stage would be given what the caller passed;
+      too late, those who share the memory would never see it (an input of the graph is never
+      written: `passes.own_inputs`);
     - all ops that touch a parameter or buffer that some op writes;
     - an op with the readers of a value that cannot cross a boundary: no tensor, or a tensor that
       does not split into micro-batches;
@@ -84,25 +84,6 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
         tuple(dict.fromkeys(precedence)),
         frozenset(name for name in leader if leader[name] in pinned),
     )
-
-
-def clones(graph: Graph, effects: Effects, ops: Iterable[str] | None = None) -> frozenset[str]:
-    """The values that a stage would write in place if it received them.
-
-    A stage clones them on arrival: a tensor that was received is a leaf of its autograd graph,
-    which refuses writes in place, and its memory may still be the sender's (or the caller's).
-
-    Args:
-        ops: the ops of the stage. By default any stage is meant: the values that any op other than
-            their maker writes.
-    """
-    stage = set(ops) if ops is not None else {op.name for op in graph.ops}
-    made = {name for op in graph.ops if op.name in stage for name in op.outputs}
-    written = {name for op in stage for name in effects.writes.get(op, ())}
-    if ops is None:
-        return frozenset(written)
-    read = {name for op in graph.ops if op.name in stage for name in op.inputs}
-    return frozenset((written & read) - made)
 
 
 def _stays(graph: Graph, value: str) -> bool:

@@ -32,8 +32,7 @@ def written_memory(graph: Graph, effects: Effects, ops: Sequence[Op]) -> Iterato
 
 
 def _written_values(graph: Graph, effects: Effects, order: Mapping[str, int]) -> Iterator[Memory]:
-    """Memory of values. Bound are all up to the last write, and readers of a written input."""
-    inputs = {source.name for source in graph.inputs}
+    """Memory of values. Bound are all up to the last write."""
     # All values of one memory have the same alias set, so one written value speaks for them.
     memories: dict[frozenset[str], set[str]] = {}
     for op in order:
@@ -46,8 +45,6 @@ def _written_values(graph: Graph, effects: Effects, order: Mapping[str, int]) ->
         touchers = sorted(names & order.keys() | writers, key=order.__getitem__)
         last = max(order[name] for name in writers)
         bound = {name for name in touchers if order[name] <= last}
-        for value in memory & inputs:
-            bound |= {op.name for op in graph.consumers.get(value, ())} & order.keys()
         yield Memory(touchers, writers, bound)
 
 

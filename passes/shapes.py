@@ -12,6 +12,7 @@ from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.own_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.precedence import must_run_in_place
 
 
@@ -23,7 +24,8 @@ def annotate(graph: Graph, batch_size: int) -> Graph:
     another way, cannot be split. Ops are run in the graph's own mode (train when it has a loss),
     those guarded by the other mode in that mode. Inputs need no gradient.
 
-    `Graph.held` is filled in too, from the writes in place.
+    `Graph.held` is filled in too, from the writes in place, and inputs that are written in place
+    are copied first (`own_inputs`).
 
     Args:
         graph: with an example of every input; what `values` holds is replaced.
@@ -46,7 +48,11 @@ def annotate(graph: Graph, batch_size: int) -> Graph:
         for name, pair in observed.items()
     }
     annotated = graph.replace(values=_in_order(graph, values), batch_size=batch_size)
-    held = must_run_in_place(annotated, effects(annotated))
+    found = effects(annotated)
+    written = written_inputs(annotated, found)
+    if written:
+        return annotate(own_inputs(graph, written), batch_size)
+    held = must_run_in_place(annotated, found)
     return check(annotated.replace(held=held), after="shapes")
 
 

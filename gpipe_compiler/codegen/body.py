@@ -65,12 +65,6 @@ def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     writer.anchor = next(iter(arguments), "")
     scribe = _Scribe(graph, writer, variables, names, uses, method.batch_sizes)
-    for value, argument in zip(method.arguments, arguments, strict=True):
-        if value in method.clones:
-            cloned = Expression(f"{argument}.clone()")
-            scribe.statements.append(
-                Statement(f"{argument} = ", cloned, note="written in place below")
-            )
     scribe.give(method.given, method.arguments)
     scribe.write(ops)
     returns = tuple(writer.variables[value].flat for value in method.returns)

@@ -10,7 +10,6 @@ from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, FunctionCall, Op
-from gpipe_compiler.passes.atoms import clones
 from gpipe_compiler.passes.duplicate import BatchMultiple
 from gpipe_compiler.plan import Stage
 
@@ -35,7 +34,7 @@ class Method:
     """What a method computes.
 
     Attributes:
-        arguments: the values it is given; those in `clones` it copies before writing into them.
+        arguments: the values it is given.
         returns: the values it gives back.
         given: values that it reads off the shapes of its arguments.
         batch_sizes: values that are the number of samples.
@@ -46,7 +45,6 @@ class Method:
     returns: tuple[str, ...]
     batch_sizes: frozenset[str]
     given: tuple[Given, ...] = ()
-    clones: frozenset[str] = frozenset()
 
 
 def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Method:
@@ -95,7 +93,6 @@ def _method(
     unwritten = frozenset(name for name in duplicates if not facts.writes(name))
     kept = drop_dead(rebased, returns, unwritten)
     read = {value for op in kept for value in op.inputs}.union(returns)
-    written = clones(facts.graph, facts.effects, [op.name for op in kept])
     arguments = tuple(value for value in inputs if value in read)
     return Method(
         ops=kept,
@@ -105,7 +102,6 @@ def _method(
             value for value, item in facts.templates.items() if item == BatchMultiple(1)
         ),
         given=tuple(item for item in given if item.value in read),
-        clones=written.intersection(arguments),
     )
 
 

@@ -149,7 +149,6 @@ def build_random(steps: list[tuple[str, int, int]]) -> Graph:
     counter = b.add_state("counter", torch.zeros(WIDTH))
     scale = b.add_state("scale", torch.full((WIDTH,), 1.5))
     values: list[Ref] = [Ref("x"), Ref("y")]
-    # In place on what another op of autograd has to keep is legal until the backward.
     for number, (kind, first, second) in enumerate(steps):
         u, v = values[first % len(values)], values[second % len(values)]
         match kind:
@@ -206,9 +205,12 @@ def draw_graphs(max_size: int = 10, kinds: tuple[str, ...] = STEPS) -> st.Search
 
 
 def _is_valid(graph: Graph) -> bool:
-    """Whether autograd accepts the forward: it refuses some writes in place on views."""
+    """Whether autograd accepts the writes in place: not on some views, nor on what it has saved."""
+    assert graph.loss is not None
     try:
-        Eager(graph, 2).run()
+        loss = Eager(graph, 2).run()[graph.loss.value]
+        if loss.requires_grad:
+            loss.backward()
     except RuntimeError:
         return False
     return True
