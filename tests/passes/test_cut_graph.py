@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Link
@@ -94,7 +94,10 @@ def hold_against_eager(graph, facts, table, eager):
     expected = plain.run()
     trained = [n for n, s in plain.states.items() if s.requires_grad]
     if expected[graph.loss.value].requires_grad:
-        expected[graph.loss.value].backward()
+        try:
+            expected[graph.loss.value].backward()
+        except RuntimeError:  # it writes to what autograd keeps: torch itself does not train it
+            reject()
     known = {name: expected[name] for name in facts.templates}
     staged = eager(graph, BATCH)
     stages = Stages(facts, table, staged)
