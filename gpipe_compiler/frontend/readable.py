@@ -22,7 +22,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from gpipe_compiler.frontend.aten import bind, write
+from gpipe_compiler.frontend.aten import write
+from gpipe_compiler.frontend.aten_call import bind
 
 _CHECKS = frozenset(
     {
