@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.fold import with_arguments
 from gpipe_compiler.frontend.naming import Names
+from gpipe_compiler.frontend.same_op import op_key, passed
 from gpipe_compiler.frontend.unify import unify_queries
 from gpipe_compiler.ir import (
     Argument,
@@ -30,7 +31,6 @@ from gpipe_compiler.ir import (
     Loss,
     MethodCall,
     Mode,
-    ModuleCall,
     Op,
     Ref,
     RegionCall,
@@ -40,9 +40,6 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
-
-_DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
-"""Arguments of functions without a signature that depend on the mode."""
 
 
 def merge(train: Graph, evaluation: Graph) -> Graph:
@@ -99,7 +96,7 @@ class _Merging:
         """The merged ops, in an order that is right for both modes."""
         ours, theirs = self._train.ops, self._evaluation.ops
         matcher = difflib.SequenceMatcher(
-            None, [_key(op) for op in ours], [_key(op) for op in theirs], autojunk=False
+            None, [op_key(op) for op in ours], [op_key(op) for op in theirs], autojunk=False
         )
         i = j = 0
         for block in matcher.get_matching_blocks():
@@ -179,7 +176,7 @@ class _Merging:
             return ours if _identical(args, ours.args) else dataclasses.replace(ours, args=args)
         kwargs: dict[str, Argument] = {}
         for key in dict.fromkeys((*ours.kwargs, *theirs.kwargs)):
-            sides = [_passed(call, key) for call in (ours, theirs)]
+            sides = [passed(call, key) for call in (ours, theirs)]
             if inspect.Parameter.empty in sides:
                 return None
             kwargs[key] = combine(*sides)
@@ -311,72 +308,6 @@ def combine(train: Argument, evaluation: Argument) -> Argument:
 def _identical(one: Argument, other: Argument) -> bool:
     """Equality that tells True from 1 and 1 from 1.0."""
     return repr(one) == repr(other)
-
-
-def _passed(call: Call, key: str) -> Argument:
-    """An argument of a call, or the default where it is not passed."""
-    if key in call.kwargs:
-        return call.kwargs[key]
-    if isinstance(call, FunctionCall):
-        try:
-            parameters = inspect.signature(call.function).parameters
-        except (TypeError, ValueError):
-            return _DEFAULTS.get(key, inspect.Parameter.empty)
-        if key in parameters and list(parameters).index(key) >= len(call.args):
-            return parameters[key].default
-    return inspect.Parameter.empty
-
-
-def _key(op: Op) -> Hashable:
-    """What two ops must share to be one op in two modes."""
-    where = (op.module, op.source.file, op.source.line) if op.source else (op.module,)
-    return (_call_key(op.call), where, _arity(op.result))
-
-
-def _call_key(call: Call) -> Hashable:
-    match call:
-        case FunctionCall(function=function):
-            return ("function", id(function), len(call.args), _names_key(call))
-        case MethodCall(method=method):
-            return ("method", method, len(call.args), tuple(sorted(call.kwargs)))
-        case ModuleCall(module=module):
-            return ("module", module, len(call.args), tuple(sorted(call.kwargs)))
-        case RegionCall():
-            return ("region", repr(call.context), len(call.args), _body_key(call))
-
-
-def _names_key(call: FunctionCall) -> Hashable:
-    """Keywords count only where no default is known for them."""
-    try:
-        inspect.signature(call.function)
-    except (TypeError, ValueError):
-        return tuple(sorted(key for key in call.kwargs if key not in _DEFAULTS))
-    return ()
-
-
-def _body_key(call: RegionCall) -> Hashable:
-    """The text of a region's body with values numbered, so that names do not matter."""
-    numbers: dict[str, int] = {}
-
-    def number(leaf: Any) -> Any:
-        return numbers.get(leaf.name, leaf.name) if isinstance(leaf, Ref) else leaf
-
-    def enter(names: tuple[str, ...]) -> None:
-        for name in names:
-            numbers[name] = len(numbers)
-
-    enter(call.body.inputs)
-    lines: list[Hashable] = []
-    for op in call.body.ops:
-        inner = with_arguments(op.call, lambda item: map_argument(number, item))
-        lines.append((_call_key(inner), repr((inner.args, dict(inner.kwargs))), _arity(op.result)))
-        enter(op.outputs)
-    return (*lines, repr(map_argument(number, call.body.outputs)))
-
-
-def _arity(result: Result) -> Hashable:
-    """The nesting of a result; a result that nothing reads fits a single one."""
-    return tuple(map(_arity, result)) if isinstance(result, tuple) else None
 
 
 def _all_names(graph: Graph) -> Iterator[str]:
