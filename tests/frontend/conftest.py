@@ -1,14 +1,21 @@
-"""What the tests of the frontends share: a graph held against the eager model, to the last bit."""
+"""What the tests of the frontends share.
+
+A graph held against the eager model, to the last bit; and model files that are loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -104,3 +111,44 @@ def _equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     if tolerance:
         return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
     return torch.equal(one.nan_to_num(7.25), other.nan_to_num(7.25))
+
+
+HEAD = """\
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Linear(3, 2)
+"""
+"""Five lines, so that what a test adds begins at line 6."""
+
+Loader = Callable[..., Subject]
+
+
+@pytest.fixture
+def plain_model() -> str:
+    """The text of a model file with nothing but a model."""
+    return HEAD
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current directory, and a fresh interpreter's import state afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def load_text(workplace: Path) -> Loader:
+    """Loads the plain model file with the given text added, or another head, as model.py."""
+
+    def write_and_load(text: str, head: str = HEAD, **options: Any) -> Subject:
+        (workplace / "model.py").write_text(head + textwrap.dedent(text))
+        return load("model.py", **options)
+
+    return write_and_load
