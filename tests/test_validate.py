@@ -1,6 +1,7 @@
 """Validation finds what is wrong with a package, however small."""
 
 import dataclasses
+import importlib
 import shutil
 from pathlib import Path
 
@@ -119,7 +120,9 @@ def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stage.write_text(stage.read_text().replace("x * 0.01", "x * 0.02"))
         return validate(subject, plan, folder, seed=seed)
 
-    monkeypatch.setattr("gpipe_compiler.compile.validate", spoil)
+    # By its full name: `gpipe_compiler.compile` is the function.
+    module = importlib.import_module("gpipe_compiler.compile")
+    monkeypatch.setattr(module, "validate", spoil)
     with pytest.raises(ValidationError, match="output output differs") as raised:
         compile_subject(subject(), OPTIONS, tmp_path / "bad")
 
