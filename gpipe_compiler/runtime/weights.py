@@ -188,6 +188,10 @@ def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
             if name in spec.initial and id(tensor) not in seen:
                 seen.add(id(tensor))
                 replay(tensor, name, spec.initial[name], seed)
+    first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
+    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
+        name = spec.state.get(own, own)
+        _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
     return module
 
 
