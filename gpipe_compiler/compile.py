@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
@@ -96,7 +97,7 @@ class Compiled:
 
 def trace(
     model: nn.Module,
-    args: tuple[object, ...] = (),
+    args: tuple[object, ...] | torch.Tensor = (),
     kwargs: Mapping[str, object] | None = None,
     *,
     target: object = None,
@@ -107,6 +108,7 @@ def trace(
     """The graph of a model that is called as `model(*args, **kwargs)`.
 
     Args:
+        args: a single tensor stands for `(tensor,)`.
         target, loss_fn: training minimises `loss_fn(output, target)`; without a loss function,
             the `loss` that the model returns, or else the sum of squares of its outputs.
         training: False traces the model without any loss.
@@ -114,6 +116,7 @@ def trace(
     Raises:
         TraceError, ModelError: naming the user's line.
     """
+    args = (args,) if isinstance(args, torch.Tensor) else args
     subject = Subject(
         type(model).__name__, model, args, dict(kwargs or {}), target, loss_fn, training
     )

@@ -233,6 +233,15 @@ class Op:
     mode: Mode = Mode.ALWAYS
     origin: object = field(default=None, repr=False)
 
+    def __getstate__(self) -> list[object]:
+        """Pickles without `origin`, which holds a tracer's whole graph."""
+        names = [item.name for item in dataclasses.fields(self)]
+        return [None if name == "origin" else getattr(self, name) for name in names]
+
+    def __setstate__(self, state: list[object]) -> None:
+        for item, value in zip(dataclasses.fields(self), state, strict=True):
+            object.__setattr__(self, item.name, value)
+
     @property
     def outputs(self) -> tuple[str, ...]:
         """The values it makes."""
@@ -267,7 +276,7 @@ class Loss:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A traced model.
+    """A traced model. It pickles, its tensors included (`torch.save` writes it too).
 
     Attributes:
         outputs: what the model returns: tuples, lists and dicts with a `Ref` at every tensor; the

@@ -1,0 +1,92 @@
+"""The programmatic way: every step returns an object that prints, compares and is serialised."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe_compiler as gpc
+from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.compile import default_microbatches
+from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.ir.interpret import Interpreter
+
+CLUSTER = Cluster(DEFAULT_HOST, IN_PROCESS)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.fixture(scope="module")
+def graph(model: nn.Module) -> gpc.Graph:
+    return gpc.trace(model, torch.ones(8, 4), frontend=gpc.Frontend.FX)
+
+
+@pytest.fixture(scope="module")
+def planned(graph: gpc.Graph) -> gpc.Plan:
+    return gpc.plan(graph, stages=2, cluster=CLUSTER)
+
+
+def test_graph_prints_a_line_for_every_op(graph: gpc.Graph) -> None:
+    lines = str(graph).splitlines()
+
+    assert lines[0] == "graph Sequential (batch 8)"
+    assert len(lines) == 1 + len(graph.inputs) + len(graph.ops) + 2
+
+
+def test_graph_comes_back_from_a_pickle(model: nn.Module, graph: gpc.Graph) -> None:
+    """With its tensors: it computes what the model computes."""
+    again: gpc.Graph = pickle.loads(pickle.dumps(graph))
+    x = torch.randn(8, 4)
+    values = Interpreter(again, again.tensors).run({again.inputs[0].name: x})
+
+    assert str(again) == str(graph)
+    assert torch.equal(values[again.output_values[0]], model(x))
+
+
+def test_plan_comes_back_from_json(planned: gpc.Plan) -> None:
+    assert gpc.Plan.from_json(planned.to_json()) == planned
+
+
+def test_plan_prints_stages_boundaries_and_prediction(planned: gpc.Plan) -> None:
+    text = str(planned)
+
+    assert "2 stages" in text
+    assert planned.crossings[0].value in text
+    assert "lower bound" in text
+
+
+def test_plan_read_from_json_cannot_be_emitted(planned: gpc.Plan, tmp_path: Path) -> None:
+    """It has no graph, and the error says so."""
+    with pytest.raises(gpc.GPipeCompilerError, match="no graph"):
+        gpc.emit(gpc.Plan.from_json(planned.to_json()), tmp_path / "out")
+
+
+def test_emit_writes_the_package(planned: gpc.Plan, tmp_path: Path) -> None:
+    place = gpc.emit(planned, tmp_path / "out")
+
+    assert {"run.py", "schedule.py", "stage_0.py", "stage_1.py", "plan.json", "report.html"} <= {
+        path.name for path in place.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "stages", "count"), [(64, 4, 16), (6, 4, 6), (7, 2, 7), (30, 4, 15), (1, 4, 1)]
+)
+def test_default_microbatches_divide_the_batch(batch: int, stages: int, count: int) -> None:
+    """The most that divide it, up to four per stage."""
+    assert default_microbatches(batch, stages) == count
+
+
+def test_impossible_plans_are_refused(graph: gpc.Graph) -> None:
+    with pytest.raises(PlanError, match="does not split into 3"):
+        gpc.plan(graph, stages=2, microbatches=3, cluster=CLUSTER)
+    with pytest.raises(PlanError, match="stages"):
+        gpc.plan(graph, stages=50, cluster=CLUSTER)
+    with pytest.raises(UsageError):
+        gpc.plan(graph, stages=0, cluster=CLUSTER)
