@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.ir import Graph, Op, ValueKind
+from gpipe_compiler.ir import Argument, Graph, Op, ValueKind
+from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.atoms import Atoms, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Node, Traffic
-from gpipe_compiler.passes.duplicate import closure, duplicable, shape_values
+from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing
@@ -27,7 +29,7 @@ class Facts:
     duplicable: frozenset[str]
     atoms: Atoms
     saved: SavedTensors
-    templates: frozenset[str]
+    templates: Mapping[str, Argument]
 
     @classmethod
     def of(cls, graph: Graph, costs: Costs) -> Facts:
@@ -45,7 +47,7 @@ class Facts:
             copied,
             atoms(graph, found, copied),
             saved_tensors(graph),
-            frozenset(shape_values(graph)),
+            shape_values(graph),
         )
 
     @cached_property
@@ -89,6 +91,20 @@ class Facts:
             described.requires_grad
             and dtype is not None
             and (dtype.is_floating_point or dtype.is_complex)
+        )
+
+    def tells_batch(self, value: str) -> bool:
+        """Whether the number of samples can be read off the shape of a value."""
+        known = self.graph.values[value]
+        return known.splittable and known.batch_dim is not None and 0 not in known.shape
+
+    def asks_batch(self, op: Op) -> bool:
+        """Whether an op that only asks for shapes asks how many samples there are."""
+        return not self.reads(op) and any(
+            isinstance(leaf, BatchMultiple)
+            for name in op.outputs
+            if name in self.templates
+            for leaf in leaves(self.templates[name])
         )
 
     def reads(self, op: Op) -> tuple[str, ...]:
@@ -191,17 +207,7 @@ def tabulate(facts: Facts, stage_of: Mapping[str, int], stages: int) -> StageTab
         tuple(sorted(names, key=lambda name: (name in late, order[name]))) for names in assigned
     )
     made = [{value for name in names for value in graph.op_of[name].outputs} for names in ops]
-    inputs = tuple(
-        tuple(
-            dict.fromkeys(
-                value
-                for name in names
-                for value in facts.reads(graph.op_of[name])
-                if value not in made[stage]
-            )
-        )
-        for stage, names in enumerate(ops)
-    )
+    inputs = tuple(_taken(facts, names, made[stage]) for stage, names in enumerate(ops))
     crossings = tuple(_crossings(facts, stage_of, ops, inputs))
     sent = {(crossing.value, crossing.source) for crossing in crossings}
     owned = _owners(facts, assigned)
@@ -218,6 +224,26 @@ def tabulate(facts: Facts, stage_of: Mapping[str, int], stages: int) -> StageTab
     )
     duplicates = tuple(tuple(n for n in names if n in facts.duplicable) for names in ops)
     return StageTable(ops, duplicates, inputs, outputs, crossings)
+
+
+def _taken(facts: Facts, names: tuple[str, ...], made: Collection[str]) -> tuple[str, ...]:
+    """What the ops of a stage read and it does not make.
+
+    An input of the graph is added where an op asks for the number of samples and nothing else of
+    what the stage is given tells it; not a target, as inference has none.
+    """
+    graph = facts.graph
+    ops = [graph.op_of[name] for name in names]
+    read = dict.fromkeys(v for op in ops for v in facts.reads(op) if v not in made)
+    asked = any(facts.asks_batch(op) and not set(op.inputs) <= set(made) for op in ops)
+    if asked and not any(map(facts.tells_batch, read)):
+        telling = (
+            source.name
+            for source in graph.inputs
+            if source.path[0] != "target" and facts.tells_batch(source.name)
+        )
+        read.update(dict.fromkeys(itertools.islice(telling, 1)))
+    return tuple(read)
 
 
 def _with_duplicates(

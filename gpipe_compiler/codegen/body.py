@@ -323,7 +323,7 @@ class _Scribe:
     def _region(self, op: Op, made: RegionCall) -> None:
         """Writes a block under its context, its results straight into the op's variables."""
         block = made.body
-        results = op.result if isinstance(op.result, tuple) else (op.result,) * bool(op.result)
+        results = op.result if isinstance(op.result, tuple) else (op.result,) * len(block.outputs)
         bound = [self.writer.argument(argument) for argument in made.args]
         inner = Writer(
             self.writer.imports, self.writer.states, self.writer.modules, self.writer.anchor
