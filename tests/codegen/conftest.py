@@ -19,18 +19,20 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Device, Link
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend.auto import Frontend, trace
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.atoms import atoms
-from gpipe_compiler.passes.duplicate import closure, duplicable
+from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cut_graph import Facts, tabulate
+from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.runtime.schedule import gpipe
-from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
+from gpipe_compiler.runtime.spec import ScheduleKind
 
 
 def _neighbour(name: str) -> ModuleType:
@@ -61,7 +63,7 @@ def graph_of(
     name: str = "example",
     training: bool = True,
 ) -> Graph:
-    """The annotated graph of a model; the batch is the first input's dimension 0."""
+    """The graph of a model, annotated for a micro-batch; `args` are a mini-batch."""
     subject = Subject(name, model, args, kwargs or {}, target, loss_fn, training)
     graph = trace(subject, frontend)
     if not graph.example:
@@ -69,7 +71,7 @@ def graph_of(
         graph = graph.replace(
             example={source.name: _at(call, source.path) for source in graph.inputs}
         )
-    return annotate(graph, graph.batch_size)
+    return annotate(graph, graph.batch_size // MICROBATCHES)
 
 
 def _at(call: Any, path: Sequence[str | int]) -> Any:
@@ -103,96 +105,37 @@ def cut(graph: Graph, count: int) -> Plan:
             top = max(stage_of[name] for name in group)
             stage_of.update(dict.fromkeys(group, top))
         changed = before != stage_of
-    return _plan(graph, stage_of, copied, count)
+    return _plan(graph, stage_of, count)
 
 
-def _plan(graph: Graph, stage_of: dict[str, int], copied: frozenset[str], count: int) -> Plan:
-    found = effects(graph)
-    inputs = {source.name for source in graph.inputs}
-    home = {value: stage_of.get(op.name, -1) for value, op in graph.producer.items()}
-    home.update(dict.fromkeys(inputs, 0))
-    reads: list[dict[str, None]] = [{} for _ in range(count)]
-    ops: list[list[str]] = []
-    for index in range(count):
-        own = [name for name, stage in stage_of.items() if stage == index]
-        needed = {*own, *closure(graph, found, copied, own)}
-        ordered = [op.name for op in graph.ops if op.name in needed]
-        ops.append(
-            [n for n in ordered if n not in graph.loss_only]
-            + [n for n in ordered if n in graph.loss_only]
+def _plan(graph: Graph, stage_of: dict[str, int], count: int) -> Plan:
+    """The plan of an assignment, without figures."""
+    table = tabulate(Facts.of(graph, roofline(graph, DEFAULT_HOST)), stage_of, count)
+    stages = tuple(
+        Stage(
+            index=index,
+            ops=table.ops[index],
+            duplicates=table.duplicates[index],
+            inputs=table.inputs[index],
+            outputs=table.outputs[index],
+            state=(),
+            forward_s=1.0,
+            backward_s=2.0,
+            receive_bytes=0,
+            gradient_bytes=0,
+            parameter_bytes=0,
+            parameter_count=0,
+            saved_bytes=0,
         )
-        for name in ordered:
-            if name in stage_of:
-                reads[index].update(dict.fromkeys(graph.op_of[name].inputs))
-    crossings = []
-    for value, source in home.items():
-        targets = tuple(t for t in range(count) if t != source and value in reads[t])
-        if source < 0 or not targets:
-            continue
-        known = graph.values[value]
-        shape = list(known.shape)
-        if known.batch_dim is not None:
-            shape[known.batch_dim] //= MICROBATCHES
-        crossings.append(
-            Crossing(
-                value,
-                source,
-                targets,
-                tuple(shape),
-                known.dtype or torch.float32,
-                known.batch_dim,
-                known.requires_grad,
-            )
-        )
-    crossing_values = {crossing.value for crossing in crossings}
-    stages = []
-    for index in range(count):
-        made = [value for value, source in home.items() if source == index]
-        own_loss = {
-            value
-            for name in ops[index]
-            if name in graph.loss_only
-            for value in graph.op_of[name].inputs
-        }
-        stages.append(
-            Stage(
-                index=index,
-                ops=tuple(ops[index]),
-                duplicates=tuple(name for name in ops[index] if name in copied),
-                inputs=tuple(
-                    value
-                    for value in reads[index]
-                    if (value in inputs or home[value] not in (index, -1))
-                ),
-                outputs=tuple(
-                    value
-                    for value in made
-                    if value not in inputs
-                    and graph.values[value].kind is ValueKind.TENSOR
-                    and (graph.producer[value].name not in graph.loss_only)
-                    and (
-                        value in crossing_values
-                        or value in graph.output_values
-                        or value in own_loss
-                    )
-                ),
-                state=(),
-                forward_s=1.0,
-                backward_s=2.0,
-                receive_bytes=0,
-                gradient_bytes=0,
-                parameter_bytes=0,
-                parameter_count=0,
-                saved_bytes=0,
-            )
-        )
+        for index in range(count)
+    )
     return Plan(
         name=graph.name,
-        stages=tuple(stages),
-        crossings=tuple(crossings),
+        stages=stages,
+        crossings=table.crossings,
         schedule=ScheduleKind.GPIPE,
         microbatches=MICROBATCHES,
-        batch_size=graph.batch_size,
+        batch_size=graph.batch_size * MICROBATCHES,
         training=graph.loss is not None,
         orders=gpipe(tuple(range(count)), MICROBATCHES),
         cluster=CLUSTER,

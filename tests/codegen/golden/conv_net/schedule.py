@@ -57,11 +57,11 @@ SPEC = PipelineSpec(
         Input("target", ("target",), shape=(4,), dtype=torch.int64),
     ),
     crossings=(
+        Crossing("target", 0, (2,), (2,), torch.int64, gradient=False),
         Crossing("stem_2", 0, (1,), (2, 4, 8, 8), torch.float32),
         Crossing("blocks_0_conv2", 0, (1,), (2, 4, 8, 8), torch.float32),
         Crossing("blocks_0_relu_1", 1, (2,), (2, 4, 8, 8), torch.float32),
         Crossing("blocks_1_conv2", 1, (2,), (2, 4, 8, 8), torch.float32),
-        Crossing("target", 0, (2,), (2,), torch.int64, gradient=False),
     ),
     outputs=Leaf("head"),
     loss=LossSpec("loss", Reduction.MEAN, separate=True),

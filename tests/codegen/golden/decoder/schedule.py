@@ -57,6 +57,7 @@ SPEC = PipelineSpec(
         Input("target", ("target",), shape=(4, 6), dtype=torch.int64),
     ),
     crossings=(
+        Crossing("target", 0, (2,), (2, 6), torch.int64, gradient=False),
         Crossing("add", 0, (1,), (2, 6, 8), torch.float32),
         Crossing("transpose_2", 0, (1,), (2, 2, 6, 4), torch.float32),
         Crossing("softmax", 0, (1,), (2, 2, 6, 6), torch.float32),
@@ -64,7 +65,6 @@ SPEC = PipelineSpec(
         Crossing("transpose_5", 1, (2,), (2, 2, 6, 4), torch.float32),
         Crossing("transpose_7", 1, (2,), (2, 2, 6, 4), torch.float32),
         Crossing("transpose_8", 1, (2,), (2, 2, 4, 6), torch.float32),
-        Crossing("target", 0, (2,), (2, 6), torch.int64, gradient=False),
     ),
     outputs=Leaf("lm_head"),
     loss=LossSpec("loss", Reduction.MEAN, separate=True),
