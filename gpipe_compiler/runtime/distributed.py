@@ -208,8 +208,6 @@ class DistributedEndpoint:
         samples: in each micro-batch of this run.
     """
 
-    posts_receives = True
-
     def __init__(
         self,
         network: Network,

@@ -143,7 +143,7 @@ class _Run:
                 self._backward(stage, action.microbatch)
         except PipelineError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever the model's code raises
             raise StageError(
                 f"stage {action.stage}, {action.phase.name.lower()} of micro-batch "
                 f"{action.microbatch} ({action}): {type(error).__name__}: {error}"

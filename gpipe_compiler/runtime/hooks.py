@@ -87,7 +87,7 @@ def _import(source: str) -> ModuleType:
         return module
     except PipelineError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the user's file raises
         raise PipelineError(
             f"importing {source} failed: {type(error).__name__}: {error}"
         ) from error

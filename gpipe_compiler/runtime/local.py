@@ -35,8 +35,6 @@ class LocalEndpoint:
     writes to a value that has crossed, so both sides may hold the same memory.
     """
 
-    posts_receives = False
-
     def __init__(
         self,
         index: int,
@@ -128,7 +126,7 @@ class Workers(Generic[T]):
                     results[index] = tasks[index]()
                 except _Aborted:
                     pass
-                except BaseException as error:
+                except BaseException as error:  # raised again by the thread that waits
                     failures.append(error)
                     abort()
                 finally:
@@ -144,7 +142,7 @@ class Workers(Generic[T]):
                 while left:
                     ended.get()
                     left -= 1
-            except BaseException:
+            except BaseException:  # Ctrl-C while waiting: the threads have to end first
                 abort()
                 for _ in range(left):
                     ended.get()

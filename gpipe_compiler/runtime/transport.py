@@ -16,14 +16,11 @@ class Endpoint(Protocol):
     the order of the lowered program.
     """
 
-    posts_receives: bool
-    """Whether `expect` must be called where the program receives."""
-
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
         """Start sending; None stands for a gradient of zeros."""
 
     def expect(self, transfer: Transfer) -> None:
-        """Get ready for a value that is to come."""
+        """Get ready for a value that is to come; called where the program receives it."""
 
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         """Wait for the value; None is a gradient of zeros.

@@ -209,7 +209,7 @@ def _optimizer(pipe: Pipeline, hooks: UserHooks, options: Options) -> torch.opti
             )
         try:
             return hooks.make_optimizer(parameters)
-        except Exception as error:
+        except Exception as error:  # whatever the user's code raises
             raise PipelineError(
                 f"make_optimizer() of {hooks.name} failed: {type(error).__name__}: {error}"
             ) from error
