@@ -190,14 +190,8 @@ def format_validation(validation: Held) -> str:
 
 def _table(title: str, columns: Iterable[str], words: Container[str]) -> Table:
     """An empty table; columns of words stand at the left and fold, those of figures do neither."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = _titled(title)
+    table.collapse_padding = True
     for name in columns:
         if name in words:
             table.add_column(name, overflow="fold")
@@ -207,16 +201,20 @@ def _table(title: str, columns: Iterable[str], words: Container[str]) -> Table:
 
 
 def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_header=False,
-    )
+    table = _titled(title)
+    table.show_header = False
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in pairs:
         table.add_row(name, value)
     return table
+
+
+def _titled(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
