@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.ir import Graph, StateKind, ValueKind
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS, Cut, StepKind, cut
 from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
@@ -43,13 +43,9 @@ def make_plan(
         UsageError: for no stages or no micro-batches.
         PlanError: when the batch does not split, or there are more stages than ops.
     """
-    size = microbatch_size(batch_size, microbatches)
-    if graph.batch_size != size or costs.batch_size != size:
-        raise UsageError(
-            f"the graph is annotated for {graph.batch_size} samples and costed for "
-            f"{costs.batch_size}, but a micro-batch has {size}",
-            hint="run passes.shapes.annotate and the costs at the size of a micro-batch",
-        )
+    _check_sizes(graph, costs, microbatch_size(batch_size, microbatches))
+    if microbatches > 1:
+        _outputs_split(graph)
     training = graph.loss is not None
     step = StepKind(schedule.value) if training else StepKind.INFERENCE
     facts = Facts.of(graph, costs)
@@ -83,6 +79,34 @@ def make_plan(
         prediction=_predict(graph, made, orders, found),
         graph=graph,
     )
+
+
+def _check_sizes(graph: Graph, costs: Costs, size: int) -> None:
+    """Raises UsageError when the graph or its costs are not those of a micro-batch."""
+    if graph.batch_size != size or costs.batch_size != size:
+        raise UsageError(
+            f"the graph is annotated for {graph.batch_size} samples and costed for "
+            f"{costs.batch_size}, but a micro-batch has {size}",
+            hint="run passes.shapes.annotate and the costs at the size of a micro-batch",
+        )
+
+
+def _outputs_split(graph: Graph) -> None:
+    """Makes sure that the outputs of a batch are those of its micro-batches put together.
+
+    Raises:
+        PlanError: for an output such as the B x B similarities of all samples.
+    """
+    for name in graph.output_values:
+        value = graph.values[name]
+        if value.kind is ValueKind.TENSOR and not value.splittable:
+            maker = graph.producer.get(name)
+            raise PlanError(
+                f"the output {name} of shape {value.shape} for {graph.batch_size} samples pairs "
+                "samples with one another: micro-batches cannot give that of the batch",
+                location=maker.source if maker else None,
+                hint="return what has one row per sample, or compile with --microbatches 1",
+            )
 
 
 def _prove(graph: Graph, stages: Sequence[Stage], table: StageTable, orders: Orders) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.frontend.auto import choose
 from gpipe_compiler.frontend.entry import read_signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
@@ -142,6 +143,42 @@ def test_what_cannot_be_planned_is_said() -> None:
         planned(0, 2)
     with pytest.raises(PlanError, match="99 stages are more than the"):
         planned(99, 2)
+
+
+class Similarities(nn.Module):
+    """Returns a B x B matrix, as contrastive losses compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) @ self.right(x).T
+
+
+def test_an_output_of_pairs_of_samples_is_refused() -> None:
+    """No micro-batch has its pairs with the samples of another one; one micro-batch has all."""
+    subject = Subject("pairs", Similarities(), (torch.rand(BATCH, 4),), training=False)
+    graph = choose(subject)[0]
+
+    def planned_in(count: int) -> Plan:
+        size = BATCH // count
+        annotated = annotate(graph, size)
+        return make_plan(
+            annotated,
+            stages=2,
+            microbatches=count,
+            batch_size=BATCH,
+            schedule=ScheduleKind.GPIPE,
+            cluster=CLUSTER,
+            costs=roofline(annotated, DEFAULT_HOST),
+        )
+
+    with pytest.raises(PlanError, match="pairs samples with one another") as caught:
+        planned_in(2)
+    assert caught.value.location is not None
+    assert planned_in(1).microbatches == 1
 
 
 def test_costs_of_another_size_are_refused() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
+from gpipe_compiler.codegen.templates import contains_batch, tells_batch
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import Argument, FunctionCall, Op
+from gpipe_compiler.ir import Argument, FunctionCall, Graph, Op
 from gpipe_compiler.passes.duplicate import BatchMultiple
 from gpipe_compiler.plan import Stage
 
@@ -93,7 +94,10 @@ def _method(
     unwritten = frozenset(name for name in duplicates if not facts.writes(name))
     kept = drop_dead(rebased, returns, unwritten)
     read = {value for op in kept for value in op.inputs}.union(returns)
+    given = [item for item in given if item.value in read]
     arguments = tuple(value for value in inputs if value in read)
+    if any(contains_batch(item.template) for item in given):
+        arguments = _telling_batch(facts.graph, arguments, inputs)
     return Method(
         ops=kept,
         arguments=arguments,
@@ -101,8 +105,18 @@ def _method(
         batch_sizes=frozenset(
             value for value, item in facts.templates.items() if item == BatchMultiple(1)
         ),
-        given=tuple(item for item in given if item.value in read),
+        given=tuple(given),
     )
+
+
+def _telling_batch(
+    graph: Graph, arguments: tuple[str, ...], inputs: Iterable[str]
+) -> tuple[str, ...]:
+    """The arguments, with one more where none of them tells how many samples there are."""
+    if any(tells_batch(graph.values[value]) for value in arguments):
+        return arguments
+    telling = next((value for value in inputs if tells_batch(graph.values[value])), None)
+    return arguments if telling is None else (*arguments, telling)
 
 
 def _rebase(

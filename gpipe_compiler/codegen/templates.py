@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.layout import Binding, Expression, name
-from gpipe_compiler.ir import Argument, Graph
+from gpipe_compiler.ir import Argument, Graph, Value
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.duplicate import BatchMultiple, StageDevice
 
@@ -15,6 +15,11 @@ from gpipe_compiler.passes.duplicate import BatchMultiple, StageDevice
 def contains_batch(template: Argument) -> bool:
     """Whether a template changes with the batch size."""
     return any(isinstance(leaf, BatchMultiple) for leaf in leaves(template))
+
+
+def tells_batch(value: Value) -> bool:
+    """Whether the number of samples can be read off the value's shape."""
+    return value.splittable and value.batch_dim is not None and value.shape[value.batch_dim] > 0
 
 
 def write_template(
@@ -46,7 +51,7 @@ def _base(graph: Graph, writer: Writer, arguments: Iterable[str]) -> tuple[str, 
     found: list[tuple[int, str]] = []
     for argument in arguments:
         value = graph.values[argument]
-        if value.batch_dim is None or not value.splittable:
+        if value.batch_dim is None or not tells_batch(value):
             continue
         times, rest = divmod(value.shape[value.batch_dim], graph.batch_size)
         if times and not rest:

@@ -1,0 +1,41 @@
+"""What the methods of a stage are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.plan import Plan
+
+
+class Contrast(nn.Module):
+    """Its loss compares all samples, with one row of labels for every sample of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        similar = self.left(x) @ self.right(y).transpose(0, 1)
+        loss = F.cross_entropy(similar, torch.arange(x.size(0), device=x.device))
+        return {"loss": loss, "similar": similar}
+
+
+def test_loss_reads_the_batch_size_where_its_own_values_do_not_tell(
+    planned: Callable[..., Plan], load: Callable[[Path], ModuleType], tmp_path: Path
+) -> None:
+    """A B x B matrix tells no batch size, so `loss` gets another value of the stage too."""
+    plan = planned(Contrast(), torch.rand(4, 4), torch.rand(4, 4), count=2)
+
+    package = load(emit(plan, tmp_path / "out"))
+
+    similar, telling = package.SPEC.stages[-1].loss_inputs
+    assert not plan.graph.values[similar].splittable
+    assert plan.graph.values[telling].batch_dim == 0
