@@ -41,8 +41,9 @@ def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
 def choose(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph, Frontend]:
     """The first graph that is right, and the frontend that gave it.
 
-    Right means equal to the model at two batch sizes, in train and in eval mode. The model object
-    stays as it is.
+    Right means equal to the model in train and in eval mode, as `frontend.check` compares them: at
+    two batch sizes each, or one each where a comparison takes seconds. The model object stays as
+    it is.
 
     Raises:
         TraceError: when no frontend gives a right graph; says what each of them met.

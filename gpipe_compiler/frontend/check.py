@@ -1,15 +1,21 @@
 """Holds a graph against the eager model.
 
-What is compared, at two batch sizes, in train mode (same random seed) and in eval mode: outputs,
-loss, the gradient of every parameter and floating-point input, buffers afterwards, and the names of
-the state. Models on meta have no numbers: shapes and types are compared instead.
+What is compared, in train mode (same random seed) and in eval mode: outputs, loss, the gradient of
+every parameter and floating-point input, buffers afterwards, and the names of the state. Models on
+meta have no numbers: shapes and types are compared instead.
+
+Each mode is compared for 2 and for 3 samples, or 4 where the model takes no 3. Less is done where a
+comparison takes seconds: train mode is compared for 2 samples, eval mode for the other size. A
+model without batched inputs is compared as it is called, and one that takes 2 samples only is
+compared for these, with a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +31,9 @@ from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
 
 _SEED = 20260
-_BATCHES = (2, 3)
+_BATCHES = ((2,), (3, 4))
+"""In how many samples every input comes: in each place the first number that the model takes."""
+
 _SLOW_S = 5.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
 mode at the first, eval mode at the second."""
@@ -46,10 +54,14 @@ class _Run:
 def differences(graph: Graph, subject: Subject) -> list[str]:
     """How the graph differs from the model, in words; empty when it does not.
 
-    The subject's model stays as it is.
+    The comparison ends with the first mode and size that differ. The subject's model stays as it
+    is.
+
+    Raises:
+        ModelError: when the model itself raises at the first size.
     """
     found = list(_state_differences(graph, subject))
-    sizes = _BATCHES if any(source.batched for source in graph.inputs) else (1,)
+    sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     slow = False
     entries = [
         make_entry(subject, mode) for mode in ((True, False) if subject.training else (False,))
@@ -58,14 +70,11 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
         training = entry.training
         # Auxiliary outputs of train mode are no outputs of the graph: only the loss uses them.
         outputs = entry.structure == entries[-1].structure
-        for batch in sizes:
-            if slow and batch == _BATCHES[training]:
+        for place, batches in enumerate(sizes):
+            if slow and place == int(training):
                 continue
-            mode = f"{'train' if training else 'eval'} mode, batch {batch}"
             started = time.process_time()
-            found.extend(
-                f"{mode}: {text}" for text in _compare(graph, subject, entry, batch, outputs)
-            )
+            found.extend(_compare(graph, subject, entry, batches, outputs))
             slow = slow or time.process_time() - started > _SLOW_S
             if found:
                 return found
@@ -85,30 +94,51 @@ def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:
 
 
 def _compare(
-    graph: Graph, subject: Subject, entry: Entry, batch: int, outputs: bool
+    graph: Graph, subject: Subject, entry: Entry, batches: Sequence[int], outputs: bool
 ) -> Iterator[str]:
+    """The differences in one mode, for the first of these batch sizes that the model takes."""
     with torch.random.fork_rng():
-        try:
-            expected = _run_model(subject, entry, batch)
-        except GPipeCompilerError:
-            raise
-        except Exception as error:  # whatever the user's code raises
-            if batch == _BATCHES[-1]:
-                return  # this size does not suit the model, as a batch may have to be even
-            raise ModelError(
-                f"the model raises {type(error).__name__} in a training step with a batch of "
-                f"{batch} samples made from the example inputs: {error}",
-                location=line_of(error),
-                hint="it must run by itself before it can be compiled",
-            ) from error
+        run = _first_run(subject, entry, batches)
+        if run is None:
+            return
+        batch, expected = run
+        mode = f"{'train' if entry.training else 'eval'} mode, batch {batch}"
         try:
             actual = _run_graph(graph, entry, batch)
         except Exception as error:  # a graph may call anything
-            yield f"the graph raises {type(error).__name__}: {_first_line(error)}"
+            yield f"{mode}: the graph raises {type(error).__name__}: {_first_line(error)}"
             return
     for name, text in _different(expected.results, actual.results):
         if outputs or not name.startswith("output"):
-            yield text
+            yield f"{mode}: {text}"
+
+
+def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[int, _Run] | None:
+    """The first batch size that the model takes, and what it gives; None where it takes none.
+
+    Raises:
+        ModelError: when there is but one size to try, and the model raises.
+    """
+    for batch in batches:
+        try:
+            return batch, _run_model(subject, entry, batch)
+        except GPipeCompilerError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            if len(batches) == 1:
+                raise ModelError(
+                    f"the model raises {type(error).__name__} in a training step with a batch of "
+                    f"{batch} samples made from the example inputs: {error}",
+                    location=line_of(error),
+                    hint="it must run by itself before it can be compiled",
+                ) from error
+            last = f"{type(error).__name__}: {_first_line(error)}"
+    warnings.warn(
+        f"the model takes no batch of {' or '.join(map(str, batches))} samples ({last}), so that "
+        "its graph was compared with it at one batch size only",
+        stacklevel=2,
+    )
+    return None
 
 
 def _run_model(subject: Subject, entry: Entry, batch: int) -> _Run:

@@ -179,3 +179,44 @@ def test_a_model_that_cannot_be_trained_is_at_fault_itself():
 
     with pytest.raises(ModelError, match="raises RuntimeError in a training step"):
         differences(graph, subject)
+
+
+class Batches(nn.Module):
+    """Takes only some numbers of samples, if told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.taken = None
+
+    def forward(self, x):
+        if self.taken is not None and x.shape[0] not in self.taken:
+            raise ValueError("too many")
+        return self.linear(x)
+
+
+def test_a_model_of_even_batches_is_compared_at_two_of_them():
+    subject = Subject("toy", Batches(), (torch.randn(4, 4),), training=False)
+    right = trace_fx(subject, False)
+    call = FunctionCall(torch.reshape, (Ref("x"), (2, 4)))
+    wrong = change(right, right.ops[-1].name, call=call)
+    subject.model.taken = (2, 4)
+
+    assert differences(right, subject) == []
+    assert any("batch 2: output" in text for text in differences(wrong, subject))
+    wrong = insert(
+        right,
+        call,
+        reader=dataclasses.replace(right.ops[-1].call, args=(Ref("extra"),)),
+        before=right.ops[-1].name,
+    )
+    assert any("batch 4: the graph raises" in text for text in differences(wrong, subject))
+
+
+def test_a_model_of_one_batch_size_is_told():
+    subject = Subject("toy", Batches(), (torch.randn(1, 4),), training=False)
+    graph = trace_fx(subject, False)
+    subject.model.taken = (2,)
+
+    with pytest.warns(UserWarning, match=r"no batch of 3 or 4 samples \(ValueError: too many\)"):
+        assert differences(graph, subject) == []
