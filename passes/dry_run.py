@@ -5,10 +5,8 @@ The passes that ask what an op does (shapes, effects, saved tensors, cost) watch
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +18,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.quiet import quiet
 
 RunOp = Callable[[], Any]
 Observer = Callable[[Op, RunOp], Any]
@@ -93,7 +92,8 @@ class DryRun:
                 ) from error
 
         inputs = self.inputs(batch_size)
-        with self.mode, torch.set_grad_enabled(self.training), _quiet():
+        # What torch has to say about the model it has said when the model ran.
+        with self.mode, torch.set_grad_enabled(self.training), quiet():
             return self.interpreter.run(inputs, watched)
 
 
@@ -196,11 +196,3 @@ def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
         return dataclasses.replace(op, call=dataclasses.replace(call, args=args, body=body))
     kwargs = map_argument(function, dict(call.kwargs))
     return dataclasses.replace(op, call=dataclasses.replace(call, args=args, kwargs=kwargs))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings about the model: it has given them when the model ran."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

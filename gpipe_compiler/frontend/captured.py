@@ -22,9 +22,9 @@ from gpipe_compiler.frontend.exported import (
     SMALLEST_BATCH,
     find_sources,
     pull_state_into_regions,
-    quiet,
     regions,
     replace_by_state,
+    tracing_quietly,
 )
 from gpipe_compiler.frontend.locate import line_of, line_of_trace
 from gpipe_compiler.frontend.lower import lower
@@ -88,7 +88,7 @@ def _capture(entry: Entry) -> _Captured:
         if source.batched:
             torch._dynamo.maybe_mark_dynamic(example, 0)
     try:
-        with quiet(), torch.enable_grad(), torch._dynamo.config.patch(**_settings()):
+        with tracing_quietly(), torch.enable_grad(), torch._dynamo.config.patch(**_settings()):
             module = capture(entry)(*examples)
             taken = module._dynamo_bytecode_flatten(*examples)
             marks = tuple(torch.empty(()) for _ in _returned_nodes(module.graph))

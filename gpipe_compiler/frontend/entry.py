@@ -34,6 +34,7 @@ from gpipe_compiler.frontend.structure import (
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Argument, Input, Reduction
+from gpipe_compiler.quiet import quiet
 
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
@@ -196,14 +197,31 @@ class Entry(nn.Module):
         model = isolated(self.model)
         with torch.random.fork_rng(), torch.no_grad():
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
                     args, kwargs, _ = self.signature.rebuild(fakes)
                     output = map_tensors(_on_meta, model(*args, **kwargs))
                 return output, self.signature.rebuild(samples)[2]
             except Exception:  # whatever the user's code raises; the run for real tells
                 args, kwargs, target = self.signature.rebuild(samples)
-                return _user_call("the model", isolated(self.model), count, args, kwargs), target
+                try:
+                    output = _user_call("the model", isolated(self.model), count, args, kwargs)
+                except ModelError:
+                    self._run_example()
+                    raise
+                return output, target
+
+    def _run_example(self) -> None:
+        """Raises a ModelError when the model cannot even run on the example as it is."""
+        args, kwargs, _ = self.signature.rebuild(self.signature.samples(self.signature.batch_size))
+        try:
+            isolated(self.model)(*args, **kwargs)
+        except Exception as error:  # whatever the user's code raises
+            raise ModelError(
+                f"the model raises {type(error).__name__} on the example inputs: {error}",
+                location=line_of(error),
+                hint="it must run by itself before it can be compiled",
+            ) from error
 
     def _probe_loss_function(self, output: object, target: object, count: int) -> None:
         """Holds the loss of an output against those of its halves."""

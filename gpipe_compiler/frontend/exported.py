@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
@@ -33,6 +31,7 @@ from gpipe_compiler.frontend.readable import make_readable, write_constants
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.quiet import quiet
 
 SMALLEST_BATCH = 2
 """A batch of one is taken for a constant by torch.export."""
@@ -52,6 +51,8 @@ def trace_export(subject: Subject, training: bool) -> Graph:
         with numbers:
             program = export(entry)
     module = program.graph_module
+    for region in regions(module):
+        restore_users(region.graph)
     refuse_fixed_batch(entry, name_state(module, program, recorder.canonical), lines)
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
@@ -71,7 +72,7 @@ def export(entry: Entry) -> ExportedProgram:
     examples = signature.samples(max(signature.batch_size, SMALLEST_BATCH))
     dynamic = tuple({0: Dim.AUTO} if source.batched else None for source in signature.inputs)
     try:
-        with quiet(), _user_lines(), torch.enable_grad():
+        with tracing_quietly(), _user_lines(), torch.enable_grad():
             return torch.export.export(
                 entry, tuple(examples), dynamic_shapes={"inputs": dynamic}, strict=False
             )
@@ -82,20 +83,11 @@ def export(entry: Entry) -> ExportedProgram:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def tracing_quietly() -> Iterator[None]:
     """Keeps torch's advice to users of torch.export to itself: failures are explained here."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx", "torch.export", "torch._export")]
-    levels = [logger.level for logger in loggers]
     # When it fails, torch.export prints the graph so far on stderr.
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 @contextlib.contextmanager
@@ -110,6 +102,19 @@ def _user_lines() -> Iterator[None]:
 
     with mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep):
         yield
+
+
+def restore_users(graph: fx.Graph) -> None:
+    """Lets every node know its users again.
+
+    torch.export loses some of a value that is used both inside and outside of a `no_grad` region;
+    changing such a user then fails.
+    """
+    for node in graph.nodes:
+        node.users.clear()
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users[node] = None
 
 
 def name_state(

@@ -202,3 +202,18 @@ def test_how_losses_combine_is_found_out_for_a_model_on_meta(reduction):
     made = entry(model, torch.randn(6, 4), target=torch.randint(0, 3, (6,)), loss_fn=loss)
 
     assert made.reduction is reduction
+
+
+def test_a_model_that_raises_on_any_batch_is_told_from_one_that_minds_the_size(capfd):
+    """Only the latter hears of dimension 0; and torch's own log of the failure is not shown."""
+
+    def eight(y):
+        return y.view(8, 3)
+
+    with pytest.raises(ModelError, match="on the example inputs: mat1 and mat2") as caught:
+        entry(nn.Linear(5, 2), torch.randn(8, 4))
+    assert "dimension 0" not in caught.value.hint
+    with pytest.raises(ModelError, match="on a batch of 4 samples") as caught:
+        entry(Anything(eight), torch.randn(8, 4))
+    assert "dimension 0" in caught.value.hint
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,26 @@
+"""Keeps to torch what it logs about failures that this compiler explains itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+_LOGGERS = ("torch.fx", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warnings, and without its logs of tracing and of runs on fake tensors."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
