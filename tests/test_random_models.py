@@ -257,6 +257,13 @@ def test_many_exported_random_models_equal_their_packages(recipe: Recipe, layout
             [("autocast", 1, 4, 0), ("linear",)], {}, Layout(1, 1), "export", id="unread region"
         ),
         pytest.param(
+            [("no_grad", 4, 0, 2), ("add", 0, 2, 1), ("no_grad", 1, 3, 1)],
+            {"call": "extra", "seed": 1},
+            Layout(1, 1),
+            "export",
+            id="a value used in a region and, unread, outside of it",
+        ),
+        pytest.param(
             [("flatten", 2, 0, 1), ("drop_path", 0, 5, 2), ("running", 1, 0, 0)],
             {},
             Layout(2, 1, size=3),
