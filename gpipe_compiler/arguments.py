@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpipe_compiler.cluster import CLUSTERS
@@ -161,8 +162,8 @@ def _positive(text: str) -> int:
 
 
 _QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)([a-zA-Z]*)")
-_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_DECIMAL: Mapping[str, float] = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_TIME: Mapping[str, float] = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def _bandwidth(text: str) -> float:
@@ -179,7 +180,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _quantity(text: str, units: dict[str, float]) -> float | None:
+def _quantity(text: str, units: Mapping[str, float]) -> float | None:
     """A finite number with one of these units; None when it is none."""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:

@@ -36,7 +36,7 @@ _ALLOCATIONS = frozenset(
 )
 """Kernels that touch no element and are no view by their schema."""
 
-_LOOK_UPS = {
+_LOOK_UPS: Mapping[torch._ops.OpOverloadPacket, tuple[int, ...]] = {
     _aten.embedding: (1,),
     _aten.index_select: (2,),
     _aten.gather: (2,),

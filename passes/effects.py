@@ -19,7 +19,7 @@ from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[str] = frozenset()
 
-_UNDECLARED = {
+_UNDECLARED: Mapping[torch._ops.OpOverload, tuple[tuple[int, ...], int]] = {
     torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
     torch.ops.aten.cudnn_batch_norm.default: ((3, 4), 5),
     torch.ops.aten.miopen_batch_norm.default: ((3, 4), 5),

@@ -6,7 +6,7 @@ import builtins
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -20,7 +20,7 @@ from torch._library.custom_ops import OPDEFS
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
 
-BINARY: dict[Callable[..., Any], tuple[str, Binding]] = {
+BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.add: ("+", Binding.SUM),
     operator.sub: ("-", Binding.SUM),
     operator.mul: ("*", Binding.PRODUCT),
@@ -44,14 +44,14 @@ BINARY: dict[Callable[..., Any], tuple[str, Binding]] = {
     operator.is_not: ("is not", Binding.COMPARISON),
 }
 
-UNARY: dict[Callable[..., Any], tuple[str, Binding]] = {
+UNARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.neg: ("-", Binding.UNARY),
     operator.pos: ("+", Binding.UNARY),
     operator.invert: ("~", Binding.UNARY),
     operator.not_: ("not ", Binding.NOT),
 }
 
-AUGMENTED: dict[Callable[..., Any], str] = {
+AUGMENTED: Mapping[Callable[..., Any], str] = {
     operator.iadd: "+=",
     operator.isub: "-=",
     operator.imul: "*=",
@@ -68,7 +68,7 @@ AUGMENTED: dict[Callable[..., Any], str] = {
 }
 """Writes in place where the left operand is a tensor."""
 
-PLAIN_OF_AUGMENTED: dict[Callable[..., Any], Callable[..., Any]] = {
+PLAIN_OF_AUGMENTED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     getattr(operator, f"i{name.__name__.strip('_')}"): name
     for name in BINARY
     if hasattr(operator, f"i{name.__name__.strip('_')}")

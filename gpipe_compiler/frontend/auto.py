@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
@@ -25,7 +25,7 @@ class Frontend(Enum):
 _ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
 """By how many of 69 real models each traces right."""
 
-_TRACERS = {
+_TRACERS: Mapping[Frontend, tuple[str, str]] = {
     Frontend.FX: ("gpipe_compiler.frontend.symbolic", "trace_fx"),
     Frontend.EXPORT: ("gpipe_compiler.frontend.exported", "trace_export"),
     Frontend.DYNAMO: ("gpipe_compiler.frontend.captured", "trace_dynamo"),

@@ -257,7 +257,7 @@ class _Index:
         return entries[0] if len(entries) == 1 else tuple(entries)
 
 
-_PARAMETERS = {
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "aten::slice": ("dim", "start", "end", "step"),
     "aten::select": ("dim", "index"),
     "aten::unsqueeze": ("dim",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class _Renaming:
                 return identifier(_FUNCTION_NAMES.get(function.__name__, function.__name__))
 
 
-_FUNCTION_NAMES = {
+_FUNCTION_NAMES: Mapping[str, str] = {
     "getitem": "item",
     "truediv": "div",
     "floordiv": "floor_div",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpipe_compiler.report.units import format_seconds
@@ -13,7 +14,11 @@ WIDTH = 960.0
 LEFT = 68.0
 ROW = 44.0
 _TOP = 24.0
-_HEIGHTS = {Lane.RECEIVE: (4.0, 5.0), Lane.DEVICE: (10.0, 24.0), Lane.GRADIENT: (35.0, 5.0)}
+_HEIGHTS: Mapping[Lane, tuple[float, float]] = {
+    Lane.RECEIVE: (4.0, 5.0),
+    Lane.DEVICE: (10.0, 24.0),
+    Lane.GRADIENT: (35.0, 5.0),
+}
 """For every lane, where in its device's row it begins, and how high it is."""
 _LETTER = 6.5
 _TICKS = 8

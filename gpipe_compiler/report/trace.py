@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpipe_compiler.plan import Plan
@@ -10,7 +11,7 @@ from gpipe_compiler.report.facts import timeline
 from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.simulate import Lane, Span
 
-_LANES = {
+_LANES: Mapping[Lane, tuple[int, str]] = {
     Lane.DEVICE: (0, "computes"),
     Lane.RECEIVE: (1, "receives"),
     Lane.GRADIENT: (2, "returns gradients"),

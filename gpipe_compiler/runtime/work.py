@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,7 +33,7 @@ class OptimizerKind(Enum):
     ADAMW = "adamw"
 
 
-DEFAULT_RATES = {
+DEFAULT_RATES: Mapping[OptimizerKind, float] = {
     OptimizerKind.SGD: 0.01,
     OptimizerKind.MOMENTUM: 0.01,
     OptimizerKind.ADAM: 1e-3,
