@@ -44,8 +44,7 @@ def make_plan(
         PlanError: when the batch does not split, or there are more stages than ops.
     """
     _check_sizes(graph, costs, microbatch_size(batch_size, microbatches))
-    if microbatches > 1:
-        _outputs_split(graph)
+    _check_outputs(graph, microbatches)
     training = graph.loss is not None
     step = StepKind(schedule.value) if training else StepKind.INFERENCE
     facts = Facts.of(graph, costs)
@@ -91,12 +90,14 @@ def _check_sizes(graph: Graph, costs: Costs, size: int) -> None:
         )
 
 
-def _outputs_split(graph: Graph) -> None:
+def _check_outputs(graph: Graph, microbatches: int) -> None:
     """Makes sure that the outputs of a batch are those of its micro-batches put together.
 
     Raises:
         PlanError: for an output such as the B x B similarities of all samples.
     """
+    if microbatches == 1:
+        return
     for name in graph.output_values:
         value = graph.values[name]
         if value.kind is ValueKind.TENSOR and not value.splittable:
