@@ -113,7 +113,7 @@ class TestCompileArguments:
         assert compiler.directory == Path("here")
         assert compiler.subject is not None
         assert not compiler.subject.training
-        assert compiler.subject.args[0].shape == (16, 3)  # type: ignore[attr-defined]
+        assert compiler.subject.args[0].shape == (16, 3)
 
     def test_the_seed_fixes_random_inputs(self, compiler: Compiler) -> None:
         drawn = []
@@ -124,8 +124,8 @@ class TestCompileArguments:
             assert compiler.subject is not None
             drawn.append(compiler.subject.args[0])
 
-        assert torch.equal(drawn[0], drawn[1])  # type: ignore[arg-type]
-        assert not torch.equal(drawn[0], drawn[2])  # type: ignore[arg-type]
+        assert torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[0], drawn[2])
 
     @pytest.mark.parametrize(
         ("words", "said"),

@@ -23,7 +23,7 @@ class TestForms:
 
         assert subject.name == "model"
         assert isinstance(subject.model, nn.Linear)
-        assert subject.args[0].shape == (4, 3)  # type: ignore[attr-defined]
+        assert subject.args[0].shape == (4, 3)
         assert subject.kwargs == {}
         assert subject.loss_fn is None
         assert subject.target is None
@@ -106,7 +106,7 @@ class TestForms:
         first = load_text("def example_inputs():\n    return torch.ones(4, 3)")
         second = load_text("def example_inputs():\n    return torch.ones(5, 3)")
 
-        assert (len(first.args[0]), len(second.args[0])) == (4, 5)  # type: ignore[arg-type]
+        assert (len(first.args[0]), len(second.args[0])) == (4, 5)
 
     def test_a_file_named_as_a_known_module_leaves_that_alone(
         self, workplace: Path, plain_model: str
@@ -140,7 +140,7 @@ class TestForms:
         )
 
         assert subject.loss_fn is not None
-        assert subject.target.shape == (4,)  # type: ignore[attr-defined]
+        assert subject.target.shape == (4,)
 
     def test_loss_with_the_first_target_of_the_data(self, load_text: Loader) -> None:
         subject = load_text(
@@ -153,7 +153,7 @@ class TestForms:
             """
         )
 
-        assert subject.target.tolist() == [7, 7, 7, 7]  # type: ignore[attr-defined]
+        assert subject.target.tolist() == [7, 7, 7, 7]
 
     def test_inference_takes_no_loss(self, load_text: Loader) -> None:
         subject = load_text(
@@ -196,7 +196,7 @@ class TestInputSpecs:
     def test_every_kind_of_dtype(self, dtype: str, workplace: Path) -> None:
         subject = load("torch.nn:Identity", input_specs=[f"4x3:{dtype}"])
 
-        assert subject.args[0].dtype == getattr(torch, dtype)  # type: ignore[attr-defined]
+        assert subject.args[0].dtype == getattr(torch, dtype)
 
     @pytest.mark.parametrize(
         ("spec", "expected"),
@@ -242,11 +242,11 @@ class TestMeta:
             head="import torch\nfrom torch import nn\n" + self.MODEL,
         )
 
-        assert subject.kwargs["input"].is_meta  # type: ignore[attr-defined]
-        assert subject.target[0].is_meta  # type: ignore[index]
+        assert subject.kwargs["input"].is_meta
+        assert subject.target[0].is_meta
         assert subject.example is not None
-        assert subject.example.kwargs["input"].sum() == 12  # type: ignore[attr-defined]
-        assert subject.example.target[0].sum() == 4  # type: ignore[index]
+        assert subject.example.kwargs["input"].sum() == 12
+        assert subject.example.target[0].sum() == 4
 
     def test_a_meta_example_is_kept_as_it_is(self, load_text: Loader) -> None:
         subject = load_text(
@@ -254,7 +254,7 @@ class TestMeta:
             head="import torch\nfrom torch import nn\n" + self.MODEL,
         )
 
-        assert subject.args[0].is_meta  # type: ignore[attr-defined]
+        assert subject.args[0].is_meta
         assert subject.example is None
 
     def test_a_meta_example_of_a_real_model(self, load_text: Loader) -> None:
