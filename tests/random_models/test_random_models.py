@@ -17,6 +17,7 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
+import random_steps  # noqa: F401  # what the steps of recipes do
 import torch
 from hypothesis import (
     HealthCheck,
@@ -28,6 +29,8 @@ from hypothesis import (
     settings,
 )
 from hypothesis import strategies as st
+from random_cuts import most_stages, random_cut
+from random_models import REGIONS, RUN, RandomModel, Recipe, Step, call_of, mean_square, recipes
 from safetensors.torch import save_file
 
 import gpipe_compiler.runtime.command  # noqa: F401  # the runtime of every package here, whole
@@ -49,16 +52,6 @@ from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.validate import reference_of
 
-_SPEC = importlib.util.spec_from_file_location(
-    "random_models", Path(__file__).with_name("random_models.py")
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-random_models = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = random_models
-_SPEC.loader.exec_module(random_models)
-
-Recipe, Step = random_models.Recipe, random_models.Step
 _COUNTER = itertools.count()
 SEED = 3
 
@@ -90,9 +83,9 @@ layouts = st.builds(
 
 def subject_of(recipe: Recipe, layout: Layout) -> Subject:
     torch.manual_seed(recipe.seed)
-    model = random_models.RandomModel(recipe)
-    call = random_models.call_of(recipe, layout.size * layout.microbatches)
-    loss_fn = random_models.mean_square if recipe.loss == "function" else None
+    model = RandomModel(recipe)
+    call = call_of(recipe, layout.size * layout.microbatches)
+    loss_fn = mean_square if recipe.loss == "function" else None
     return Subject("random", model, call.args, call.kwargs, call.target, loss_fn, layout.training)
 
 
@@ -101,7 +94,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     graph = annotate(graph, layout.size)
     costs = roofline(graph, cluster.device)
     problem = problem_of(Facts.of(graph, costs))
-    stages = min(layout.stages, random_models.most_stages(problem, cluster.link))
+    stages = min(layout.stages, most_stages(problem, cluster.link))
     if currently_in_test_context():
         event(f"{stages} stages")
     options = {
@@ -114,7 +107,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     }
     if layout.cut is None:
         return make_plan(graph, **options)
-    chosen = random_models.random_cut(layout.cut)
+    chosen = random_cut(layout.cut)
     with mock.patch("gpipe_compiler.planning.cut", chosen):
         return make_plan(graph, **options)
 
@@ -189,8 +182,8 @@ def accept(recipe: Recipe, layout: Layout, frontend: Frontend) -> None:
         raise
 
 
-EVERY_KIND = sorted(random_models.RUN)
-FX_KINDS = [kind for kind in EVERY_KIND if kind not in random_models.REGIONS]
+EVERY_KIND = sorted(RUN)
+FX_KINDS = [kind for kind in EVERY_KIND if kind not in REGIONS]
 FEW = settings(max_examples=30, derandomize=True, deadline=None, database=None)
 MANY = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -198,27 +191,27 @@ MANY = settings(
 
 
 @FEW
-@given(random_models.recipes(FX_KINDS, 7), layouts)
+@given(recipes(FX_KINDS, 7), layouts)
 def test_random_model_equals_its_package(recipe: Recipe, layout: Layout) -> None:
     accept(recipe, layout, Frontend.FX)
 
 
 @settings(FEW, max_examples=5)
-@given(random_models.recipes(EVERY_KIND, 6), layouts)
+@given(recipes(EVERY_KIND, 6), layouts)
 def test_random_model_that_was_exported_equals_its_package(recipe: Recipe, layout: Layout) -> None:
     accept(recipe, layout, Frontend.EXPORT)
 
 
 @pytest.mark.slow
 @MANY
-@given(random_models.recipes(FX_KINDS, 12), layouts)
+@given(recipes(FX_KINDS, 12), layouts)
 def test_many_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:
     accept(recipe, layout, Frontend.FX)
 
 
 @pytest.mark.slow
 @settings(MANY, max_examples=100)
-@given(random_models.recipes(EVERY_KIND, 10), layouts)
+@given(recipes(EVERY_KIND, 10), layouts)
 def test_many_exported_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:
     accept(recipe, layout, Frontend.EXPORT)
 
