@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.frontend.auto import choose
-from gpipe_compiler.frontend.entry import read_signature
+from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import Graph
