@@ -274,8 +274,8 @@ class _Scribe:
         if value not in self.batch_sizes:
             return wish
         statement = statement_at(op.source)
-        aside = statement is None or (len(statement.targets) == 1 and statement.operations > 2)
-        return "batch" if wish is None or aside else wish
+        # Any other statement names what it makes of the size.
+        return wish if statement is not None and statement.names_size and wish else "batch"
 
     def _variable(self, value: str, wish: str | None, position: int) -> str:
         partner = self.uses.partner.get(value)

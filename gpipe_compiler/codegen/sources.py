@@ -21,12 +21,14 @@ class UserStatement:
         targets: the names it assigns to; empty where it assigns to none, or to anything else.
         operations: calls, operators and subscripts in it; ops beyond that number come from inside
             the functions it calls. No limit for a comprehension.
+        names_size: whether what it assigns is the size of a tensor.
     """
 
     file: str
     line: int
     targets: tuple[str, ...]
     operations: int
+    names_size: bool = False
 
 
 def statement_at(location: SourceLocation | None) -> UserStatement | None:
@@ -46,7 +48,9 @@ def _statements(file: str) -> dict[int, UserStatement]:
     table: dict[int, UserStatement] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
-            statement = UserStatement(file, node.lineno, _targets(node), _operations(node))
+            statement = UserStatement(
+                file, node.lineno, _targets(node), _operations(node), _names_size(node)
+            )
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 table[line] = statement
     return table
@@ -74,3 +78,21 @@ def _operations(node: ast.stmt) -> int:
         or (isinstance(part, ast.Attribute) and part.attr in _SHAPE_ATTRIBUTES)
         for part in ast.walk(node)
     )
+
+
+def _names_size(node: ast.stmt) -> bool:
+    """Whether it is `b = x.shape[0]`, `b, c = x.shape`, `b = x.size(0)` or the like."""
+    value = getattr(node, "value", None)
+    return any(map(_is_size, value.elts if isinstance(value, ast.Tuple) else (value,)))
+
+
+def _is_size(expression: ast.expr | None) -> bool:
+    match expression:
+        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size")):
+            return True
+        case ast.Call(func=ast.Name(id="len")):
+            return True
+        case ast.Subscript(value=value):
+            return _is_size(value)
+        case _:
+            return False

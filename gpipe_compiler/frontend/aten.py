@@ -142,6 +142,14 @@ def _numel(call: AtenCall) -> Written | None:
     return Written("numel", (call["self"],))
 
 
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
+
+
+def _attribute(call: AtenCall) -> Written | None:
+    """`x.T` and its like."""
+    return Written(getattr, (call["self"], _ATTRIBUTES[call.name]))
+
+
 # --- torch functions and indexing -----------------------------------------------------------------
 
 
@@ -161,6 +169,7 @@ def _index(call: AtenCall) -> Written | None:
 
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_OPERATORS, _operator),
+    **dict.fromkeys(_ATTRIBUTES, _attribute),
     **FUNCTIONS,
     "rsub": _rsub,
     "to": _to,

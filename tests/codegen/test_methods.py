@@ -39,3 +39,26 @@ def test_loss_reads_the_batch_size_where_its_own_values_do_not_tell(
     similar, telling = package.SPEC.stages[-1].loss_inputs
     assert not plan.graph.values[similar].splittable
     assert plan.graph.values[telling].batch_dim == 0
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        places = torch.arange(x.size(0), device=x.device)
+        turned = self.second(self.first(x) @ self.first.weight.T)
+        return turned, places
+
+
+def test_a_batch_size_is_not_named_after_what_is_made_of_it(
+    planned: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """The user's statement names the places, not their number; and `T` stays what it is."""
+    directory = emit(planned(Rows(), torch.rand(4, 4), count=2), tmp_path / "out")
+
+    text = "".join(path.read_text() for path in sorted(directory.glob("stage_*.py")))
+    assert "batch = matmul.shape[0]" in text
+    assert "@ self.first.weight.T" in text
