@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
+from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.precedence import Pair, around_writes, written_memory
 
@@ -62,7 +63,7 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
     """
     kept = [op for op in graph.ops if op.name not in duplicable]
     order = {op.name: index for index, op in enumerate(kept)}
-    groups = _Groups(order)
+    groups = DisjointSets(order)
     precedence: list[Pair] = []
     for memory in written_memory(graph, effects, kept):
         groups.join(memory.bound)
@@ -113,66 +114,3 @@ def _followers(leader: Mapping[str, str], edges: Iterable[Pair], first: Iterable
         found |= fresh
         pending.extend(fresh)
     return found
-
-
-class _Groups:
-    """Disjoint sets of ops; the leader of each is its first op."""
-
-    def __init__(self, order: Mapping[str, int]) -> None:
-        self._order = order
-        self._parent = {name: name for name in order}
-
-    def leader(self, name: str) -> str:
-        while self._parent[name] != name:
-            self._parent[name] = self._parent[self._parent[name]]
-            name = self._parent[name]
-        return name
-
-    def join(self, names: Iterable[str]) -> None:
-        leaders = sorted({self.leader(name) for name in names}, key=self._order.__getitem__)
-        for other in leaders[1:]:
-            self._parent[other] = leaders[0]
-
-    def close(self, edges: Iterable[Pair]) -> None:
-        """Joins groups that lie on a common cycle, until the graph of groups has none."""
-        successors: dict[str, set[str]] = {self.leader(name): set() for name in self._parent}
-        for before, after in edges:
-            first, second = self.leader(before), self.leader(after)
-            if first != second:
-                successors[first].add(second)
-        for component in _components(successors):
-            self.join(component)
-
-
-def _components(successors: Mapping[str, Collection[str]]) -> Iterator[list[str]]:
-    """The strongly connected components of two nodes or more (Tarjan's algorithm, iterative)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    on_path: dict[str, None] = {}
-    for root in successors:
-        if root in index:
-            continue
-        index[root] = low[root] = len(index)
-        on_path[root] = None
-        work = [(root, iter(successors[root]))]
-        while work:
-            node, pending = work[-1]
-            for successor in pending:
-                if successor not in index:
-                    index[successor] = low[successor] = len(index)
-                    on_path[successor] = None
-                    work.append((successor, iter(successors[successor])))
-                    break
-                if successor in on_path:
-                    low[node] = min(low[node], index[successor])
-            else:
-                work.pop()
-                if work:
-                    parent = work[-1][0]
-                    low[parent] = min(low[parent], low[node])
-                if low[node] == index[node]:
-                    component: list[str] = []
-                    while not component or component[-1] != node:
-                        component.append(on_path.popitem()[0])
-                    if len(component) > 1:
-                        yield component

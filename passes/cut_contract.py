@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem
+from gpipe_compiler.passes.disjoint import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def contract(problem: CutProblem, link: Link, *, keep: int) -> Contracted:
 
 def _merge_groups(problem: CutProblem, edges: Sequence[tuple[int, int]]) -> list[int]:
     """For every node the representative of what it must share a stage with."""
-    find = _Union(len(problem.nodes))
+    find = DisjointSets(range(len(problem.nodes)))
     for group in problem.groups:
         find.join(group)
     if problem.last:
@@ -93,15 +94,14 @@ def _merge_groups(problem: CutProblem, edges: Sequence[tuple[int, int]]) -> list
         # Groups can pull nodes into the last stage whose followers then follow.
         pinned = set(problem.last)
         while True:
-            roots = {find.root(node) for node in _reach(pinned, after)}
-            grown = {n for n in range(len(problem.nodes)) if find.root(n) in roots}
+            roots = {find.leader(node) for node in _reach(pinned, after)}
+            grown = {n for n in range(len(problem.nodes)) if find.leader(n) in roots}
             if grown == pinned:
                 break
             pinned = grown
         find.join(sorted(pinned))
-    for component in _components(len(problem.nodes), edges, find):
-        find.join(component)
-    return [find.root(node) for node in range(len(problem.nodes))]
+    find.close(edges)
+    return [find.leader(node) for node in range(len(problem.nodes))]
 
 
 def _merge_costless(problem: CutProblem, graph: Contracted, owner: Sequence[int]) -> list[int]:
@@ -111,8 +111,9 @@ def _merge_costless(problem: CutProblem, graph: Contracted, owner: Sequence[int]
     outputs are no dearer to move; it joins its only follower when its inputs are no dearer to
     move than its output. The representatives stay valid as nodes only move along edges.
     """
-    find = _Union(len(problem.nodes))
-    find.join_all(owner)
+    find = DisjointSets(range(len(problem.nodes)))
+    for node, root in enumerate(owner):
+        find.join((root, node))
     after: list[set[int]] = [set() for _ in range(graph.size)]
     for node, before in enumerate(graph.before):
         for source in before:
@@ -134,7 +135,7 @@ def _merge_costless(problem: CutProblem, graph: Contracted, owner: Sequence[int]
         if neighbour is not None:
             find.join((graph.members[neighbour][0], graph.members[node][0]))
             moved |= {node, neighbour}
-    return [find.root(node) for node in range(len(problem.nodes))]
+    return [find.leader(node) for node in range(len(problem.nodes))]
 
 
 def _costless_neighbour(
@@ -208,28 +209,6 @@ def _build(problem: CutProblem, owner: Sequence[int], link: Link) -> Contracted:
     )
 
 
-class _Union:
-    """Disjoint sets of nodes; the smallest member represents a set."""
-
-    def __init__(self, size: int) -> None:
-        self._parent = list(range(size))
-
-    def root(self, node: int) -> int:
-        while self._parent[node] != node:
-            self._parent[node] = self._parent[self._parent[node]]
-            node = self._parent[node]
-        return node
-
-    def join(self, nodes: Sequence[int]) -> None:
-        roots = sorted({self.root(node) for node in nodes})
-        for root in roots[1:]:
-            self._parent[root] = roots[0]
-
-    def join_all(self, owner: Sequence[int]) -> None:
-        for node, root in enumerate(owner):
-            self.join((root, node))
-
-
 def _reach(start: Iterable[int], after: Mapping[int, Sequence[int]]) -> set[int]:
     found = set(start)
     pending = list(found)
@@ -259,48 +238,3 @@ def _topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
             if not waiting[target]:
                 heapq.heappush(ready, target)
     return order
-
-
-def _components(size: int, edges: Sequence[tuple[int, int]], find: _Union) -> list[list[int]]:
-    """The cycles that merging has made: strongly connected sets of more than one class.
-
-    Kosaraju: finish times on the graph, then searches on the reversed graph.
-    """
-    forward: dict[int, set[int]] = {}
-    reverse: dict[int, set[int]] = {}
-    for source, target in edges:
-        a, b = find.root(source), find.root(target)
-        if a != b:
-            forward.setdefault(a, set()).add(b)
-            reverse.setdefault(b, set()).add(a)
-    finished: list[int] = []
-    seen: set[int] = set()
-    for start in range(size):
-        if find.root(start) != start or start in seen:
-            continue
-        seen.add(start)
-        stack = [(start, iter(sorted(forward.get(start, ()))))]
-        while stack:
-            node, targets = stack[-1]
-            unseen = next((t for t in targets if t not in seen), None)
-            if unseen is None:
-                finished.append(node)
-                stack.pop()
-            else:
-                seen.add(unseen)
-                stack.append((unseen, iter(sorted(forward.get(unseen, ())))))
-    components: list[list[int]] = []
-    taken: set[int] = set()
-    for root in reversed(finished):
-        if root in taken:
-            continue
-        component = [root]
-        taken.add(root)
-        for node in component:
-            for target in sorted(reverse.get(node, ())):
-                if target not in taken:
-                    taken.add(target)
-                    component.append(target)
-        if len(component) > 1:
-            components.append(component)
-    return components
