@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, weights_of
+from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.plan import Plan
@@ -257,7 +258,7 @@ def _train_step(entry: Entry, plan: Plan, seed: int) -> Tensors:
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for microbatch, part in enumerate(_split(entry, inputs, plan)):
-        with SeededRandom(seed, 0, microbatch, numbers=()):
+        with activations_kept(), SeededRandom(seed, 0, microbatch, numbers=()):
             loss = entry(*part)[0] * weight
         losses.append(loss.detach())
         for name, gradient in _gradients(loss, trainable).items():
