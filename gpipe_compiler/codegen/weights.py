@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from gpipe_compiler.codegen.stage import StageSource
+from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.weights import INDEX, save_file
 
@@ -30,7 +31,11 @@ def write_weights(
     """Writes `stage_<k>.safetensors` and the index; a tensor of several stages goes to the first.
 
     Nothing but the example inputs is written for a model without values.
+
+    Raises:
+        EmitError: for a tensor of a type that safetensors files do not have.
     """
+    _check_types({**graph.tensors, **example})
     directory.mkdir()
     real = {name: tensor for name, tensor in example.items() if not tensor.is_meta}
     if real:
@@ -50,3 +55,12 @@ def write_weights(
         size += sum(graph.state[name].bytes for name in names)
     index = {"metadata": {"total_size": size}, "weight_map": placed}
     (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.complex128:
+            raise EmitError(
+                f"{name} is of the type complex128, which safetensors files cannot hold",
+                hint="use complex64, or a real tensor and torch.view_as_complex",
+            )

@@ -222,3 +222,22 @@ def test_the_users_file_is_named_for_its_hooks(plan: Plan, tmp_path: Path) -> No
 
     assert str(file) in (offered / "run.py").read_text()
     assert str(file) not in (nothing / "run.py").read_text()
+
+
+class Filter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+
+
+def test_a_type_that_files_cannot_hold_is_refused(
+    planned: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """safetensors has complex64 only."""
+    plan = planned(Filter(), torch.rand(4, 4, dtype=torch.float64), count=1)
+
+    with pytest.raises(EmitError, match=r"filter is of the type complex128"):
+        emit(plan, tmp_path / "out")
