@@ -22,7 +22,8 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gpipe_compiler.frontend.steps import UNKNOWN, Creation, Event, Operand, Tape, write_steps
+from gpipe_compiler.frontend.steps import UNKNOWN, write_steps
+from gpipe_compiler.frontend.tape import Creation, Event, Operand, Tape
 from gpipe_compiler.runtime.spec import Steps
 
 _LITERAL_ELEMENTS = 1024
@@ -66,10 +67,6 @@ class Recording:
             tensor.dtype,
             storage.nbytes(),
         )
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage has been met."""
-        return tensor.untyped_storage()._cdata in self.numbers
 
     def steps_of(self, model: nn.Module) -> dict[str, Steps]:
         """The steps of every tensor of the model on meta, by name; () where they are not known."""

@@ -1,4 +1,4 @@
-"""From the ops that were seen on meta tensors to the steps that fill one tensor."""
+"""From a tape of the ops that were seen on meta tensors to the steps that fill one tensor."""
 
 from __future__ import annotations
 
@@ -6,143 +6,30 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from gpipe_compiler.frontend.tape import EMPTY, FILLS, Event, Operand, Tape, operands_in
 from gpipe_compiler.runtime.spec import Steps
 
 MOST_STEPS = 200
 """A tensor that takes more is taken as unknown: nobody would want to read them."""
 
-_EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
-_FILLS = {
-    "zeros": "zero_",
-    "zeros_like": "zero_",
-    "new_zeros": "zero_",
-    "ones": "fill_",
-    "ones_like": "fill_",
-    "new_ones": "fill_",
-    "full": "fill_",
-    "full_like": "fill_",
-    "new_full": "fill_",
-    "rand": "uniform_",
-    "rand_like": "uniform_",
-    "randn": "normal_",
-    "randn_like": "normal_",
-}
-"""Ops that make a new tensor and fill it without reading another, and the method that fills."""
+_VALUE_OF: Mapping[str, int] = MappingProxyType({"full": 1, "full_like": 1, "new_full": 2})
+"""The place of the value among the arguments of an op that fills with one; others fill with 1."""
 
-_VALUE_OF = {"full": 1, "full_like": 1, "new_full": 2}
-_DEFAULTS = {"normal_": (0.0, 1.0), "uniform_": (0.0, 1.0)}
-_WHOLE = frozenset(
-    {
-        *("zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_"),
-        *("log_normal_", "cauchy_", "geometric_", "random_"),
-        *("trunc_normal_", "orthogonal_", "sparse_", "dirac_", "eye_"),
-    }
+_DEFAULTS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {"normal_": (0.0, 1.0), "uniform_": (0.0, 1.0)}
 )
-"""Methods after which nothing is left of what a tensor held."""
+"""Arguments that are written out where the user's code left them out."""
 
 _COPIES = frozenset(
     {"clone", "copy_", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy"}
 )
 _CASTABLE = frozenset({"zero_", "fill_", "normal_", "uniform_", "trunc_normal_"})
 """Steps that do in another type what they do in the one they were done in, up to rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor as a view of a storage; `nbytes` is the size of the whole storage."""
-
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    nbytes: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether it shows all of its storage, every element once."""
-        count = math.prod(self.size)
-        span = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        return self.offset == 0 and count * self.dtype.itemsize == self.nbytes and span <= count
-
-    @property
-    def shown(self) -> tuple[object, ...]:
-        """What makes two operands of one storage the same tensor."""
-        return (self.size, self.stride, self.offset, self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Creation:
-    """A new tensor, and which of an op's results it is."""
-
-    place: int
-    operand: Operand
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An op; tensors among its arguments are operands, or literals where they were real.
-
-    Attributes:
-        understood: False where it cannot be written as a step.
-    """
-
-    op: str
-    args: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...]
-    created: tuple[Creation, ...]
-    written: tuple[int, ...]
-    several: bool
-    random: bool
-    understood: bool
-
-    @property
-    def reads_nothing(self) -> bool:
-        """Whether it makes a tensor whatever its arguments hold."""
-        return self.op in _EMPTY or self.op in _FILLS
-
-    @property
-    def read(self) -> set[int]:
-        """The storages whose content matters to it."""
-        if self.reads_nothing:
-            return set()
-        operands = list(_operands((self.args, self.options)))
-        if self.overwrites is not None:
-            operands = operands[1:]
-        return {operand.storage for operand in operands}
-
-    @property
-    def overwrites(self) -> int | None:
-        """The storage of which nothing is left."""
-        if self.op not in _WHOLE or not self.args or not isinstance(self.args[0], Operand):
-            return None
-        return self.args[0].storage if self.args[0].whole else None
-
-
-@dataclass
-class Tape:
-    """All events, in order."""
-
-    events: list[Event] = field(default_factory=list)
-
-    def fill(self, op: str, operand: Operand, arguments: tuple[Any, ...], *, random: bool) -> None:
-        """Note a method that fills a tensor."""
-        args = (operand, *arguments)
-        self.events.append(Event(op, args, (), (), (operand.storage,), False, random, True))
-
-    def create(self, literal: tuple[Any, ...] | None, operand: Operand) -> None:
-        """Note a tensor made from data; None for data that is not written down."""
-        args = () if literal is None else literal[1:]
-        made = (Creation(0, operand),)
-        self.events.append(
-            Event("tensor", args, (), made, (operand.storage,), False, False, literal is not None)
-        )
-
 
 UNKNOWN: Steps = (("unknown",),)
 """The steps of a tensor that the model's code fills in a way that cannot be written down."""
@@ -218,7 +105,7 @@ class _History:
         events = [self.events[number] for number in needed]
         if not events or not all(event.understood for event in events):
             raise _UnknownError
-        if all(event.op in _EMPTY for event in events):
+        if all(event.op in EMPTY for event in events):
             raise _UntouchedError
         random = tuple(number for number in needed if self.events[number].random)
         copied = self._copied(target, needed)
@@ -271,7 +158,7 @@ class _History:
         event = self.events[number]
         if event.op not in _COPIES:
             return None
-        operands = list(_operands(event.args))
+        operands = list(operands_in(event.args))
         in_place = event.op == "copy_"
         if len(operands) != 1 + in_place or not all(item.whole for item in operands):
             return None
@@ -291,12 +178,12 @@ def _simple(target: Operand, events: Iterable[Event]) -> Steps | None:
     """The steps where all of them are methods of the tensor itself; None where they are not."""
     steps: list[tuple[Any, ...]] = []
     for event in events:
-        if event.op in _EMPTY:
+        if event.op in EMPTY:
             continue
-        if event.op in _FILLS:
+        if event.op in FILLS:
             if not (len(event.created) == 1 and event.created[0].operand.whole and target.whole):
                 return None
-            method = _FILLS[event.op]
+            method = FILLS[event.op]
             value: tuple[Any, ...] = ()
             if method == "fill_":
                 value = (event.args[_VALUE_OF[event.op]] if event.op in _VALUE_OF else 1,)
@@ -305,7 +192,11 @@ def _simple(target: Operand, events: Iterable[Event]) -> Steps | None:
         receiver, *arguments = event.args or (None,)
         if not isinstance(receiver, Operand) or not event.op.endswith("_") or event.options:
             return None
-        if receiver.storage != target.storage or any(_operands(arguments)) or _literals(arguments):
+        if (
+            receiver.storage != target.storage
+            or any(operands_in(arguments))
+            or _literals(arguments)
+        ):
             return None
         step = _completed(event.op, arguments, target.dtype)
         if receiver.shown == target.shown or (_pointwise(event) and _both_whole(receiver, target)):
@@ -405,7 +296,7 @@ class _Writer:
         """New memory, by size; what its op took as a pattern is not needed."""
         operand = event.created[0].operand
         name = self._memory(operand)
-        if event.op in _FILLS:
+        if event.op in FILLS:
             steps = _simple(operand, [event])
             if not steps:
                 raise _UnknownError
@@ -454,14 +345,6 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
-
-
-def _operands(tree: Any) -> Iterable[Operand]:
-    if isinstance(tree, Operand):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _operands(item)
 
 
 def _literals(tree: Any) -> bool:
