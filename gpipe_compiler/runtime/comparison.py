@@ -144,11 +144,11 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _magnitude(tensor: torch.Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
+    """The largest absolute entry, those that are not finite apart: they have to be equal."""
     if tensor.dtype == torch.bool:  # has no absolute value
         return float(tensor.any())
-    return float(tensor.detach().abs().max())
+    finite = tensor.detach()[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _row(
@@ -157,13 +157,13 @@ def _row(
     expected: Mapping[str, torch.Tensor],
     scales: Mapping[str, float],
 ) -> Row:
-    faults = list(_mismatches(actual, expected))
+    faults = [*_mismatches(actual, expected), *_empty_words(kind, expected)]
     largest, relative, worst = 0.0, 0.0, ""
     for name in expected.keys() & actual.keys():
         if actual[name].shape != expected[name].shape:
             continue
         difference = _difference(actual[name], expected[name])
-        share = difference / scales[name] if difference else 0.0
+        share = _share(difference, scales[name])
         largest = max(largest, difference)
         if share >= relative:
             relative, worst = share, name
@@ -173,6 +173,20 @@ def _row(
             faults.append(f"{name} differs by {difference:.3g}, {share:.3g} of its size")
     tolerance = max((_tolerance(tensor.dtype) for tensor in expected.values()), default=RELATIVE)
     return Row(kind.value, len(expected), largest, relative, tolerance, worst, tuple(faults))
+
+
+def _share(difference: float, scale: float) -> float:
+    if not difference:
+        return 0.0
+    return difference / scale if scale else float("inf")
+
+
+def _empty_words(kind: Kind, expected: Mapping[str, torch.Tensor]) -> Iterable[str]:
+    """A loss or a gradient that is not finite in the reference proves nothing."""
+    if kind in (Kind.LOSS, Kind.GRADIENT):
+        for name, tensor in expected.items():
+            if not bool(tensor.isfinite().all()):
+                yield f"{name} is not finite in the model itself, so there is nothing to hold to"
 
 
 def _mismatches(

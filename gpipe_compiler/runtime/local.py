@@ -17,7 +17,7 @@ from .schedule.actions import SharedSum, Transfer
 T = TypeVar("T")
 
 
-class _Aborted(Exception):  # noqa: N818 - no fault of this worker, and never seen outside
+class _AbortedError(Exception):
     """Another worker has failed; this one stops without a word of its own."""
 
 
@@ -67,7 +67,7 @@ class LocalEndpoint:
         while transfer not in arrived:
             message = self.inbox.get()
             if message is None:
-                raise _Aborted
+                raise _AbortedError
             arrived[message[0]] = message[1]
         return arrived.pop(transfer)
 
@@ -124,9 +124,9 @@ class Workers(Generic[T]):
             def work() -> None:
                 try:
                     results[index] = tasks[index]()
-                except _Aborted:
+                except _AbortedError:
                     pass
-                except BaseException as error:  # raised again by the thread that waits
+                except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
                     failures.append(error)
                     abort()
                 finally:

@@ -6,11 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 from torch import nn
 
-from .choices import TransportKind, listed_devices, own_device, schedule_kind, transport_kind
+from .choices import (
+    TransportKind,
+    listed_devices,
+    own_device,
+    schedule_kind,
+    transport_kind,
+)
 from .distributed import Network
 from .engine import Job, Values
 from .errors import UsageError
@@ -340,7 +347,7 @@ class Pipeline:
         """End the threads, or leave the process group."""
         self._runner.close()
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,14 @@ class Tied(nn.Module):
 @pytest.fixture
 def plan(planned: Callable[..., Plan]) -> Plan:
     return planned(Tied(), torch.rand(4, 4), count=2)
+
+
+def test_ruff_finds_nothing_in_a_package(plan: Plan, tmp_path: Path) -> None:
+    """By its own rules, at its own width, the runtime included."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", emit(plan, tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout
 
 
 def test_what_is_in_a_package(plan: Plan, tmp_path: Path) -> None:

@@ -1,37 +1,89 @@
-"""When two tensors count as equal."""
+"""Comparisons fail when they should: nothing hides behind a tolerance."""
 
-from __future__ import annotations
+import math
 
 import pytest
 import torch
 
-from gpipe_compiler.runtime.comparison import Kind, compare
+from gpipe_compiler.runtime.comparison import Kind, compare, flat_tensors, pack, unpack
 
 
-def passes(kind: Kind, expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    (row,) = compare({kind: {"x": actual}}, {kind: {"x": expected}})
-    return row.passed
+def row(actual, expected, kind=Kind.GRADIENT):
+    (found,) = compare({kind: {"w": actual}}, {kind: {"w": expected}})
+    return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_sums_in_another_order_are_equal_and_a_missing_part_is_not(dtype: torch.dtype) -> None:
-    """Eight micro-batches, as GPipe adds them up in reverse, in the type of the gradients."""
-    torch.manual_seed(0)
-    parts = list(torch.rand(8, 50).add(0.5).to(dtype))
+def test_equal_tensors_pass():
+    found = row(torch.ones(3), torch.ones(3))
 
-    def added(terms: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(50, dtype=dtype)
-        for term in terms:
-            total = total + term
-        return total
-
-    assert passes(Kind.GRADIENT, added(parts), added(parts[::-1]))
-    assert not passes(Kind.GRADIENT, added(parts), added(parts[:-1]))
+    assert found.passed
+    assert found.largest_difference == 0
 
 
-def test_integers_are_equal_or_not() -> None:
-    """The largest of many counts may not be off by one."""
-    counts = torch.tensor([1, 1_000_000])
+def test_a_dropped_term_fails():
+    """One of a thousand equal summands is ten times the tolerance."""
+    assert not row(torch.full((3,), 0.999), torch.ones(3)).passed
 
-    assert passes(Kind.BUFFER, counts, counts.clone())
-    assert not passes(Kind.BUFFER, counts, counts + 1)
+
+def test_rounding_passes():
+    assert row(torch.ones(3) + 2e-6, torch.ones(3)).passed
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_hide_nothing(odd):
+    """Another entry of the tensor, or another tensor, is measured as if they were not there."""
+    expected = {"odd": torch.tensor([odd, 1.0]), "plain": torch.ones(2)}
+    actual = {"odd": torch.tensor([odd, 2.0]), "plain": torch.tensor([1.0, 1.1])}
+
+    (found,) = compare({Kind.OUTPUT: actual}, {Kind.OUTPUT: expected})
+
+    assert {fault.split()[0] for fault in found.faults} == {"odd", "plain"}
+
+
+def test_a_number_that_only_one_side_lacks_fails():
+    assert not row(torch.tensor([math.nan]), torch.tensor([1.0]), Kind.OUTPUT).passed
+    assert not row(torch.tensor([1.0]), torch.tensor([math.nan]), Kind.OUTPUT).passed
+
+
+def test_a_reference_that_is_not_finite_proves_nothing():
+    found = row(torch.tensor([math.nan]), torch.tensor([math.nan]))
+
+    assert "not finite in the model itself" in found.faults[0]
+
+
+def test_zero_reference_admits_no_difference():
+    assert row(torch.zeros(2), torch.zeros(2)).passed
+    assert not row(torch.full((2,), 1e-30), torch.zeros(2)).passed
+
+
+def test_integers_are_equal_or_not():
+    assert not row(torch.tensor([1000001]), torch.tensor([1000000]), Kind.BUFFER).passed
+
+
+def test_missing_extra_and_misshapen_tensors_are_faults():
+    (found,) = compare(
+        {Kind.OUTPUT: {"b": torch.ones(2), "c": torch.ones(1)}},
+        {Kind.OUTPUT: {"a": torch.ones(1), "b": torch.ones(3)}},
+    )
+
+    assert [fault.split(" ", 1)[1] for fault in found.faults] == [
+        "is missing",
+        "is not in the reference",
+        "has shape (2,), not (3,)",
+    ]
+
+
+def test_reference_files_come_back():
+    tensors = {Kind.OUTPUT: {"logits": torch.ones(2)}, Kind.LOSS: {"loss": torch.tensor(1.0)}}
+
+    again = unpack(pack(tensors))
+
+    assert again.keys() == tensors.keys()
+    assert torch.equal(again[Kind.OUTPUT]["logits"], torch.ones(2))
+
+
+def test_tensors_of_a_nest_are_named_by_the_way_to_them():
+    nest = {"logits": torch.ones(1), "states": (torch.ones(2), None, [torch.ones(3)]), "n": 3}
+
+    assert list(flat_tensors(nest)) == ["logits", "states.0", "states.2.0"]
+    assert list(flat_tensors(torch.ones(1))) == ["output"]

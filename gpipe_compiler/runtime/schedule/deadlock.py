@@ -10,7 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import DeadlockError, ScheduleError
 from ..spec import Crossing
-from .actions import Action, Compute, Phase, Programs, Receive, Send, SharedSum, Transfer
+from .actions import (
+    Action,
+    Compute,
+    Phase,
+    Programs,
+    Receive,
+    Send,
+    SharedSum,
+    Transfer,
+)
 
 
 def prove(

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..spec import Crossing
-from .actions import Action, Compute, Orders, Phase, Programs, Receive, Send, SharedSum, Transfer
+from .actions import (
+    Action,
+    Compute,
+    Orders,
+    Phase,
+    Programs,
+    Receive,
+    Send,
+    SharedSum,
+    Transfer,
+)
 from .clock import needs_of, timeline
 
 
