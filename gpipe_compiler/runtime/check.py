@@ -87,9 +87,7 @@ def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
     pipe.train().zero_grad()
     results[Kind.LOSS] = {"loss": pipe.step(inputs, target)}
     gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
-    parameters = list(pipe.parameters())
-    if parameters:  # a stage of a process of its own may have none
-        torch.optim.SGD(parameters, lr=LEARNING_RATE).step()
+    torch.optim.SGD(pipe.parameters(), lr=LEARNING_RATE).step()
     return results | {
         Kind.GRADIENT: gradients,
         Kind.BUFFER: dict(pipe.named_buffers()),

@@ -112,6 +112,7 @@ class Pipeline:
         self._runner = self._make_runner(given)
         if self._network is not None and store is None:
             self._share_initial(owners, placement)
+        self._no_parameter = nn.Parameter(torch.empty(0))
         self._step = 0
         self.train(spec.loss is not None)
 
@@ -288,8 +289,15 @@ class Pipeline:
                     yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters held here, each once."""
-        return (parameter for _, parameter in self.named_parameters())
+        """The parameters held here, each once: what an optimizer is made of.
+
+        A process whose stages train none gives an empty one besides, that nothing uses: the same
+        loop runs in every process, and torch's optimizers refuse an empty list.
+        """
+        found = [parameter for _, parameter in self.named_parameters()]
+        if not any(parameter.requires_grad for parameter in found):
+            found.append(self._no_parameter)
+        return iter(found)
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers held here under the model's own names, each once."""

@@ -80,8 +80,7 @@ def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: Options) -
     for step, (inputs, target, samples) in zip(range(1, options.steps + 1), batches, strict=False):
         pipe.zero_grad()
         loss = pipe.step(inputs, target)
-        if optimizer is not None:
-            optimizer.step()
+        optimizer.step()
         progress.tell(step, float(loss), samples)
     if options.save is not None:
         save(pipe, options.save)
@@ -197,10 +196,8 @@ def _samples(pipe: Pipeline, inputs: object, target: object) -> int:
     return pipe.microbatches * pipe.spec.microbatch_size if batch is None else batch
 
 
-def _optimizer(pipe: Pipeline, hooks: UserHooks, options: Options) -> torch.optim.Optimizer | None:
+def _optimizer(pipe: Pipeline, hooks: UserHooks, options: Options) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
-    if not parameters:
-        return None  # this rank's stages own none
     if hooks.make_optimizer is not None and options.optimizer is None:
         if options.rate is not None:
             raise UsageError(

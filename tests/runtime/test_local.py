@@ -307,3 +307,27 @@ def test_names_of_one_tensor_in_a_stage_are_one_tensor(stored, tmp_path):
 
         assert pipe.stages[0].one is pipe.stages[0].two
         assert_same(x.sum(0) + 8, parameter.grad)
+
+
+class Doubled(nn.Module):
+    """A stage that has nothing to train."""
+
+    def forward(self, x):
+        return x * 2
+
+    def loss(self, y):
+        return y.sum()
+
+
+def test_an_optimizer_can_be_made_where_nothing_is_trained():
+    """As in a process under torchrun whose stages have no parameters."""
+    stage = StageSpec(Doubled, ("x",), ("y",), {}, ("y",))
+    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    with Pipeline(spec, None) as pipe:
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+        pipe.step(torch.ones(4 * SAMPLES, WIDTH))
+        optimizer.step()
+
+        assert [parameter.numel() for parameter in pipe.parameters()] == [0]
+        assert list(pipe.named_parameters()) == []
+        assert pipe.state_dict() == {}
