@@ -36,7 +36,9 @@ from gpipe_compiler.runtime.comparison import (
     flat_tensors,
     pack,
 )
+from gpipe_compiler.runtime.inputs import join
 from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.spec import Leaf
 from gpipe_compiler.runtime.weights import save_file as save_weights
 
 _ISOLATED = """
@@ -224,14 +226,10 @@ def _outputs(entry: Entry, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Te
 
 
 def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
-    """The outputs for micro-batches as one, as `runtime.inputs.join` has it."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].shape == whole.shape:
-        is_mean = whole.dim() == 0 and whole.is_floating_point()
-        return torch.stack(list(parts)).mean() if is_mean else parts[-1]
-    grown = (d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d])
-    return torch.cat(list(parts), next(grown, 0))
+    """The outputs for micro-batches as one, along the dimension in which the whole is larger."""
+    first = parts[0].shape
+    grown = next((d for d, size in enumerate(whole.shape) if first[d] != size), None)
+    return join(Leaf("", batch_dim=grown), parts)
 
 
 def _split(

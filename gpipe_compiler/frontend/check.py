@@ -25,10 +25,10 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.state import isolated
-from gpipe_compiler.frontend.structure import tensors_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.runtime.nest import tensors_of
 
 _SEED = 20260
 _BATCHES = ((2,), (3, 4))

@@ -11,9 +11,10 @@ import torch
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.naming import Names, identifier
-from gpipe_compiler.frontend.structure import Path, replace_tensors, tensors_of
+from gpipe_compiler.frontend.structure import replace_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Input
+from gpipe_compiler.runtime.nest import Path, tensors_of
 
 
 @dataclass(frozen=True)

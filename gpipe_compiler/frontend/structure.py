@@ -6,13 +6,14 @@ import collections
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-Path: TypeAlias = tuple[str | int, ...]
+from gpipe_compiler.runtime.nest import Path
+
 Template: TypeAlias = Any
 """Tuples, lists and dicts (nested) of `Slot` and constants."""
 
@@ -27,18 +28,6 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class _Dropped:
     """An output that no stage can hand out, such as a cache object."""
-
-
-def tensors_of(tree: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Every tensor in a nest of tuples, lists and dicts, with the way to it."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, tuple | list):
-        for index, item in enumerate(tree):
-            yield from tensors_of(item, (*path, index))
-    elif isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from tensors_of(item, (*path, key))
 
 
 def replace_tensors(tree: object, replacement: Callable[[Path], object], path: Path = ()) -> object:

@@ -22,6 +22,8 @@ from enum import Enum
 
 import torch
 
+from .nest import tensors_of
+
 RELATIVE = 1e-4
 FLOOR = 1e-6
 ROUNDINGS = 8
@@ -77,22 +79,12 @@ def compare(actual: Tensors, expected: Tensors) -> tuple[Row, ...]:
     )
 
 
-def flat_tensors(structure: object, prefix: str = "") -> dict[str, torch.Tensor]:
+def flat_tensors(structure: object) -> dict[str, torch.Tensor]:
     """The tensors in a nest of tuples, lists and dicts, named by the way to them: `logits`, `0.1`.
 
     A structure that is itself a tensor is named `output`.
     """
-    if isinstance(structure, torch.Tensor):
-        return {prefix or "output": structure}
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(structure, Mapping):
-        items = structure.items()
-    elif isinstance(structure, tuple | list):
-        items = enumerate(structure)
-    found: dict[str, torch.Tensor] = {}
-    for key, item in items:
-        found.update(flat_tensors(item, f"{prefix}.{key}" if prefix else str(key)))
-    return found
+    return {".".join(map(str, path)) or "output": tensor for path, tensor in tensors_of(structure)}
 
 
 def pack(tensors: Tensors) -> dict[str, torch.Tensor]:

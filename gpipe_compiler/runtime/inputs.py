@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 
 from .errors import UsageError
+from .nest import tensors_of
 from .spec import Input, Leaf, PipelineSpec, Structure
 
 Values = dict[str, torch.Tensor]
@@ -44,7 +45,7 @@ def bind(inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[s
             )
     known = {source.path for source in spec.inputs}
     passed = {"args": args, "kwargs": kwargs}
-    for path in _tensor_paths(passed, ()):
+    for path, _ in tensors_of(passed):
         if path not in known:
             raise UsageError(
                 f"{spec.name} takes no {describe_path(path)}",
@@ -177,17 +178,6 @@ def _check(source: Input, tensor: torch.Tensor) -> None:
         raise UsageError(
             f"{where} has shape {_sizes(tensor.shape)}, the model was compiled for {_sizes(wanted)}"
         )
-
-
-def _tensor_paths(item: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    if isinstance(item, torch.Tensor):
-        yield path
-    elif isinstance(item, Mapping):
-        for key, value in item.items():
-            yield from _tensor_paths(value, (*path, key))
-    elif isinstance(item, tuple | list):
-        for index, value in enumerate(item):
-            yield from _tensor_paths(value, (*path, index))
 
 
 def _expected(spec: PipelineSpec) -> str:

@@ -1,0 +1,22 @@
+"""Nests of tensors: tuples, lists and dicts in one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+Path = tuple[str | int, ...]
+"""The way to a tensor: a key or an index for every level."""
+
+
+def tensors_of(nest: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor in a nest of tuples, lists and dicts, with the way to it."""
+    if isinstance(nest, torch.Tensor):
+        yield path, nest
+    elif isinstance(nest, tuple | list):
+        for index, item in enumerate(nest):
+            yield from tensors_of(item, (*path, index))
+    elif isinstance(nest, Mapping):
+        for key, item in nest.items():
+            yield from tensors_of(item, (*path, key))
