@@ -84,12 +84,16 @@ class Compiled:
         not_validated: why nothing was compared, where that was not what the user asked for.
     """
 
-    graph: Graph
     frontend: Frontend
     plan: Plan
     directory: Path | None
     validation: Validation | None
     not_validated: str = ""
+
+    @property
+    def graph(self) -> Graph | None:
+        """The graph of the plan, its values described at the size of a micro-batch."""
+        return self.plan.graph
 
     def __str__(self) -> str:
         return f"{self.plan}\n{self.directory or 'dry run: nothing written'}"
@@ -187,7 +191,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     if directory is not None:
         refuse_taken(directory, force=options.force)
     progress("tracing")
-    graph, frontend = trace_subject(subject, options.frontend)
+    # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
+    graph, frontend = auto.choose(subject, options.frontend)
     progress("planning")
     made = plan(
         graph,
@@ -198,7 +203,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         cluster=options.cluster,
     )
     if directory is None:
-        return Compiled(graph, frontend, made, None, None)
+        return Compiled(frontend, made, None, None)
     found: list[Validation] = []
     refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
 
@@ -223,7 +228,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     except ValidationError as error:
         left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
         raise ValidationError(error.problem, hint=left) from error
-    return Compiled(graph, frontend, made, placed, found[0] if found else None, refused)
+    return Compiled(frontend, made, placed, found[0] if found else None, refused)
 
 
 def default_microbatches(batch_size: int, stages: int) -> int:
