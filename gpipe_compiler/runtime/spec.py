@@ -24,6 +24,39 @@ class Reduction(Enum):
     SUM = "sum"
 
 
+class Remat(Enum):
+    """What a stage keeps of a micro-batch between its forward and its backward.
+
+    NONE keeps all that autograd saves. FULL keeps what the stage received, and runs its forward a
+    second time when the backward is due (rematerialisation; Chen et al., arXiv 1604.06174).
+    """
+
+    NONE = "none"
+    FULL = "full"
+
+
+class BatchNorm(Enum):
+    """Over what BatchNorm normalises, and when its running statistics change.
+
+    MICRO: each micro-batch by itself, as the plain model does with micro-batches one by one.
+    DEFERRED: normalised over the micro-batch; the running statistics change once a step, by those
+    of the mini-batch (GPipe, arXiv 1811.06965, section 2.2). EXACT: both over the mini-batch, as
+    the plain model does with the whole of it.
+    """
+
+    MICRO = "micro"
+    DEFERRED = "deferred"
+    EXACT = "exact"
+
+
+class Precision(Enum):
+    """In which floating type the stages compute: as they are, or under torch.autocast."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """A tensor that the caller passes to the pipeline.
@@ -101,6 +134,10 @@ class StageSpec:
         random_ops: for each random op of one forward (then of `loss`), in the order the stage runs
             them, its number in the whole model.
         initial: for a model without weights: by the model's names, how the state begins.
+        writes: the buffers, by own names, that a forward in training mode writes to.
+        mixes: whether a sample's result in training mode depends on the other samples of its
+            micro-batch, as with BatchNorm.
+        remat: what is kept between forward and backward, as planned.
     """
 
     module: type[torch.nn.Module]
@@ -110,18 +147,26 @@ class StageSpec:
     loss_inputs: tuple[str, ...] = ()
     random_ops: tuple[int, ...] = ()
     initial: Mapping[str, Steps] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    mixes: bool = False
+    remat: Remat = Remat.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
     """Which value is minimised, and how micro-batches combine.
 
-    `separate` tells whether it comes from the last stage's `loss` method, and not from `forward`.
+    Attributes:
+        separate: whether it comes from the last stage's `loss` method, and not from `forward`.
+        weight: for a mean over something other than samples (over the tokens that count): a module
+            like a stage that takes inputs of the pipeline and returns a scalar, the number of
+            things (or their weight) in a micro-batch. None for a mean over samples.
     """
 
     value: str
     reduction: Reduction
     separate: bool
+    weight: StageSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +178,7 @@ class PipelineSpec:
             actions as `0F0 0F1 ...`.
         microbatch_size: samples in a micro-batch, as planned; the shapes of crossings are for it.
         aliases: further names of tied parameters to the canonical ones.
+        precision: as planned; the dtypes of crossings are those under it.
     """
 
     name: str
@@ -146,3 +192,5 @@ class PipelineSpec:
     microbatch_size: int
     orders: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    batchnorm: BatchNorm = BatchNorm.MICRO
+    precision: Precision = Precision.FP32
