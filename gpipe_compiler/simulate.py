@@ -10,6 +10,9 @@ The cost model, which the cut minimises and the report quotes:
 - Stages stand in a line: stage i receives a micro-batch when stage i-1 has computed it, and i-1
   gets its gradients when i has sent them. (Values that come from further back are there already;
   stages that could run side by side are taken to run one after the other.)
+- A stage that recomputes runs its forward again before a backward, as soon as its device is free:
+  it has what it received, and need not wait for the gradient. `recomputed` says before which
+  backwards.
 
 So one micro-batch passes the machines receive 0, forward 0, receive 1, forward 1, ... and then
 backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the order of every device.
@@ -35,12 +38,14 @@ class StageTimes:
     Attributes:
         receive_s: what comes through its port before `forward_s` can start.
         gradient_s: what leaves through its port after `backward_s`.
+        recompute_s: what the device runs again before `backward_s`, where it has to.
     """
 
     forward_s: float
     backward_s: float = 0.0
     receive_s: float = 0.0
     gradient_s: float = 0.0
+    recompute_s: float = 0.0
 
 
 class Lane(Enum):
@@ -53,13 +58,18 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action's time: on the device numbered `device`, or on the port of the action's stage."""
+    """One action's time: on the device numbered `device`, or on the port of the action's stage.
+
+    Attributes:
+        recompute: whether the device runs the forward again that this backward needs.
+    """
 
     lane: Lane
     device: int
     action: Compute
     start_s: float
     end_s: float
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,14 +78,23 @@ class Simulation:
 
     Attributes:
         step_s: from the first action's start to the last action's end, transfers included.
-        busy_s: for every device, seconds spent computing.
-        timeline: every span that takes time on a port, and every action of a device, in the
-            order they are worked out (which is topological, not chronological).
+        busy_s: for every device, seconds spent computing, recomputing included.
+        timeline: every span that takes time on a port or recomputes, and every action of a
+            device, in the order they are worked out (which is topological, not chronological).
     """
 
     step_s: float
     busy_s: tuple[float, ...]
     timeline: tuple[Span, ...]
+
+    @property
+    def recompute_s(self) -> tuple[float, ...]:
+        """For every device, seconds spent running forwards again."""
+        again = [0.0] * len(self.busy_s)
+        for span in self.timeline:
+            if span.recompute:
+                again[span.device] += span.end_s - span.start_s
+        return tuple(again)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -129,6 +148,24 @@ def _needed(action: Compute, last_stage: int) -> Compute | None:
     return Compute(stage + 1, Phase.BACKWARD, microbatch)
 
 
+def recomputed(orders: Orders) -> frozenset[Compute]:
+    """The backwards before which a stage under full remat runs its forward again.
+
+    Not where the stage's backward follows right after the forward of the same micro-batch: what
+    autograd saves is then kept, as never two micro-batches are held whole. So GPipe's last
+    micro-batch is not recomputed, nor is anything on the last stage of 1F1B.
+    """
+    found: set[Compute] = set()
+    for order in orders:
+        latest: dict[int, Compute] = {}
+        for action in order:
+            forward = Compute(action.stage, Phase.FORWARD, action.microbatch)
+            if action.phase is Phase.BACKWARD and latest.get(action.stage) != forward:
+                found.add(action)
+            latest[action.stage] = action
+    return frozenset(found)
+
+
 def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:
     """Works out when every action of a schedule starts and ends.
 
@@ -147,6 +184,7 @@ def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:
     ready: dict[Compute, float] = {}
     timeline: list[Span] = []
     last_stage = len(times) - 1
+    again = recomputed(orders)
     for device, action in topological(orders):
         stage = times[action.stage]
         needed = _needed(action, last_stage)
@@ -156,6 +194,13 @@ def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:
             start = max(arrival, receive_free[action.stage])
             arrival = receive_free[action.stage] = start + stage.receive_s
             timeline.append(Span(Lane.RECEIVE, device, action, start, arrival))
+        if action in again and stage.recompute_s > 0:
+            start = device_free[device]
+            device_free[device] = start + stage.recompute_s
+            busy[device] += stage.recompute_s
+            timeline.append(
+                Span(Lane.DEVICE, device, action, start, device_free[device], recompute=True)
+            )
         duration = stage.forward_s if forward else stage.backward_s
         start = max(arrival, device_free[device])
         end = device_free[device] = start + duration
@@ -174,8 +219,8 @@ def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np
     """`simulate(...).step_s` of many pipelines under one schedule.
 
     Args:
-        times: shape (pipelines, stages, 4), the last dimension forward, backward, receive,
-            gradient.
+        times: shape (pipelines, stages, 5), the last dimension forward, backward, receive,
+            gradient, recompute, as the fields of `StageTimes`.
 
     Raises:
         PlanError: when some device would wait for ever.
@@ -187,9 +232,10 @@ def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np
     ready: dict[Compute, npt.NDArray[np.float64]] = {}
     columns = np.ascontiguousarray(times.transpose(1, 2, 0))
     nothing = np.zeros(count)
+    again = recomputed(orders)
     for device, action in topological(orders):
         stage = action.stage
-        forward_s, backward_s, receive_s, gradient_s = columns[stage]
+        forward_s, backward_s, receive_s, gradient_s, recompute_s = columns[stage]
         needed = _needed(action, stages - 1)
         arrival = ready[needed] if needed is not None else nothing
         if action.phase is Phase.FORWARD:
@@ -197,7 +243,8 @@ def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np
             end = np.maximum(arrival, device_free[device]) + forward_s
             device_free[device] = end
         else:
-            computed = np.maximum(arrival, device_free[device]) + backward_s
+            ready_s = device_free[device] + recompute_s if action in again else device_free[device]
+            computed = np.maximum(arrival, ready_s) + backward_s
             device_free[device] = computed
             end = np.maximum(computed, gradient_free[stage]) + gradient_s
             gradient_free[stage] = end
@@ -210,14 +257,17 @@ def fill_drain_time(times: Sequence[StageTimes], microbatches: int) -> float:
     """The step of GPipe, or of inference where backward takes no time, in closed form.
 
     Equal jobs pass a line of machines in sum + (M - 1) x slowest machine; the forward line is
-    through before the backward line starts.
+    through before the backward line starts. Recomputing, which all but the first micro-batch to
+    come back need, is a set-up between two jobs: it slows a machine down, but no job waits for it
+    twice.
     """
     forward = [machine for t in times for machine in (t.receive_s, t.forward_s)]
     backward = [machine for t in times for machine in (t.backward_s, t.gradient_s)]
+    pace = [machine for t in times for machine in (t.recompute_s + t.backward_s, t.gradient_s)]
     return (
         sum(forward)
         + sum(backward)
-        + (microbatches - 1) * (max(forward, default=0.0) + max(backward, default=0.0))
+        + (microbatches - 1) * (max(forward, default=0.0) + max(pace, default=0.0))
     )
 
 
@@ -226,7 +276,8 @@ def one_f_one_b_bound(times: Sequence[StageTimes], microbatches: int) -> float:
 
     For every stage s: the way of the first micro-batch to it; its w warm-up forwards, or the
     first micro-batch's round trip through the later stages, whichever is longer; the steady
-    phase; the same at the end; and the way of the last gradient back to stage 0.
+    phase; the same at the end; and the way of the last gradient back to stage 0. Every stage but
+    the last recomputes every micro-batch; while it waits for a gradient, that costs nothing.
     """
     stages = len(times)
     bound = 0.0
@@ -236,14 +287,17 @@ def one_f_one_b_bound(times: Sequence[StageTimes], microbatches: int) -> float:
         way += t.receive_s + t.gradient_s
         own = t.forward_s + t.backward_s
         rest -= own + t.receive_s + t.gradient_s
+        again = t.recompute_s if index < stages - 1 and microbatches > 1 else 0.0
+        both = t.backward_s + again
         warm = min(microbatches, stages - index)
-        start = max(warm * t.forward_s, t.forward_s + rest)
-        end = max(warm * t.backward_s, t.backward_s + rest)
+        start = max(warm * t.forward_s + again, t.forward_s + rest)
+        end = max(warm * both, t.backward_s + rest)
         if microbatches > warm:
-            inner = start + (microbatches - warm) * own + end
+            steady = (microbatches - warm) * (own + again) - again
+            inner = start + steady + end
         else:
-            inner = max(start + warm * t.backward_s, warm * t.forward_s + end)
-        port = (microbatches - 1) * max(t.receive_s, t.gradient_s)
+            inner = max(start + warm * both - again, warm * t.forward_s + end)
+        port = (microbatches - 1) * max(t.receive_s, t.gradient_s, both)
         bound = max(bound, way + inner, way + own + rest + port)
         way += own
     return bound

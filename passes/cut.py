@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.passes.cut_contract import Contracted, contract
@@ -25,7 +27,7 @@ from gpipe_compiler.passes.cut_space import Floats, Space, down_sets, prefixes
 from gpipe_compiler.passes.cut_tables import Tables, bottleneck_chain, tables
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.simulate import StageTimes, simulate, step_times
+from gpipe_compiler.simulate import StageTimes, recomputed, simulate, step_times
 
 MOST_DOWN_SETS = 20_000
 """Above so many the search is no longer over all of them."""
@@ -95,11 +97,16 @@ def cut(
     microbatches: int,
     step: StepKind,
     link: Link,
+    recompute: Sequence[bool] = (),
     most_down_sets: int = MOST_DOWN_SETS,
 ) -> Cut:
     """The best cut found into exactly `stages` stages that are not empty.
 
     For INFERENCE the backward times and gradients of the problem do not count.
+
+    Args:
+        recompute: for every stage, whether it runs its forward again before a backward; none does
+            unless given.
 
     Raises:
         UsageError: for no stages or no micro-batches.
@@ -117,7 +124,8 @@ def cut(
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    return _Cutter(problem, graph, stages, microbatches, step).best(most_down_sets)
+    again = tuple(recompute) or (False,) * stages
+    return _Cutter(problem, graph, stages, microbatches, step, again).best(most_down_sets)
 
 
 @dataclass
@@ -129,9 +137,14 @@ class _Cutter:
     stages: int
     microbatches: int
     step: StepKind
+    recompute: tuple[bool, ...]
 
     def __post_init__(self) -> None:
         self.orders = self.step.orders(self.stages, self.microbatches)
+        needed = {action.stage for action in recomputed(self.orders)}
+        self.again = np.array(
+            [float(asked and s in needed) for s, asked in enumerate(self.recompute)]
+        )
         self.total_s = sum(self.graph.forward_s) + sum(self.graph.backward_s)
         self.best_s = math.inf
         self.best_masks: tuple[int, ...] = ()
@@ -161,23 +174,23 @@ class _Cutter:
 
     def improve(self, space: Space) -> float:
         """Searches a family; returns a lower bound on all cuts in it, and in the incumbent."""
-        rough = bottleneck_chain(space, self.stages)
+        rough = bottleneck_chain(space, self.stages, self.again)
         if rough is None:
             return math.inf
         self._offer(space, rough)
         if self.step is not StepKind.ONE_F_ONE_B or self.microbatches == 1 or self.stages == 1:
             space.limit(self._longest_stage())
-            plain = FillDrain(self.microbatches, self.total_s)
-            return self._search(space, tables(space, self.stages), plain)
+            plain = FillDrain(self.microbatches, self.total_s, self.again)
+            return self._search(space, tables(space, self.stages, self.again), plain)
         self._offer(space, improve_chain(space, rough, self._steps))
         space.limit(self._longest_stage())
-        bounds = tables(space, self.stages)
-        least = self._search(space, bounds, Rounds(self.microbatches, self.stages))
+        bounds = tables(space, self.stages, self.again)
+        least = self._search(space, bounds, Rounds(self.microbatches, self.stages, self.again))
         if least >= self.best_s * (1 - TOLERANCE):
             return least
         space.limit(self._longest_stage())
         beam = max(16, min(MOST_LABELS, ORDERED_WORK // self.microbatches**3))
-        ordered = Ordered(self.orders, self.microbatches, beam)
+        ordered = Ordered(self.orders, self.microbatches, beam, self.again)
         return max(least, self._search(space, bounds, ordered))
 
     def _search(self, space: Space, bounds: Tables, criterion: Criterion) -> float:
@@ -191,7 +204,8 @@ class _Cutter:
         return found.bound_s
 
     def _steps(self, times: Floats) -> Floats:
-        return step_times(self.orders, times)
+        again = times[:, :, :1] * self.again[:, None]
+        return step_times(self.orders, np.concatenate((times, again), axis=2))
 
     def _longest_stage(self) -> float:
         """A stage that computes for longer cannot be in a better cut than the best so far."""
@@ -203,7 +217,11 @@ class _Cutter:
 
     def _offer(self, space: Space, chain: Sequence[int]) -> None:
         """Keeps the chain when its simulated step is the shortest so far."""
-        times = [StageTimes(*map(float, row)) for row in chain_times(space, tuple(chain))]
+        rows = chain_times(space, tuple(chain))
+        times = [
+            StageTimes(*map(float, row), recompute_s=float(again * row[0]))
+            for row, again in zip(rows, self.again, strict=True)
+        ]
         step = simulate(self.orders, times).step_s
         if step < self.best_s:
             self.best_s = step
@@ -212,9 +230,10 @@ class _Cutter:
 
     def _simple_bound(self) -> float:
         """A bound that needs no search: the busiest device, and what fills and drains the line."""
-        nodes = zip(self.graph.forward_s, self.graph.backward_s, strict=True)
-        largest = max(forward + backward for forward, backward in nodes)
-        device = max(self.total_s / self.stages, largest)
+        again = 1 + float(self.again.min())
+        forward, backward = np.array(self.graph.forward_s), np.array(self.graph.backward_s)
+        own = again * forward + backward
+        device = max(float(own.sum()) / self.stages, float(own.max()))
         if self.step is not StepKind.ONE_F_ONE_B:
             return self.total_s + (self.microbatches - 1) * device
         # For stage s with R after it: step >= total - R + (M-1) own and >= total + R + (M-w) own.

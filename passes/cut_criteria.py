@@ -23,11 +23,13 @@ class FillDrain:
     A label is (slowest forward machine, slowest backward machine, sum of transfers).
 
     Attributes:
-        total_s: computing of the whole graph, which no cut changes.
+        total_s: computing of the whole graph once, which no cut changes.
+        again: for every stage, 1 where it recomputes, else 0.
     """
 
     microbatches: int
     total_s: float
+    again: Floats
     beam: int = 200_000
     most_extensions: int | None = None
 
@@ -44,6 +46,7 @@ class FillDrain:
         after = stages - stage
         forward = (space.forward_s[-1] - space.forward_s) / after
         backward = (space.backward_s[-1] - space.backward_s) / after
+        backward = backward + self.again[stage:].min() * forward
         slowest = np.maximum(tables.forward_s[stage], forward) + np.maximum(
             tables.backward_s[stage], backward
         )
@@ -59,7 +62,8 @@ class FillDrain:
         """See `Criterion`."""
         extended = np.empty((len(labels), 3))
         np.maximum(labels[:, 0], np.maximum(new.forward_s, new.receive_s), out=extended[:, 0])
-        np.maximum(labels[:, 1], np.maximum(new.backward_s, new.gradient_s), out=extended[:, 1])
+        back = new.backward_s + self.again[stage] * new.forward_s
+        np.maximum(labels[:, 1], np.maximum(back, new.gradient_s), out=extended[:, 1])
         np.add(labels[:, 2], new.receive_s + new.gradient_s, out=extended[:, 2])
         return extended
 
@@ -81,10 +85,14 @@ class Rounds:
 
     A label is (one micro-batch's round through the later stages; the largest time, from when the
     first micro-batch reaches them to when the last gradient leaves them, that one of them asks).
+
+    Attributes:
+        again: for every stage, 1 where it recomputes every micro-batch, else 0.
     """
 
     microbatches: int
     stages: int
+    again: Floats
     beam: int = 10_000
     most_extensions: int | None = None
 
@@ -107,15 +115,15 @@ class Rounds:
         m, warm = self.microbatches, min(self.microbatches, self.stages - stage)
         forward, backward = new.forward_s, new.backward_s
         own, rest = forward + backward, labels[:, 0]
-        start = np.maximum(warm * forward, forward + rest)
-        end = np.maximum(warm * backward, backward + rest)
+        again = self.again[stage] * forward
+        both = backward + again
+        start = np.maximum(warm * forward + again, forward + rest)
+        end = np.maximum(warm * both, backward + rest)
         if m > warm:
-            phases = start + (m - warm) * own + end
+            phases = start + (m - warm) * (own + again) - again + end
         else:
-            phases = np.maximum(start + warm * backward, warm * forward + end)
-        machine = np.maximum(
-            np.maximum(forward, backward), np.maximum(new.receive_s, new.gradient_s)
-        )
+            phases = np.maximum(start + warm * both - again, warm * forward + end)
+        machine = np.maximum(np.maximum(forward, both), np.maximum(new.receive_s, new.gradient_s))
         asked = np.maximum(phases, own + rest + (m - 1) * machine)
         moved = new.receive_s + new.gradient_s
         return np.stack((own + rest + moved, moved + np.maximum(asked, own + labels[:, 1])), axis=1)
@@ -200,11 +208,13 @@ class Ordered:
 
     Attributes:
         orders: one per stage.
+        again: for every stage, 1 where it recomputes every micro-batch, else 0.
     """
 
     orders: Orders
     microbatches: int
     beam: int
+    again: Floats
     _shapes: tuple[_Shape, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -233,17 +243,19 @@ class Ordered:
         matrix = labels.reshape(-1, m, m)
         shape = self._shapes[stage]
         own = new.forward_s + new.backward_s
+        again = self.again[stage] * new.forward_s
+        both = new.backward_s + again
         way = (space.forward_s + space.backward_s)[new.start] + tables.transfer_s[stage, new.start]
         way = way + new.receive_s + new.gradient_s
         last_round = matrix[new.label, shape.last_in, shape.last_in]
         first_round = matrix[new.label, shape.first_out, shape.first_out]
         forward = last_round + (m - 1) * np.maximum(new.forward_s, new.receive_s)
-        backward = first_round + (m - 1) * np.maximum(new.backward_s, new.gradient_s)
-        bound = way + np.maximum(own + np.maximum(forward, backward), m * own)
+        backward = first_round + (m - 1) * np.maximum(both, new.gradient_s)
+        bound = way + np.maximum(own + np.maximum(forward, backward), m * (own + again))
         if shape.in_turn and shape.warm < m:
-            start = np.maximum(shape.warm * new.forward_s, new.forward_s + first_round)
-            end = np.maximum(shape.cool * new.backward_s, new.backward_s + last_round)
-            inner = (m - shape.warm) * new.forward_s + (m - shape.cool) * new.backward_s
+            start = np.maximum(shape.warm * new.forward_s + again, new.forward_s + first_round)
+            end = np.maximum(shape.cool * both, new.backward_s + last_round)
+            inner = (m - shape.warm) * new.forward_s + (m - shape.cool) * both - again
             bound = np.maximum(bound, way + start + inner + end)
         return np.asarray(np.maximum(bound, m * tables.device_s[stage, new.start]))
 
@@ -255,6 +267,7 @@ class Ordered:
         later = labels.reshape(-1, size, size)
         reaches = np.isfinite(later[0])  # the same for all labels of a stage
         extended = np.empty_like(later)
+        again = self.again[stage] * new.forward_s
         idle = np.full((len(later), size), -np.inf)
         device = received = returned = idle
         ends = np.full((len(later), size, size), -np.inf)  # [extension, micro-batch, arrival]
@@ -269,7 +282,7 @@ class Ordered:
             else:
                 sources = np.flatnonzero(reaches[m])
                 back = (later[:, m, sources, None] + ends[:, sources]).max(axis=1)
-                device = np.maximum(back, device) + new.backward_s[:, None]
+                device = np.maximum(back, device + again[:, None]) + new.backward_s[:, None]
                 returned = np.maximum(device, returned) + new.gradient_s[:, None]
                 extended[:, m] = returned
         return extended.reshape(len(later), -1)

@@ -15,12 +15,15 @@ from gpipe_compiler.simulate import (
     StageTimes,
     fill_drain_time,
     one_f_one_b_bound,
+    recomputed,
     simulate,
     step_times,
 )
 
 SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
-STAGES = st.lists(st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6)
+STAGES = st.lists(
+    st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6
+)
 MICROBATCHES = st.integers(1, 9)
 SCHEDULES = st.sampled_from([gpipe, one_f_one_b, forward_only])
 
@@ -67,13 +70,14 @@ def test_equal_stages_have_the_published_bubble(schedule, p: int, m: int) -> Non
 def test_many_at_once_take_what_each_takes_alone(stages, m: int, schedule) -> None:  # type: ignore[no-untyped-def]  # drawn
     orders = schedule(range(len(stages)), m)
     slower = [
-        StageTimes(2 * s.forward_s, s.backward_s, s.receive_s, 3 * s.gradient_s) for s in stages
+        StageTimes(2 * s.forward_s, s.backward_s, s.receive_s, 3 * s.gradient_s, s.forward_s)
+        for s in stages
     ]
     if schedule is forward_only:
         stages = [StageTimes(s.forward_s, 0.0, s.receive_s) for s in stages]
         slower = [StageTimes(s.forward_s, 0.0, s.receive_s) for s in slower]
     rows = [
-        [(s.forward_s, s.backward_s, s.receive_s, s.gradient_s) for s in each]
+        [(s.forward_s, s.backward_s, s.receive_s, s.gradient_s, s.recompute_s) for s in each]
         for each in (stages, slower)
     ]
 
@@ -108,6 +112,77 @@ def test_two_stages_by_hand() -> None:
     assert simulation.step_s == 14
     assert simulation.busy_s == (4, 4)
     assert simulation.bubble == pytest.approx(20 / 28)
+
+
+def test_recomputing_by_hand() -> None:
+    """Stage 1 recomputes 0 once its gradient of 1 is made, stage 0 while it waits for that of 0."""
+    times = [StageTimes(1, 2, recompute_s=1), StageTimes(1, 2, recompute_s=1)]
+
+    simulation = simulate(gpipe((0, 1), 2), times)
+
+    spans = {(str(s.action), s.recompute): (s.start_s, s.end_s) for s in simulation.timeline}
+    assert spans == {
+        ("0F0", False): (0, 1),
+        ("0F1", False): (1, 2),
+        ("1F0", False): (1, 2),
+        ("1F1", False): (2, 3),
+        ("1B1", False): (3, 5),
+        ("1B0", True): (5, 6),
+        ("0B1", False): (5, 7),
+        ("1B0", False): (6, 8),
+        ("0B0", True): (7, 8),
+        ("0B0", False): (8, 10),
+    }
+    assert simulation.step_s == 10
+    assert simulation.busy_s == (7, 7)
+    assert simulation.recompute_s == (1, 1)
+
+
+def test_recomputing_under_one_f_one_b_by_hand() -> None:
+    """The last stage recomputes nothing; stage 0 recomputes all, micro-batch 0 while it waits."""
+    times = [StageTimes(1, 2, recompute_s=1), StageTimes(1, 2, recompute_s=1)]
+
+    simulation = simulate(one_f_one_b((0, 1), 3), times)
+
+    device = [
+        [
+            ("R" if s.recompute else s.action.phase.value, s.action.microbatch, s.start_s, s.end_s)
+            for s in simulation.timeline
+            if s.device == device
+        ]
+        for device in (0, 1)
+    ]
+    assert device[1] == [
+        ("F", 0, 1, 2),
+        ("B", 0, 2, 4),
+        ("F", 1, 4, 5),
+        ("B", 1, 5, 7),
+        ("F", 2, 7, 8),
+        ("B", 2, 8, 10),
+    ]
+    assert device[0] == [
+        ("F", 0, 0, 1),
+        ("F", 1, 1, 2),
+        ("R", 0, 2, 3),
+        ("B", 0, 4, 6),
+        ("F", 2, 6, 7),
+        ("R", 1, 7, 8),
+        ("B", 1, 8, 10),
+        ("R", 2, 10, 11),
+        ("B", 2, 11, 13),
+    ]
+    assert simulation.step_s == 13
+    assert simulation.recompute_s == (3, 0)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_what_need_not_be_recomputed(m: int) -> None:
+    """GPipe's rule: all but the last micro-batch. 1F1B: nothing on the last stage."""
+    assert {str(a) for a in recomputed(gpipe(range(2), m))} == {
+        f"{s}B{k}" for s in range(2) for k in range(m - 1)
+    }
+    again = {str(a) for a in recomputed(one_f_one_b(range(2), m))}
+    assert again == ({f"0B{k}" for k in range(m)} if m > 1 else set())
 
 
 def test_two_stages_on_one_device_share_it() -> None:
