@@ -30,6 +30,10 @@ class UsageError(PipelineError):
     exit_code = 2
 
 
+class AgreedError(PipelineError):
+    """Every rank comes to it alike, or follows rank 0's error: rank 0 alone tells it."""
+
+
 class ScheduleError(PipelineError):
     """A schedule is incomplete: an action, a transfer or a value is missing or doubled."""
 
@@ -57,3 +61,7 @@ class TransportError(PipelineError):
 
 class WeightsError(PipelineError):
     """The weights of a package are missing, or are those of another model."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint cannot be written, is damaged, or is that of another model."""
