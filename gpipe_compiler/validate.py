@@ -229,7 +229,7 @@ def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
     """The outputs for micro-batches as one, along the dimension in which the whole is larger."""
     first = parts[0].shape
     grown = next((d for d, size in enumerate(whole.shape) if first[d] != size), None)
-    return join(Leaf("", batch_dim=grown), parts)
+    return join(Leaf("", batch_dim=grown), parts, [1.0] * len(parts))
 
 
 def _split(

@@ -21,13 +21,13 @@ from torch import nn
 from .comparison import Kind, Row, Tensors, compare, flat_tensors, unpack
 from .errors import UsageError
 from .inputs import Inputs, bind, join, rebuild, split
+from .job import Values
 from .pipeline import Pipeline
 from .random import SeededRandom
-from .spec import LossSpec, PipelineSpec, Reduction
+from .spec import LossSpec, PipelineSpec
+from .weighing import Scales
 from .weights import Weights, build_stage
-from .wiring import inputs_for, output_leaves
-
-Values = dict[str, torch.Tensor]
+from .wiring import inputs_for, most_work, output_leaves
 
 LEARNING_RATE = 1.0
 """Of the optimizer step in a check: the weights move by their gradients."""
@@ -118,18 +118,21 @@ def run_stages(
     modules = [build_stage(stage, store, cpu, seed) for stage in spec.stages]
     for module in modules:
         module.eval()
-    bound = bind(inputs, target, spec, inputs_for(spec, spec.loss is not None))
-    parts, _ = split(bound, spec, microbatches)
+    bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
+    parts, sizes = split(bound, spec, microbatches)
     with torch.no_grad(), _kept_buffers(modules):
         evaluated = [_forward(spec, modules, part, SeededRandom(seed, 0, 0, ())) for part in parts]
     outputs = {
-        leaf.value: join(leaf, [values[leaf.value] for values in evaluated])
+        leaf.value: join(leaf, [values[leaf.value] for values in evaluated], sizes)
         for leaf in output_leaves(spec.outputs)
     }
     results: Tensors = {Kind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs))}
     if spec.loss is None:
         return results
-    return {**results, **_train(spec, spec.loss, modules, parts, seed)}
+    scales = Scales(spec, store, seed)
+    weighed = scales.weigh(parts, sizes)
+    shares = scales.shares(weighed, sum(weighed))
+    return {**results, **_train(spec, spec.loss, modules, parts, shares, seed)}
 
 
 def _train(
@@ -137,15 +140,17 @@ def _train(
     loss: LossSpec,
     modules: Sequence[nn.Module],
     parts: Sequence[Values],
+    weights: Sequence[float],
     seed: int,
 ) -> Tensors:
     """One training step of the stages in a row."""
     for module in modules:
         module.train()
-    weight = 1 / len(parts) if loss.reduction is Reduction.MEAN else 1.0
     total = torch.zeros(())
-    for microbatch, part in enumerate(parts):
+    for microbatch, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         values = _forward(spec, modules, part, SeededRandom(seed, 0, microbatch, ()), loss)
+        if not weight:  # its loss may be nan: nothing in it counts
+            continue
         weighted = values[loss.value] * weight
         torch.autograd.backward(weighted)
         total = total + weighted.detach()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import torch
 
 from .distributed import launched
 from .errors import UsageError
-from .spec import ScheduleKind
+from .spec import BatchNorm, PipelineSpec, Precision, Remat
+
+Choice = TypeVar("Choice", bound=Enum)
 
 
 class TransportKind(Enum):
@@ -20,17 +24,53 @@ class TransportKind(Enum):
     DISTRIBUTED = "distributed"
 
 
-def schedule_kind(schedule: ScheduleKind | str) -> ScheduleKind:
-    """The schedule of this name.
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the stages compute.
+
+    Attributes:
+        remat: what each stage keeps between forward and backward.
+    """
+
+    batchnorm: BatchNorm
+    precision: Precision
+    remat: tuple[Remat, ...]
+
+
+def chosen(kind: type[Choice], what: str, word: Choice | str | None, planned: Choice) -> Choice:
+    """The member of an Enum that a caller names, or the planned one.
+
+    Args:
+        what: what the Enum's members are, for the message: "schedule".
 
     Raises:
-        UsageError: when there is none.
+        UsageError: when there is none of this name.
     """
+    if word is None:
+        return planned
     try:
-        return ScheduleKind(schedule)
+        return kind(word)
     except ValueError as error:
-        known = ", ".join(kind.value for kind in ScheduleKind)
-        raise UsageError(f"there is no schedule {schedule!r}; there are {known}") from error
+        known = ", ".join(str(member.value) for member in kind)
+        raise UsageError(f"there is no {what} {word!r}; there are {known}") from error
+
+
+def manner(
+    spec: PipelineSpec,
+    batchnorm: BatchNorm | str | None,
+    precision: Precision | str | None,
+    remat: Remat | str | None,
+) -> Manner:
+    """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
+
+    Raises:
+        UsageError: for a word that names nothing.
+    """
+    return Manner(
+        chosen(BatchNorm, "batchnorm", batchnorm, spec.batchnorm),
+        chosen(Precision, "precision", precision, spec.precision),
+        tuple(chosen(Remat, "remat", remat, stage.remat) for stage in spec.stages),
+    )
 
 
 def transport_kind(transport: TransportKind | str | None) -> TransportKind:
@@ -39,13 +79,8 @@ def transport_kind(transport: TransportKind | str | None) -> TransportKind:
     Raises:
         UsageError: when there is none.
     """
-    if transport is None:
-        return TransportKind.DISTRIBUTED if launched() else TransportKind.LOCAL
-    try:
-        return TransportKind(transport)
-    except ValueError as error:
-        known = ", ".join(kind.value for kind in TransportKind)
-        raise UsageError(f"there is no transport {transport!r}; there are {known}") from error
+    natural = TransportKind.DISTRIBUTED if launched() else TransportKind.LOCAL
+    return chosen(TransportKind, "transport", transport, natural)
 
 
 def listed_devices(

@@ -205,7 +205,7 @@ class DistributedEndpoint:
     in the same order, as channels that deliver in order demand.
 
     Args:
-        samples: in each micro-batch of this run.
+        sizes: samples in each micro-batch of this run.
     """
 
     def __init__(
@@ -213,16 +213,15 @@ class DistributedEndpoint:
         network: Network,
         placement: Sequence[int],
         crossings: Sequence[Crossing],
-        samples: int,
+        sizes: Sequence[int],
         microbatch_size: int,
         sum_gradients: Callable[[SharedSum], None],
     ) -> None:
         self.network = network
         self.placement = placement
-        self.facts = {
-            crossing.value: (crossing.shape_for(samples, microbatch_size), crossing.dtype)
-            for crossing in crossings
-        }
+        self.crossings = {crossing.value: crossing for crossing in crossings}
+        self.sizes = sizes
+        self.microbatch_size = microbatch_size
         self.sum_gradients = sum_gradients
         self.sent: list[tuple[Any, torch.Tensor, Transfer]] = []
         self.posted: dict[Transfer, tuple[Any, torch.Tensor]] = {}
@@ -230,7 +229,7 @@ class DistributedEndpoint:
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
         """Start sending; what has left in the meantime is let go."""
-        shape, dtype = self.facts[transfer.value]
+        shape, dtype = self._facts(transfer)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
         elif tensor.dtype != dtype or tensor.shape != shape:
@@ -246,7 +245,7 @@ class DistributedEndpoint:
 
     def expect(self, transfer: Transfer) -> None:
         """Post the receive, into memory of the planned size."""
-        shape, dtype = self.facts[transfer.value]
+        shape, dtype = self._facts(transfer)
         source = self.placement[transfer.source]
         buffer = torch.empty(shape, dtype=dtype, device=self.network.carrier)
         work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
@@ -269,6 +268,11 @@ class DistributedEndpoint:
             rank = self.placement[transfer.target]
             self.network.wait(work, lambda t=transfer, r=rank: f"at send {t} to rank {r}")  # type: ignore[misc]  # defaults bind the loop's values
         self.sent.clear()
+
+    def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
+        crossing = self.crossings[transfer.value]
+        shape = crossing.shape_for(self.sizes[transfer.microbatch], self.microbatch_size)
+        return shape, crossing.dtype
 
     def _tag(self, source: int, target: int) -> int:
         tag = self.tags.get((source, target), 0)

@@ -9,40 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .choices import Manner
 from .errors import PipelineError, StageError
+from .job import Job, Values, Work
 from .random import SeededRandom
 from .schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
 from .transport import Endpoint
 from .wiring import StageWiring, Step
 
-Values = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of a program: what to compute, and what to keep of it.
-
-    Attributes:
-        inputs: the pipeline's inputs for every micro-batch; only the first device reads them.
-        loss_weight: the weight of a micro-batch's loss in that of the mini-batch; None without
-            training.
-        kept: the values that the caller wants.
-        seed, number: what random ops depend on, beside the micro-batch.
-    """
-
-    microbatches: int
-    inputs: Sequence[Mapping[str, torch.Tensor]]
-    loss_weight: float | None
-    kept: frozenset[str]
-    seed: int
-    number: int
-
 
 @dataclass(slots=True)
 class Outcome:
-    """What a device has made of a job: losses and kept values by micro-batch."""
+    """What a device has made of a job: losses by micro-batch, and kept values of each."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
     results: list[Values] = field(default_factory=list)
 
 
@@ -60,16 +40,22 @@ class Engine:
 
     Args:
         modules: the stages it holds, by number.
-        wiring: of all stages of the pipeline.
         device: where its stages compute.
+        loss_name: the value that is the loss, where the pipeline has one.
+        manner: how its stages compute.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], device: torch.device, loss_name: str | None
+        self,
+        modules: Mapping[int, nn.Module],
+        device: torch.device,
+        loss_name: str | None,
+        manner: Manner,
     ) -> None:
         self.modules = modules
         self.device = device
         self.loss_name = loss_name
+        self.manner = manner
 
     def run(
         self,
@@ -85,12 +71,12 @@ class Engine:
             TransportError: when a value does not come.
         """
         run = _Run(self, wiring, job, endpoint)
-        gradients = torch.enable_grad() if job.loss_weight is not None else torch.no_grad()
+        gradients = torch.enable_grad() if job.work is Work.TRAIN else torch.no_grad()
         with gradients:
             for step in steps:
                 run.execute(step)
             endpoint.flush()
-        return run.outcome
+        return Outcome(run.losses, run.results)
 
 
 class _Run:
@@ -103,17 +89,13 @@ class _Run:
         self.wiring = wiring
         self.job = job
         self.endpoint = endpoint
-        self.training = job.loss_weight is not None
+        self.training = job.work is Work.TRAIN
         self.values: list[Values] = [dict(values) for values in job.inputs]
         self.values.extend({} for _ in range(job.microbatches - len(job.inputs)))
         self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.results: list[Values] = [{} for _ in range(job.microbatches)]
-
-    @property
-    def outcome(self) -> Outcome:
-        return Outcome([self.losses[m] for m in sorted(self.losses)], self.results)
 
     def execute(self, step: Step) -> None:
         action = step.action
@@ -164,9 +146,9 @@ class _Run:
             values[name] = output.detach() if self.training else output
             if name in self.job.kept:
                 self.results[microbatch][name] = values[name]
+        if loss is not None:
+            self.losses[microbatch] = loss.detach()
         if self.training:
-            if loss is not None:
-                self.losses[microbatch] = loss.detach()
             roots = {name: outputs[name] for name, _ in stage.returned if name in outputs}
             self.in_flight[stage.index, microbatch] = _InFlight(leaves, roots, loss)
 
@@ -199,7 +181,8 @@ class _Run:
     ) -> contextlib.AbstractContextManager[object]:
         if not (stage.spec.random_ops and module.training):
             return contextlib.nullcontext()
-        return SeededRandom(self.job.seed, self.job.number, microbatch, stage.spec.random_ops)
+        key = self.job.random
+        return SeededRandom(key.seed, key.step, key.first + microbatch, stage.spec.random_ops)
 
     def _loss(
         self,
@@ -233,9 +216,10 @@ class _Run:
             if gradient is not None and output is not None and output.requires_grad:
                 roots.append(output)
                 gradients.append(gradient)
-        if kept.loss is not None and kept.loss.requires_grad:
+        weight = self.job.loss_weights[microbatch]
+        if kept.loss is not None and kept.loss.requires_grad and weight:
             roots.append(kept.loss)
-            gradients.append(torch.full_like(kept.loss, self.job.loss_weight or 0.0))
+            gradients.append(torch.full_like(kept.loss, weight * self.job.loss_scale))
         if roots:
             torch.autograd.backward(roots, gradients)
         for name, leaf in kept.leaves.items():

@@ -8,10 +8,9 @@ from typing import TypeAlias
 import torch
 
 from .errors import UsageError
+from .job import Values
 from .nest import tensors_of
 from .spec import Input, Leaf, PipelineSpec, Structure
-
-Values = dict[str, torch.Tensor]
 
 Inputs: TypeAlias = object
 """A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict)."""
@@ -75,11 +74,21 @@ def batch_of(bound: Values, spec: PipelineSpec) -> int | None:
     return None
 
 
-def split(bound: Values, spec: PipelineSpec, microbatches: int) -> tuple[list[Values], int]:
+def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
+    """So many samples in so many parts, the larger ones first; sizes differ by one at most."""
+    size, larger = divmod(samples, parts)
+    return tuple(size + 1 if part < larger else size for part in range(parts))
+
+
+def split(
+    bound: Values, spec: PipelineSpec, microbatches: int
+) -> tuple[list[Values], tuple[int, ...]]:
     """The inputs of every micro-batch, and the samples in each.
 
+    A batch of fewer samples than micro-batches makes fewer micro-batches, of one sample each.
+
     Raises:
-        UsageError: when the batch does not divide, or inputs disagree on its size.
+        UsageError: when there are no samples, or inputs disagree on their number.
     """
     sizes = {
         source.name: bound[source.name].shape[0]
@@ -87,35 +96,33 @@ def split(bound: Values, spec: PipelineSpec, microbatches: int) -> tuple[list[Va
         if source.batched and source.name in bound
     }
     if not sizes:
-        return [dict(bound) for _ in range(microbatches)], spec.microbatch_size
+        return [dict(bound) for _ in range(microbatches)], (spec.microbatch_size,) * microbatches
     name, batch = next(iter(sizes.items()))
     for other, size in sizes.items():
         if size != batch:
             raise UsageError(f"{spec.name}: {name} has {batch} samples, {other} has {size}")
-    if batch == 0 or batch % microbatches:
-        raise UsageError(
-            f"{spec.name}: a batch of {batch} does not divide into {microbatches} micro-batches",
-            hint=f"pass a multiple of {microbatches} samples, or set microbatches",
-        )
-    parts = {
-        name: tensor.chunk(microbatches) if name in sizes else (tensor,) * microbatches
+    if batch == 0:
+        raise UsageError(f"{spec.name}: the batch is empty, {name} has no samples")
+    parts = even_sizes(batch, min(microbatches, batch))
+    pieces = {
+        name: torch.split(tensor, list(parts)) if name in sizes else (tensor,) * len(parts)
         for name, tensor in bound.items()
     }
-    return [
-        {name: pieces[m] for name, pieces in parts.items()} for m in range(microbatches)
-    ], batch // microbatches
+    return [{name: piece[m] for name, piece in pieces.items()} for m in range(len(parts))], parts
 
 
-def join(leaf: Leaf, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def join(leaf: Leaf, pieces: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """An output of the mini-batch from those of the micro-batches.
 
     Along its batch dimension the pieces follow each other. A floating scalar that belongs to the
-    whole batch is the mean of the pieces; anything else is that of the last micro-batch.
+    whole batch is the weighted mean of the pieces; anything else is that of the last micro-batch.
     """
     if leaf.batch_dim is not None:
         return torch.cat(list(pieces), leaf.batch_dim) if len(pieces) > 1 else pieces[0]
     if pieces[0].dim() == 0 and pieces[0].is_floating_point() and len(pieces) > 1:
-        return torch.stack(list(pieces)).mean()
+        stacked = torch.stack(list(pieces))
+        shares = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
+        return (stacked.double() * shares.to(stacked.device)).sum().to(stacked.dtype)
     return pieces[-1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,35 +10,29 @@ from typing import Self
 import torch
 from torch import nn
 
+from .agreement import Call, agree
 from .choices import (
     TransportKind,
+    chosen,
     listed_devices,
+    manner,
     own_device,
-    schedule_kind,
     transport_kind,
 )
 from .distributed import Network
-from .engine import Job, Values
 from .errors import UsageError
-from .inputs import Inputs, batch_of, bind, rebuild, split
+from .held import HeldStages
+from .inputs import Inputs, bind, rebuild, split
+from .job import Job, RandomKey, Values, Work
 from .programs import Prepared, prepare, spread
 from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
-from .shared import alias_buffers, canonical_first, shared_parameters, trainable_shared
-from .spec import PipelineSpec, Reduction, ScheduleKind
-from .state import copy_into, named_tensors
-from .weights import Weights, build_stage, parameter_kinds
+from .shared import trainable_shared
+from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
+from .weighing import Scales
+from .weights import Weights, build_stage, parameter_kinds, parameter_shape
 from .wiring import inputs_for, output_leaves
 
 __all__ = ["Pipeline", "TransportKind"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a call is about; under torchrun the ranks agree on it. No samples: refused."""
-
-    samples: int
-    microbatches: int
-    training: bool
 
 
 class Pipeline:
@@ -56,7 +49,8 @@ class Pipeline:
         weights: the folder of weights; None for stages that initialise themselves.
         devices: where the stages compute, in order; their number divides that of the stages. One
             per stage by default. Under torchrun, this rank's device, or that of every rank.
-        microbatches, schedule: those the package was compiled with, unless given.
+        microbatches, schedule, remat, batchnorm, precision: as the package was compiled, unless
+            given; `remat` is then that of every stage.
         seed: of dropout and the like, and of weights that are made here.
         transport: distributed under torchrun, local otherwise, unless given.
         timeout_s: seconds after which a value from another process is given up.
@@ -75,67 +69,73 @@ class Pipeline:
         devices: Sequence[torch.device | str] | torch.device | str | None = None,
         microbatches: int | None = None,
         schedule: ScheduleKind | str | None = None,
+        remat: Remat | str | None = None,
+        batchnorm: BatchNorm | str | None = None,
+        precision: Precision | str | None = None,
         seed: int = 0,
         transport: TransportKind | str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.spec = spec
         self.seed = seed
+        self.step_number = 0
         self.microbatches = spec.microbatches if microbatches is None else microbatches
-        self.schedule = spec.schedule if schedule is None else schedule_kind(schedule)
-        kind = transport_kind(transport)
+        self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
+        self.manner = manner(spec, batchnorm, precision, remat)
         given = listed_devices(devices)
         self._network: Network | None = None
-        if kind is TransportKind.DISTRIBUTED:
+        if transport_kind(transport) is TransportKind.DISTRIBUTED:
             self._network = Network.join(own_device(given), timeout_s)
-            count = self._network.size
         else:
             given = given or default_devices(len(spec.stages))
-            count = len(given)
-        placement = spread(len(spec.stages), count)
-        owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
-        self.placement = placement
-        self._inference = {self.microbatches: prepare(spec, placement, self.microbatches, None, {})}
-        self._training: Prepared | None = None
-        if spec.loss is not None:
-            self._training = prepare(spec, placement, self.microbatches, self.schedule, owners)
-        store = None if weights is None else Weights.open(Path(weights))
-        self.stages: dict[int, nn.Module] = {}
-        for index, stage in enumerate(spec.stages):
-            if self._network is None:
-                self.stages[index] = build_stage(stage, store, given[placement[index]], seed)
-            elif placement[index] == self._network.rank:
-                self.stages[index] = build_stage(stage, store, self._network.device, seed)
-        self._shared = shared_parameters(spec, self.stages)
-        alias_buffers(spec, self.stages)
         self._devices = given
-        self._runner = self._make_runner(given)
+        count = len(given) if self._network is None else self._network.size
+        self.placement = spread(len(spec.stages), count)
+        self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
+        self._prepared: dict[tuple[Work, int], Prepared] = {}
+        for work in (Work.INFER,) if spec.loss is None else (Work.INFER, Work.TRAIN):
+            self._programs(work, self.microbatches)
+        store = None if weights is None else Weights.open(Path(weights))
+        self.held = HeldStages(spec, self._build(store))
+        self._scales = Scales(spec, store, seed)
+        self._runner = self._make_runner()
         if self._network is not None and store is None:
-            self._share_initial(owners, placement)
-        self._no_parameter = nn.Parameter(torch.empty(0))
-        self._step = 0
+            self._share_initial()
         self.train(spec.loss is not None)
 
-    def _make_runner(self, devices: Sequence[torch.device]) -> Runner:
+    def _build(self, store: Weights | None) -> dict[int, nn.Module]:
+        """The stages that this process holds, with their weights."""
         if self._network is None:
-            return LocalRunner(self.spec, self.stages, devices)
-        shared = {item.name: item for item in self._shared}
-        return DistributedRunner(self.spec, self.stages, self._network, shared)
+            where = {index: self._devices[d] for index, d in enumerate(self.placement)}
+        else:
+            mine = [i for i, d in enumerate(self.placement) if d == self._network.rank]
+            where = dict.fromkeys(mine, self._network.device)
+        stages = self.spec.stages
+        return {i: build_stage(stages[i], store, device, self.seed) for i, device in where.items()}
 
-    def _share_initial(
-        self, owners: Mapping[str, tuple[int, ...]], placement: Sequence[int]
-    ) -> None:
+    def _make_runner(self) -> Runner:
+        if self._network is None:
+            return LocalRunner(self.spec, self.held.modules, self._devices, self.manner)
+        shared = {item.name: item for item in self.held.shared}
+        return DistributedRunner(self.spec, self.held.modules, self._network, shared, self.manner)
+
+    def _share_initial(self) -> None:
         """Tied weights that were made here are those of their first owner."""
         assert self._network is not None
-        kept = {item.name: item for item in self._shared}
-        for name, stages in owners.items():
-            source = placement[stages[0]]
-            facts = parameter_shape(self.spec, stages[0], name)
-            mine = kept[name].canonical.detach() if name in kept else torch.empty(facts)
+        kept = {item.name: item for item in self.held.shared}
+        for name, stages in self._owners.items():
+            source = self.placement[stages[0]]
+            shape = parameter_shape(self.spec.stages[stages[0]], name)
+            mine = kept[name].canonical.detach() if name in kept else torch.empty(shape)
             value = self._network.broadcast(mine, source, f"the initial {name}")
             if name in kept:
                 with torch.no_grad():
                     kept[name].canonical.copy_(value)
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """The stages held here, by number."""
+        return self.held.modules
 
     @property
     def rank(self) -> int:
@@ -147,129 +147,132 @@ class Pipeline:
         """Intra-op threads that a stage computes with on a CPU."""
         return self._runner.threads
 
-    def step(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
+    def step(
+        self, inputs: Inputs = None, target: object = None, *, weight: float = 1.0
+    ) -> torch.Tensor:
         """Forward and backward of a mini-batch: adds to `.grad` of every parameter.
 
-        The loss and the gradients are those of the whole mini-batch: with a mean loss the mean
-        over micro-batches. Under torchrun every rank gets the loss, and only rank 0 passes inputs.
+        The loss and the gradients are those of the whole mini-batch, also where micro-batches
+        differ in size or in what their loss is a mean over. Under torchrun every rank gets the
+        loss, and only rank 0 passes inputs.
 
         Args:
             inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the
-                pair (tuple, dict).
+                pair (tuple, dict). A batch of fewer samples than micro-batches is run as fewer.
             target: what the loss compares with.
+            weight: of this mini-batch's gradients, as 1/N when they are accumulated over N of them;
+                the loss is returned without it.
 
         Raises:
             UsageError: for inputs that do not fit.
             StageError: when the model's code raises.
             TransportError: when another process is gone.
         """
-        return self.step_with_outputs(inputs, target, outputs=False)[0]
+        return self.step_with_outputs(inputs, target, weight=weight, outputs=False)[0]
 
     def step_with_outputs(
-        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+        self,
+        inputs: Inputs = None,
+        target: object = None,
+        *,
+        weight: float = 1.0,
+        outputs: bool = True,
     ) -> tuple[torch.Tensor, object]:
         """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
-        if self._training is None or self.spec.loss is None:
-            raise UsageError(
-                f"{self.spec.name} was compiled for inference, it has no loss",
-                hint="compile it with --mode train",
-            )
-        mean = self.spec.loss.reduction is Reduction.MEAN
-        weight = 1.0 / self.microbatches if mean else 1.0
-        for shared in self._shared:
+        for shared in self.held.shared:
             shared.spread()
             shared.begin()
         try:
-            result, bound = self._run(inputs, target, weight, outputs)
+            result, bound = self._run(Work.TRAIN, inputs, target, outputs, weight)
         finally:
-            for shared in self._shared:
+            for shared in self.held.shared:
                 shared.finish()
-        self._step += 1
-        if result.loss is None:
-            raise UsageError(f"{self.spec.name} made no loss")
-        return result.loss, self._outputs(result, bound) if outputs else None
+        self.step_number += 1
+        return self._loss(result), self._outputs(result, bound) if outputs else None
+
+    def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
+        """The loss of a mini-batch, without gradients; every rank gets it.
+
+        Stages are in train or eval mode as `train()` and `eval()` say.
+        """
+        return self.evaluate_with_outputs(inputs, target, outputs=False)[0]
+
+    def evaluate_with_outputs(
+        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+    ) -> tuple[torch.Tensor, object]:
+        """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
+        result, bound = self._run(Work.EVALUATE, inputs, target, outputs)
+        return self._loss(result), self._outputs(result, bound) if outputs else None
 
     def __call__(self, inputs: Inputs = None) -> object:
         """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
 
         Stages are in train or eval mode as `train()` and `eval()` say. An output that belongs to
-        the batch as a whole is the mean over micro-batches when it is a floating scalar, otherwise
-        that of the last micro-batch.
+        the batch as a whole is the mean over samples when it is a floating scalar, otherwise that
+        of the last micro-batch.
         """
-        for shared in self._shared:
-            shared.spread()
-        result, bound = self._run(inputs, None, None, True)
+        result, bound = self._run(Work.INFER, inputs, None, True)
         return self._outputs(result, bound)
 
     def _run(
-        self,
-        inputs: Inputs,
-        target: object,
-        weight: float | None,
-        outputs: bool,
+        self, work: Work, inputs: Inputs, target: object, outputs: bool, weight: float = 1.0
     ) -> tuple[Result, Values]:
+        self._check_call(work)
+        for shared in self.held.shared:
+            shared.spread()
+        call, bound = Call(work), Values()
+        parts: list[Values] = []
+        if self.rank == 0:
+            try:
+                bound = bind(inputs, target, self.spec, inputs_for(self.spec, work))
+                parts, sizes = split(bound, self.spec, self.microbatches)
+            except UsageError:
+                self._agree(call)
+                raise
+            weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
+            call = Call(work, sizes, weights)
+        call = self._agree(call)
+        total = sum(call.loss_weights)
+        made = {leaf.value for leaf in output_leaves(self.spec.outputs)}
+        job = Job(
+            work=work,
+            sizes=call.sizes,
+            inputs=parts,
+            loss_weights=self._scales.shares(call.loss_weights, total),
+            kept=frozenset(made - {x.name for x in self.spec.inputs} if outputs else ()),
+            random=RandomKey(self.seed, self.step_number),
+            loss_scale=weight,
+        )
+        return self._runner.run(self._programs(work, job.microbatches), job), bound
+
+    def _check_call(self, work: Work) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise UsageError(
                 "autocast around a pipeline does not reach its stages",
-                hint="use autocast inside the model, and compile it again",
+                hint="make the pipeline with precision='bf16' or 'fp16'",
             )
-        training = weight is not None
-        bound: Values = {}
-        parts: list[Values] = []
-        call = _Call(0, 0, training)
-        if self.rank == 0:
-            try:
-                bound = bind(inputs, target, self.spec, inputs_for(self.spec, training))
-                microbatches = self._microbatches(batch_of(bound, self.spec), training)
-                parts, samples = split(bound, self.spec, microbatches)
-                call = _Call(samples, microbatches, training)
-            except UsageError:
-                self._announce(call)
-                raise
-        call = self._announce(call)
-        kept = frozenset(leaf.value for leaf in output_leaves(self.spec.outputs)) - {
-            source.name for source in self.spec.inputs
-        }
-        job = Job(
-            call.microbatches,
-            parts,
-            weight,
-            kept if outputs else frozenset(),
-            self.seed,
-            self._step,
-        )
-        return self._runner.run(self._prepared(call), job, call.samples), bound
-
-    def _microbatches(self, batch: int | None, training: bool) -> int:
-        """Inference splits a batch that does not divide as planned into fewer micro-batches."""
-        if training or not batch:
-            return self.microbatches
-        return next(m for m in range(self.microbatches, 0, -1) if batch % m == 0)
-
-    def _prepared(self, call: _Call) -> Prepared:
-        if call.training:
-            assert self._training is not None  # step has looked
-            return self._training
-        if call.microbatches not in self._inference:
-            self._inference[call.microbatches] = prepare(
-                self.spec, self.placement, call.microbatches, None, {}
-            )
-        return self._inference[call.microbatches]
-
-    def _announce(self, call: _Call) -> _Call:
-        """Under torchrun: rank 0 tells the others what is coming."""
-        if self._network is None:
-            return call
-        header = torch.tensor([call.samples, call.microbatches, int(call.training)])
-        samples, microbatches, training = self._network.broadcast(header, 0, "the header").tolist()
-        if samples == 0 and self.rank != 0:
-            raise UsageError("rank 0 refused its inputs; its own message says why")
-        if bool(training) != call.training:
+        if work.makes_loss and self.spec.loss is None:
             raise UsageError(
-                f"rank {self.rank} and rank 0 do not make the same call",
-                hint="every rank calls step, or every rank calls the pipeline",
+                f"{self.spec.name} was compiled for inference, it has no loss",
+                hint="compile it with --mode train",
             )
-        return _Call(samples, microbatches, bool(training))
+
+    def _programs(self, work: Work, microbatches: int) -> Prepared:
+        key = work, microbatches
+        if key not in self._prepared:
+            self._prepared[key] = prepare(
+                self.spec, self.placement, microbatches, work, self.schedule, self._owners
+            )
+        return self._prepared[key]
+
+    def _agree(self, call: Call) -> Call:
+        """Under torchrun: rank 0 tells the others what is coming."""
+        return agree(self._network, call, self.microbatches)
+
+    def _loss(self, result: Result) -> torch.Tensor:
+        if result.loss is None:
+            raise UsageError(f"{self.spec.name} made no loss")
+        return result.loss
 
     def _outputs(self, result: Result, bound: Values) -> object:
         if self.rank != 0:
@@ -278,15 +281,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here under the model's own names, each once."""
-        hidden = canonical_first(self._shared)
-        seen: set[str] = set()
-        for index, module in self.stages.items():
-            names = self.spec.stages[index].state
-            for own, parameter in module.named_parameters():
-                name = names.get(own, own)
-                if id(parameter) not in hidden and name not in seen:
-                    seen.add(name)
-                    yield name, parameter
+        return self.held.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters held here, each once: what an optimizer is made of.
@@ -294,25 +289,15 @@ class Pipeline:
         A process whose stages train none gives an empty one besides, that nothing uses: the same
         loop runs in every process, and torch's optimizers refuse an empty list.
         """
-        found = [parameter for _, parameter in self.named_parameters()]
-        if not any(parameter.requires_grad for parameter in found):
-            found.append(self._no_parameter)
-        return iter(found)
+        return self.held.parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers held here under the model's own names, each once."""
-        seen: set[str] = set()
-        for index, module in self.stages.items():
-            names = self.spec.stages[index].state
-            for own, buffer in module.named_buffers():
-                name = names.get(own, own)
-                if name not in seen:
-                    seen.add(name)
-                    yield name, buffer
+        return self.held.named_buffers()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What is held here, as the model's own `state_dict` would name it, tied names included."""
-        return named_tensors(self.spec, self.stages)
+        return self.held.state_dict()
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
@@ -329,7 +314,8 @@ class Pipeline:
         Raises:
             UsageError: naming what is missing, unknown, or of another shape.
         """
-        copy_into(self.spec, self.stages, state, strict=strict)
+        self.held.load_state_dict(state, strict=strict)
+        self._scales.load(state)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put every stage into training mode."""
@@ -381,14 +367,3 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({self.describe()})"
-
-
-def parameter_shape(spec: PipelineSpec, stage: int, name: str) -> tuple[int, ...]:
-    """The sizes of a parameter, by the model's name."""
-    with torch.device("meta"):
-        module = spec.stages[stage].module()
-    names = spec.stages[stage].state
-    for own, parameter in module.named_parameters():
-        if names.get(own, own) == name:
-            return tuple(parameter.shape)
-    raise KeyError(name)

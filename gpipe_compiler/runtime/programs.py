@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import UsageError
+from .job import Work
 from .schedule import forward_only, gpipe, lower, one_f_one_b, prove
 from .schedule.actions import Orders, Programs, parse_order
 from .spec import Crossing, PipelineSpec, ScheduleKind
@@ -29,7 +30,7 @@ class Prepared:
 
     placement: tuple[int, ...]
     microbatches: int
-    training: bool
+    work: Work
     crossings: tuple[Crossing, ...]
     wiring: tuple[StageWiring, ...]
     programs: Programs
@@ -60,13 +61,14 @@ def prepare(
     spec: PipelineSpec,
     placement: Sequence[int],
     microbatches: int,
-    schedule: ScheduleKind | None,
+    work: Work,
+    schedule: ScheduleKind,
     shared: Mapping[str, Sequence[int]],
 ) -> Prepared:
     """A schedule ready to run.
 
     Args:
-        schedule: None for inference.
+        schedule: of training; without gradients micro-batches just flow through.
         shared: trainable parameters with several owners, and these.
 
     Raises:
@@ -75,21 +77,20 @@ def prepare(
     """
     if microbatches < 1:
         raise UsageError(f"{microbatches} micro-batches: at least one is needed")
-    training = schedule is not None
-    crossings = crossings_for(spec, training)
-    orders = _orders(spec, placement, microbatches, schedule)
-    programs = lower(orders, placement, crossings, shared)
+    crossings = crossings_for(spec, work)
+    orders = _orders(spec, placement, microbatches, work, schedule)
+    programs = lower(orders, placement, crossings, shared if work is Work.TRAIN else {})
     prove(programs, placement, crossings)
-    wiring = wire(spec, placement, training)
+    wiring = wire(spec, placement, work)
     return Prepared(
         placement=tuple(placement),
         microbatches=microbatches,
-        training=training,
+        work=work,
         crossings=crossings,
         wiring=wiring,
         programs=programs,
         steps=tuple(steps_of(program, wiring) for program in programs),
-        inputs=inputs_for(spec, training),
+        inputs=inputs_for(spec, work),
     )
 
 
@@ -97,9 +98,10 @@ def _orders(
     spec: PipelineSpec,
     placement: Sequence[int],
     microbatches: int,
-    schedule: ScheduleKind | None,
+    work: Work,
+    schedule: ScheduleKind,
 ) -> Orders:
-    if schedule is None:
+    if work is not Work.TRAIN:
         return forward_only(placement, microbatches)
     one_stage_each = tuple(placement) == tuple(range(len(spec.stages)))
     planned = (schedule, microbatches) == (spec.schedule, spec.microbatches)

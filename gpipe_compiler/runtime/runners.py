@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from .choices import Manner
 from .distributed import DistributedEndpoint, Network, sum_over_owners
-from .engine import Engine, Job, Outcome, Values
+from .engine import Engine, Outcome
 from .inputs import join
+from .job import Job, Values
 from .local import Inbox, LocalEndpoint, Workers
 from .programs import Prepared
 from .schedule.actions import SharedSum
@@ -39,8 +42,8 @@ class Runner(Protocol):
 
     threads: int
 
-    def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
-        """Execute every device's program once; `samples` are in each micro-batch."""
+    def run(self, prepared: Prepared, job: Job) -> Result:
+        """Execute every device's program once."""
 
     def close(self) -> None:
         """Let go of threads and connections."""
@@ -54,7 +57,11 @@ class LocalRunner:
     """
 
     def __init__(
-        self, spec: PipelineSpec, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]
+        self,
+        spec: PipelineSpec,
+        modules: Mapping[int, nn.Module],
+        devices: Sequence[torch.device],
+        manner: Manner,
     ) -> None:
         self.spec = spec
         self.devices = tuple(devices)
@@ -62,7 +69,10 @@ class LocalRunner:
         loss = spec.loss.value if spec.loss is not None else None
         self.engines = [
             Engine(
-                {s: modules[s] for s in range(d * per_device, (d + 1) * per_device)}, device, loss
+                {s: modules[s] for s in range(d * per_device, (d + 1) * per_device)},
+                device,
+                loss,
+                manner,
             )
             for d, device in enumerate(devices)
         ]
@@ -71,10 +81,10 @@ class LocalRunner:
         self.threads = threads or torch.get_num_threads()
         self.workers: Workers[Outcome] = Workers(len(devices), threads)
 
-    def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
+    def run(self, prepared: Prepared, job: Job) -> Result:
         """Execute every device's program once."""
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.devices]
-        others = Job(job.microbatches, (), job.loss_weight, job.kept, job.seed, job.number)
+        others = dataclasses.replace(job, inputs=())
         tasks = []
         for index, engine in enumerate(self.engines):
             endpoint = LocalEndpoint(index, inboxes, self.devices, prepared.placement)
@@ -93,13 +103,13 @@ class LocalRunner:
                 inbox.put(None)
 
         outcomes = self.workers.run(tasks, abort)
-        losses = [loss for outcome in outcomes for loss in outcome.losses]
+        losses = {m: loss for outcome in outcomes for m, loss in outcome.losses.items()}
         outputs = {}
         for leaf in output_leaves(self.spec.outputs):
             for outcome in outcomes:
                 if job.kept and leaf.value in outcome.results[0]:
                     pieces = [values[leaf.value] for values in outcome.results]
-                    outputs[leaf.value] = join(leaf, pieces)
+                    outputs[leaf.value] = join(leaf, pieces, job.sizes)
         return Result(_total(losses, job), outputs)
 
     def close(self) -> None:
@@ -116,22 +126,23 @@ class DistributedRunner:
         modules: Mapping[int, nn.Module],
         network: Network,
         shared: Mapping[str, SharedParameter],
+        manner: Manner,
     ) -> None:
         self.spec = spec
         self.network = network
         self.threads = torch.get_num_threads()
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
-        self.engine = Engine(modules, network.device, loss)
+        self.engine = Engine(modules, network.device, loss, manner)
         self.makers = makers(spec)
 
-    def run(self, prepared: Prepared, job: Job, samples: int) -> Result:
+    def run(self, prepared: Prepared, job: Job) -> Result:
         """Execute this rank's program once; the loss comes to all ranks, outputs to rank 0."""
         endpoint = DistributedEndpoint(
             self.network,
             prepared.placement,
             prepared.crossings,
-            samples,
+            job.sizes,
             self.spec.microbatch_size,
             partial(self._sum, prepared),
         )
@@ -140,7 +151,7 @@ class DistributedRunner:
             prepared.steps[rank], prepared.wiring, _on(job, self.network.device), endpoint
         )
         loss = None
-        if job.loss_weight is not None and self.spec.loss is not None:
+        if job.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
             loss = self.network.share_scalar(_total(outcome.losses, job), source, "the loss")
         return Result(loss, self._gather(prepared, job, outcome))
@@ -156,7 +167,7 @@ class DistributedRunner:
                 continue
             mine = None
             if source == self.network.rank:
-                mine = join(leaf, [values[leaf.value] for values in outcome.results])
+                mine = join(leaf, [values[leaf.value] for values in outcome.results], job.sizes)
             if source != 0 and self.network.rank in (0, source):
                 mine = self.network.pass_on(mine, source, f"output {leaf.value}")
             if mine is not None and self.network.rank == 0:
@@ -193,10 +204,14 @@ def _on(job: Job, device: torch.device) -> Job:
         }
         for values in job.inputs
     ]
-    return Job(job.microbatches, moved, job.loss_weight, job.kept, job.seed, job.number)
+    return dataclasses.replace(job, inputs=moved)
 
 
-def _total(losses: Sequence[torch.Tensor], job: Job) -> torch.Tensor | None:
-    if not losses or job.loss_weight is None:
+def _total(losses: Mapping[int, torch.Tensor], job: Job) -> torch.Tensor | None:
+    """The loss of the mini-batch; a micro-batch of weight 0 is left out, its loss may be nan."""
+    if not losses:
         return None
-    return torch.stack([loss.reshape(()) for loss in losses]).sum() * job.loss_weight
+    scalars = [
+        losses[m].reshape(()) * weight for m, weight in enumerate(job.loss_weights) if weight
+    ]
+    return torch.stack(scalars).sum() if scalars else torch.full_like(losses[0], torch.nan)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .job import Work
 from .schedule.actions import Action, Compute, Phase, Send
 from .schedule.lowering import first_targets
 from .spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
@@ -62,32 +63,43 @@ class Step:
     drops: tuple[str, ...]
 
 
-def wire(spec: PipelineSpec, placement: Sequence[int], training: bool) -> tuple[StageWiring, ...]:
+def wire(spec: PipelineSpec, placement: Sequence[int], work: Work) -> tuple[StageWiring, ...]:
     """The wiring of every stage."""
-    crossings = {c.value: c for c in crossings_for(spec, training)}
+    crossings = {c.value: c for c in crossings_for(spec, work)}
     return tuple(
-        _wire_stage(spec, stage, placement, crossings, training)
-        for stage in range(len(spec.stages))
+        _wire_stage(spec, stage, placement, crossings, work) for stage in range(len(spec.stages))
     )
 
 
-def crossings_for(spec: PipelineSpec, training: bool) -> tuple[Crossing, ...]:
+def crossings_for(spec: PipelineSpec, work: Work) -> tuple[Crossing, ...]:
     """The boundary values that are sent: inference does without those that serve only the loss."""
-    if training:
+    if work is Work.TRAIN:
         return spec.crossings
     kept = []
     for crossing in spec.crossings:
-        targets = tuple(t for t in crossing.targets if crossing.value in spec.stages[t].inputs)
+        targets = tuple(
+            t
+            for t in crossing.targets
+            if work.makes_loss or crossing.value in spec.stages[t].inputs
+        )
         if targets:
             kept.append(dataclasses.replace(crossing, targets=targets, gradient=False))
     return tuple(kept)
 
 
-def inputs_for(spec: PipelineSpec, training: bool) -> frozenset[str]:
-    """The inputs of the pipeline that some stage reads."""
+def most_work(spec: PipelineSpec) -> Work:
+    """The work that reads the most: training, where there is a loss."""
+    return Work.INFER if spec.loss is None else Work.TRAIN
+
+
+def inputs_for(spec: PipelineSpec, work: Work) -> frozenset[str]:
+    """The inputs of the pipeline that some stage reads, or the weight of the loss."""
     read = {name for stage in spec.stages for name in stage.inputs}
-    if training and spec.loss is not None and spec.loss.separate:
-        read.update(spec.stages[-1].loss_inputs)
+    if work.makes_loss and spec.loss is not None:
+        if spec.loss.separate:
+            read.update(spec.stages[-1].loss_inputs)
+        if spec.loss.weight is not None:
+            read.update(spec.loss.weight.inputs)
     return frozenset(source.name for source in spec.inputs if source.name in read)
 
 
@@ -147,10 +159,10 @@ def _wire_stage(
     stage: int,
     placement: Sequence[int],
     crossings: dict[str, Crossing],
-    training: bool,
+    work: Work,
 ) -> StageWiring:
     own = spec.stages[stage]
-    loss = spec.loss if training else None
+    loss = spec.loss if work.makes_loss else None
     separate = loss is not None and loss.separate and stage == len(spec.stages) - 1
     only_loss = [
         name

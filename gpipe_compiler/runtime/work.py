@@ -21,7 +21,7 @@ from .hooks import UserHooks
 from .inputs import batch_of, bind
 from .pipeline import Pipeline
 from .weights import Weights, load_file, save_file, save_weights
-from .wiring import inputs_for
+from .wiring import inputs_for, most_work
 
 
 class OptimizerKind(Enum):
@@ -191,7 +191,7 @@ def _dividing(
 
 
 def _samples(pipe: Pipeline, inputs: object, target: object) -> int:
-    needed = inputs_for(pipe.spec, pipe.spec.loss is not None)
+    needed = inputs_for(pipe.spec, most_work(pipe.spec))
     batch = batch_of(bind(inputs, target, pipe.spec, needed), pipe.spec)
     return pipe.microbatches * pipe.spec.microbatch_size if batch is None else batch
 

@@ -1,0 +1,68 @@
+"""One run of the pipeline's programs: which work, on what, with which numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+Values = dict[str, torch.Tensor]
+"""Tensors by the names of the pipeline's values."""
+
+
+class Work(Enum):
+    """What a run comes to."""
+
+    TRAIN = "train"
+    """Outputs, loss and gradients."""
+    EVALUATE = "evaluate"
+    """Outputs and loss, without gradients."""
+    INFER = "infer"
+    """Outputs alone; what serves only the loss is left out."""
+
+    @property
+    def makes_loss(self) -> bool:
+        """Whether the loss is computed."""
+        return self is not Work.INFER
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKey:
+    """What random ops depend on, beside their number in the model.
+
+    Micro-batch m of this process's replica draws as micro-batch `first + m` of the mini-batch.
+    """
+
+    seed: int
+    step: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a program: what to compute, and what to keep of it.
+
+    Attributes:
+        sizes: samples in each micro-batch.
+        inputs: the pipeline's inputs for every micro-batch; only the first device reads them.
+        loss_weights: the weight of each micro-batch's loss in that of the mini-batch; none where
+            no loss is made. A micro-batch of weight 0 sends no gradient back from its loss, which
+            may be nan: nothing in it counts.
+        kept: the values that the caller wants.
+        loss_scale: gradients are those of the loss times this; the loss is told without it.
+    """
+
+    work: Work
+    sizes: tuple[int, ...]
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    loss_weights: tuple[float, ...]
+    kept: frozenset[str]
+    random: RandomKey
+    loss_scale: float = 1.0
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches there are."""
+        return len(self.sizes)
