@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from .errors import PipelineError, UsageError
-from .generators import Generators
+from .progress import Progress, RandomState
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,6 @@ class Source:
         return cls("the example", lambda: itertools.repeat((inputs, target)))
 
 
-@dataclass(frozen=True, eq=False)
-class Position:
-    """How far training is in the data.
-
-    Attributes:
-        passes: that have ended.
-        batches: taken from the present pass.
-        began: the generators as they were when the present pass began.
-        now: the generators as they are.
-        state: of the iterable of the present pass, where it has a `state_dict`.
-    """
-
-    passes: int
-    batches: int
-    began: Generators
-    now: Generators
-    state: Any = None
-
-
 class Batches:
     """Takes mini-batches from a source, so that it can be told where it is, and go there.
 
@@ -76,7 +57,7 @@ class Batches:
         self.source = source
         self.passes = 0
         self.taken = 0
-        self._began = Generators.now()
+        self._began = RandomState.now()
         self._data: object = None
         self._iterator: Iterator[object] | None = None
 
@@ -102,34 +83,41 @@ class Batches:
                 raise PipelineError(f"{self.source.name} gives no batches")
             self.passes, self.taken = self.passes + 1, 0
             self._iterator = None
-            self._began = Generators.now()
+            self._began = RandomState.now()
         return found
 
-    def position(self) -> Position:
-        """Where the next batch is."""
+    def place(self, progress: Progress) -> Progress:
+        """Progress with the place of the next batch."""
         state = None
         if self._iterator is not None and _has_state(self._data):
             state = self._data.state_dict()  # type: ignore[attr-defined]  # it was asked for
-        return Position(self.passes, self.taken, self._began, Generators.now(), state)
+        return dataclasses.replace(
+            progress,
+            epoch=self.passes,
+            batch=self.taken,
+            random=self._began,
+            current=RandomState.now(),
+            data=state,
+        )
 
-    def go_to(self, position: Position) -> None:
-        """Let the next batch be that after `position`, in a new process as in the first.
+    def go_to(self, progress: Progress) -> None:
+        """Let the next batch be that at this place, in a new process as in the first.
 
         Raises:
             PipelineError: when the pass does not reach so far: the data is not what it was.
         """
-        position.began.restore()
-        self.passes, self.taken = position.passes, 0
-        self._began = position.began
+        if progress.random is not None:
+            progress.random.restore()
+            self._began = progress.random
+        self.passes, self.taken = progress.epoch, 0
         self._iterator = None
-        if position.batches:
-            if position.state is None:
-                self._begin()
-                self._skip(position.batches)
-            else:
-                self._begin(position.state)
-                self.taken = position.batches
-        position.now.restore()
+        if progress.batch:
+            self._begin(progress.data)
+            if progress.data is None:
+                self._skip(progress.batch)
+            self.taken = progress.batch
+        if progress.current is not None:
+            progress.current.restore()
 
     def _begin(self, state: object = None) -> None:
         try:

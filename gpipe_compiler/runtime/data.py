@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from .errors import UsageError
+from .inputs import batch_of, bind
 from .spec import Input, PipelineSpec
 from .weights import load_file
+from .wiring import inputs_for, most_work
 
 EXAMPLE = Path("weights", "example.safetensors")
 
@@ -39,6 +41,13 @@ def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tu
             if source.name in tensors
         }
     return call_of(spec, tensors)
+
+
+def samples_of(spec: PipelineSpec, inputs: object, target: object) -> int:
+    """The samples in a mini-batch; as many as planned where nothing in it is batched."""
+    bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
+    batch = batch_of(bound, spec)
+    return spec.microbatches * spec.microbatch_size if batch is None else batch
 
 
 def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[object, object]:

@@ -1,34 +1,47 @@
-"""The user's own file: where training data and the optimizer come from."""
+"""The user's own file: where training data, the optimizer and the like come from."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from .errors import PipelineError, UsageError
+from .errors import PipelineError
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Result = TypeVar("Result")
+Argument = TypeVar("Argument")
 
 
 @dataclass(frozen=True)
 class UserHooks:
-    """What the user's file offers; None for what it does not.
+    """What the user's file offers, under the names of these attributes; None for what it does not.
 
     Attributes:
-        train_data: gives an iterable of (inputs, target) batches, anew at every call.
+        name: of the file.
+        train_data: gives an iterable of (inputs, target) batches, anew at every call: one pass.
+        eval_data: the same, for evaluation.
         make_optimizer: gives an optimizer for some parameters.
+        make_scheduler: gives a learning-rate scheduler for an optimizer, to be stepped after every
+            step of the optimizer; a ReduceLROnPlateau after every evaluation.
+        metrics: gives numbers by name for the model's output on a batch of `eval_data`, and the
+            target.
     """
 
     name: str = ""
     train_data: Callable[[], Iterable[object]] | None = None
+    eval_data: Callable[[], Iterable[object]] | None = None
     make_optimizer: MakeOptimizer | None = None
+    make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    metrics: Callable[[object, object], Mapping[str, float]] | None = None
 
     @classmethod
     def load(cls, source: str | None) -> UserHooks:
@@ -40,29 +53,47 @@ class UserHooks:
         if source is None:
             return cls()
         module = _import(source)
-        return cls(
-            source, getattr(module, "train_data", None), getattr(module, "make_optimizer", None)
-        )
+        offered = [field.name for field in fields(cls) if field.name != "name"]
+        return cls(source, *(getattr(module, name, None) for name in offered))
 
-    def batches(self) -> Iterator[tuple[object, object]]:
-        """Batches for ever, pass after pass over the user's data.
+    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The user's optimizer.
 
         Raises:
-            PipelineError: when the data is empty.
-            UsageError: when a batch is no pair of inputs and target.
+            PipelineError: when his code raises, or gives something else.
         """
-        while self.train_data is not None:
-            empty = True
-            for batch in self.train_data():
-                if not isinstance(batch, tuple | list) or len(batch) != 2:
-                    raise UsageError(
-                        f"train_data() of {self.name} gives a {type(batch).__name__}",
-                        hint="every batch is a pair: (inputs, target)",
-                    )
-                empty = False
-                yield batch[0], batch[1]
-            if empty:
-                raise PipelineError(f"train_data() of {self.name} gives no batches")
+        assert self.make_optimizer is not None
+        return self._made("make_optimizer", torch.optim.Optimizer, self.make_optimizer, parameters)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """The user's learning-rate scheduler; raises as `optimizer`."""
+        assert self.make_scheduler is not None
+        return self._made("make_scheduler", LRScheduler, self.make_scheduler, optimizer)
+
+    def measured(self, output: object, target: object) -> dict[str, float]:
+        """The user's metrics of a batch, none where he has none; raises as `optimizer`."""
+        if self.metrics is None:
+            return {}
+        try:
+            return {str(name): float(x) for name, x in self.metrics(output, target).items()}
+        except Exception as error:  # whatever the user's code raises
+            raise self._failed("metrics", error) from error
+
+    def _made(
+        self, name: str, kind: type[Result], make: Callable[[Argument], object], argument: Argument
+    ) -> Result:
+        try:
+            made = make(argument)
+        except Exception as error:  # whatever the user's code raises
+            raise self._failed(name, error) from error
+        if not isinstance(made, kind):
+            raise PipelineError(
+                f"{name}() of {self.name} gives a {type(made).__name__}, not a {kind.__name__}"
+            )
+        return made
+
+    def _failed(self, name: str, error: Exception) -> PipelineError:
+        return PipelineError(f"{name}() of {self.name} failed: {type(error).__name__}: {error}")
 
 
 def _import(source: str) -> ModuleType:

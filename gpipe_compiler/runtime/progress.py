@@ -61,6 +61,9 @@ class Progress:
         batch: mini-batches of the pass under way that are used up.
         random: the generators when the pass under way began: with them set back, the data comes
             again as it came.
+        current: the generators now, which the user's optimizer may draw from, too.
+        data: the `state_dict` of the user's data, of plain values and tensors, where it has one:
+            then it is set back by this, and not by running through the pass again.
         seed, step_number: those of the pipeline, on which masks of dropout depend; they are taken
             from it when a checkpoint is written, and given back to it when it is read.
     """
@@ -69,5 +72,7 @@ class Progress:
     epoch: int = 0
     batch: int = 0
     random: RandomState | None = None
+    current: RandomState | None = None
+    data: Any = None
     seed: int = 0
     step_number: int = 0

@@ -1,0 +1,127 @@
+"""One step of the optimizer: gradients of some mini-batches, clipped, and the weights changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .batches import NOTHING, Batch
+from .data import samples_of
+from .errors import AgreedError, UsageError
+from .learning_rate import Rate
+from .pipeline import Pipeline
+
+MOST_SKIPPED = 50
+"""Steps that may be skipped on end: the scale of fp16 gradients halves at each of them, and after
+so many it is nothing that a scale could heal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a step came to.
+
+    Attributes:
+        loss: the mean over its mini-batches.
+        rate: the learning rate that it was made with.
+        samples: in its mini-batches; 0 on ranks that read no data.
+        gradient_norm: over all stages, before clipping; None unless gradients are clipped.
+        skipped: whether the weights stayed, because fp16 gradients have overflowed.
+    """
+
+    loss: float
+    rate: float
+    samples: int
+    gradient_norm: float | None
+    skipped: bool
+
+
+class Update:
+    """Makes steps of an optimizer: that of the plain loop
+
+        for inputs, target in batches:
+            (loss(model(inputs), target) / len(batches)).backward()
+        clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+
+    Args:
+        clip_norm: the largest 2-norm of all gradients together; None for any.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        rate: Rate,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.pipe = pipe
+        self.optimizer = optimizer
+        self.rate = rate
+        self.clip_norm = clip_norm
+        self._skipped = 0
+
+    def __call__(self, batches: Sequence[Batch], step: int) -> Stepped:
+        """Step on some mini-batches.
+
+        Args:
+            batches: `NOTHING`, as often, on ranks that read no data.
+            step: its number, for messages.
+
+        Raises:
+            AgreedError: when a loss or a gradient is not finite; the weights have not changed.
+            UsageError: when a batch does not fit the pipeline, with its place in the data.
+        """
+        self.pipe.zero_grad()
+        losses = [self._accumulate(batch, 1 / len(batches), step) for batch in batches]
+        rate = self.rate.now
+        norm = self._clip(step)
+        skipped = self._step()
+        self._count_skipped(skipped, step)
+        if not skipped:
+            self.rate.stepped()
+        samples = sum(self._samples(batch) for batch in batches)
+        return Stepped(sum(losses) / len(losses), rate, samples, norm, skipped)
+
+    def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
+        try:
+            loss = float(self.pipe.step(batch.inputs, batch.target, weight=weight))
+        except UsageError as error:
+            if not batch.place:
+                raise
+            raise UsageError(f"{batch.place}: {error.problem}", hint=error.hint) from error
+        if not math.isfinite(loss) and not self.pipe.scaler.is_enabled():
+            where = f", {batch.place}" if batch.place else ""
+            raise AgreedError(f"the loss of step {step}{where}, is {loss}")
+        return loss
+
+    def _clip(self, step: int) -> float | None:
+        if self.clip_norm is None:
+            return None
+        self.pipe.scaler.unscale_(self.optimizer)
+        norm = float(self.pipe.clip_grad_norm_(self.clip_norm))
+        if not math.isfinite(norm) and not self.pipe.scaler.is_enabled():
+            raise AgreedError(f"the norm of the gradients of step {step} is {norm}")
+        return norm
+
+    def _step(self) -> bool:
+        """Change the weights; whether that was skipped."""
+        scaler = self.pipe.scaler
+        before = scaler.get_scale() if scaler.is_enabled() else 1.0
+        scaler.step(self.optimizer)
+        scaler.update()
+        return scaler.is_enabled() and scaler.get_scale() < before
+
+    def _count_skipped(self, skipped: bool, step: int) -> None:
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped >= MOST_SKIPPED:
+            raise AgreedError(
+                f"the gradients overflow fp16 at every one of the last {MOST_SKIPPED} steps, up to "
+                f"step {step}, whatever they are scaled by",
+                hint="train with --precision bf16 or fp32",
+            )
+
+    def _samples(self, batch: Batch) -> int:
+        return 0 if batch is NOTHING else samples_of(self.pipe.spec, batch.inputs, batch.target)
