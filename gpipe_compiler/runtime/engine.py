@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from .batchnorm import Gather, alone
 from .choices import Manner
 from .errors import PipelineError, StageError
 from .job import Job, Values, Work
-from .random import SeededRandom
 from .schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
+from .stage_run import StageRun
 from .transport import Endpoint
-from .wiring import StageWiring, Step
+from .wiring import Need, StageWiring, Step
 
 
 @dataclass(slots=True)
@@ -26,15 +26,6 @@ class Outcome:
     results: list[Values] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """What a stage keeps from a micro-batch's forward until its backward."""
-
-    leaves: Values
-    outputs: Values
-    loss: torch.Tensor | None
-
-
 class Engine:
     """The stages of one device, and the order of their work.
 
@@ -43,6 +34,7 @@ class Engine:
         device: where its stages compute.
         loss_name: the value that is the loss, where the pipeline has one.
         manner: how its stages compute.
+        gather: joins statistics with those of the other replicas.
     """
 
     def __init__(
@@ -51,11 +43,13 @@ class Engine:
         device: torch.device,
         loss_name: str | None,
         manner: Manner,
+        gather: Gather = alone,
     ) -> None:
         self.modules = modules
         self.device = device
         self.loss_name = loss_name
         self.manner = manner
+        self.gather = gather
 
     def run(
         self,
@@ -76,6 +70,8 @@ class Engine:
             for step in steps:
                 run.execute(step)
             endpoint.flush()
+        for stage in run.stages.values():
+            stage.finish(self.gather)
         return Outcome(run.losses, run.results)
 
 
@@ -89,11 +85,13 @@ class _Run:
         self.wiring = wiring
         self.job = job
         self.endpoint = endpoint
-        self.training = job.work is Work.TRAIN
+        self.stages = {
+            index: StageRun(wiring[index], module, job, engine.loss_name, engine.manner)
+            for index, module in engine.modules.items()
+        }
         self.values: list[Values] = [dict(values) for values in job.inputs]
         self.values.extend({} for _ in range(job.microbatches - len(job.inputs)))
         self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
-        self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.results: list[Values] = [{} for _ in range(job.microbatches)]
 
@@ -102,7 +100,7 @@ class _Run:
         match action:
             case Compute():
                 microbatch = action.microbatch
-                self._compute(action)
+                self._compute(action, waits=step.waits)
             case Send(transfer=transfer):
                 microbatch = transfer.microbatch
                 self._send(transfer)
@@ -116,11 +114,11 @@ class _Run:
         for name in step.drops:
             values.pop(name, None)
 
-    def _compute(self, action: Compute) -> None:
+    def _compute(self, action: Compute, *, waits: bool) -> None:
         stage = self.wiring[action.stage]
         try:
             if action.phase is Phase.FORWARD:
-                self._forward(stage, action.microbatch)
+                self._forward(stage, action.microbatch, waits=waits)
             else:
                 self._backward(stage, action.microbatch)
         except PipelineError:
@@ -131,41 +129,22 @@ class _Run:
                 f"{action.microbatch} ({action}): {type(error).__name__}: {error}"
             ) from error
 
-    def _forward(self, stage: StageWiring, microbatch: int) -> None:
+    def _forward(self, stage: StageWiring, microbatch: int, *, waits: bool) -> None:
         values = self.values[microbatch]
-        module = self.engine.modules[stage.index]
-        arguments, leaves = self._arguments(stage, microbatch)
-        with self._random(stage, module, microbatch):
-            result = module(*arguments[: stage.arguments])
-            names = stage.spec.outputs
-            outputs: Values = dict(
-                zip(names, (result,) if len(names) == 1 else result, strict=True)
-            )
-            loss = self._loss(stage, module, arguments, outputs)
-        for name, output in outputs.items():
-            values[name] = output.detach() if self.training else output
-            if name in self.job.kept:
-                self.results[microbatch][name] = values[name]
-        if loss is not None:
-            self.losses[microbatch] = loss.detach()
-        if self.training:
-            roots = {name: outputs[name] for name, _ in stage.returned if name in outputs}
-            self.in_flight[stage.index, microbatch] = _InFlight(leaves, roots, loss)
+        received = [self._received(need, microbatch) for need in stage.needs]
+        found = self.stages[stage.index].forward(microbatch, received, waits=waits)
+        values.update(found.outputs)
+        for name in found.outputs.keys() & self.job.kept:
+            self.results[microbatch][name] = values[name]
+        if found.loss is not None:
+            self.losses[microbatch] = found.loss
 
-    def _arguments(self, stage: StageWiring, microbatch: int) -> tuple[list[torch.Tensor], Values]:
-        """What a stage reads: tensors that need a gradient become leaves of its own graph."""
-        values = self.values[microbatch]
-        arguments = []
-        leaves: Values = {}
-        for need in stage.needs:
-            tensor = values.get(need.value)
-            if tensor is None:
-                tensor = self._arrived(need.value, need.sender, need.via, microbatch)
-            if need.gradient:
-                tensor = tensor.detach().requires_grad_()
-                leaves[need.value] = tensor
-            arguments.append(tensor)
-        return arguments, leaves
+    def _received(self, need: Need, microbatch: int) -> torch.Tensor:
+        """What a stage reads: made here, or come from another device."""
+        tensor = self.values[microbatch].get(need.value)
+        if tensor is not None:
+            return tensor
+        return self._arrived(need.value, need.sender, need.via, microbatch)
 
     def _arrived(self, value: str, sender: int | None, via: int, microbatch: int) -> torch.Tensor:
         if sender is None:
@@ -176,32 +155,9 @@ class _Run:
         self.values[microbatch][value] = tensor
         return tensor
 
-    def _random(
-        self, stage: StageWiring, module: nn.Module, microbatch: int
-    ) -> contextlib.AbstractContextManager[object]:
-        if not (stage.spec.random_ops and module.training):
-            return contextlib.nullcontext()
-        key = self.job.random
-        return SeededRandom(key.seed, key.step, key.first + microbatch, stage.spec.random_ops)
-
-    def _loss(
-        self,
-        stage: StageWiring,
-        module: nn.Module,
-        arguments: Sequence[torch.Tensor],
-        outputs: Values,
-    ) -> torch.Tensor | None:
-        name = self.engine.loss_name
-        if not stage.makes_loss or name is None:
-            return None
-        if name in outputs:
-            return outputs[name]
-        known = dict(zip((need.value for need in stage.needs), arguments, strict=True)) | outputs
-        loss: torch.Tensor = module.loss(*(known[item] for item in stage.spec.loss_inputs))  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method
-        return loss
-
     def _backward(self, stage: StageWiring, microbatch: int) -> None:
-        kept = self.in_flight.pop((stage.index, microbatch))
+        # Recomputing needs no gradient yet: it comes before waiting for them.
+        kept = self.stages[stage.index].graph(microbatch)
         roots, gradients = [], []
         for value, parts in stage.returned:
             gradient = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .job import Work
 from .schedule.actions import Action, Compute, Phase, Send
 from .schedule.lowering import first_targets
+from .schedule.waiting import waiting
 from .spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
 
 
@@ -57,10 +58,16 @@ class StageWiring:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An action with the values (of its micro-batch) that the device is done with afterwards."""
+    """An action, and what the device has to know to take it.
+
+    Attributes:
+        drops: the values (of its micro-batch) that the device is done with afterwards.
+        waits: for a forward, whether another micro-batch comes before its backward.
+    """
 
     action: Action
     drops: tuple[str, ...]
+    waits: bool = False
 
 
 def wire(spec: PipelineSpec, placement: Sequence[int], work: Work) -> tuple[StageWiring, ...]:
@@ -151,7 +158,17 @@ def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[
     drops: dict[int, list[str]] = {}
     for (name, _), position in last.items():
         drops.setdefault(position, []).append(name)
-    return tuple(Step(action, tuple(drops.get(i, ()))) for i, action in enumerate(program))
+    waits = waiting(action for action in program if isinstance(action, Compute))
+    return tuple(
+        Step(
+            action,
+            tuple(drops.get(position, ())),
+            isinstance(action, Compute)
+            and action.phase is Phase.FORWARD
+            and (action.stage, action.microbatch) in waits,
+        )
+        for position, action in enumerate(program)
+    )
 
 
 def _wire_stage(

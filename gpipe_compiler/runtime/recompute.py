@@ -1,0 +1,123 @@
+"""Rematerialisation: a stage's forward that runs a second time when its backward is due.
+
+The second forward has to be the first one again: the same random masks (`SeededRandom` with the
+same key), the same autocast state, the same arguments, and the state that the first one found,
+while the state as it is now must not change. Torch's own tool, torch.utils.checkpoint, knows
+nothing of the last: it lets BatchNorm update its running statistics twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Copies = tuple[torch.Tensor, ...]
+"""Copies of a stage's written buffers, one for each place that holds one."""
+
+
+class WrittenBuffers:
+    """The buffers that a stage's forward writes to, and how others stand in for them.
+
+    What stands in takes the buffer's place in the module; the buffer itself is not touched.
+
+    Args:
+        names: the buffers, by the stage's own names; those it does not hold are left out.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        held = dict(module.named_buffers(remove_duplicate=False))
+        split = [name.rpartition(".") for name in names if name in held]
+        self._places = tuple((module.get_submodule(path), key) for path, _, key in split)
+
+    def copies(self) -> Copies:
+        """The values of now. Names of one tensor get one copy."""
+        made: dict[int, torch.Tensor] = {}
+        for buffer in self._held():
+            if id(buffer) not in made:
+                made[id(buffer)] = buffer.detach().clone()
+        return tuple(made[id(buffer)] for buffer in self._held())
+
+    @contextlib.contextmanager
+    def replaced(self, copies: Copies) -> Iterator[None]:
+        """The copies stand in, and are written to; afterwards all is as it was."""
+        before = self._held()
+        self._place(copies)
+        try:
+            yield
+        finally:
+            self._place(before)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Copies stand in; afterwards the buffers take over the values that were written.
+
+        What autograd keeps of the buffers is then of this forward alone. Were it the buffers
+        themselves, the forward of the next micro-batch would write to it before the backward.
+        """
+        before = self._held()
+        self._place(self.copies())
+        try:
+            yield
+            with torch.no_grad():
+                for buffer, written in zip(before, self._held(), strict=True):
+                    buffer.copy_(written)
+        finally:
+            self._place(before)
+
+    def _held(self) -> Copies:
+        return tuple(module._buffers[key] for module, key in self._places)  # type: ignore[misc]  # named_buffers has given it, so it is no None
+
+    def _place(self, tensors: Copies) -> None:
+        for (module, key), tensor in zip(self._places, tensors, strict=True):
+            module._buffers[key] = tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What is kept of a micro-batch in place of all that autograd saves.
+
+    Attributes:
+        arguments: what the stage received.
+        state: the written buffers before the first forward; the second one uses them up.
+    """
+
+    arguments: tuple[torch.Tensor, ...]
+    state: Copies
+
+
+@contextlib.contextmanager
+def forgetting(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A first forward: autograd saves nothing of what is computed inside.
+
+    Gradients stay on, and no more than its inputs tells a kernel that this forward is not the one
+    that counts. Without them some modules compute in another way (fused attention does not take
+    masks that need a gradient, for one), and the second forward would not give the same bits.
+
+    Raises:
+        RuntimeError: when one of the arguments was written to, as the second forward would see.
+    """
+    versions = [_version(argument) for argument in arguments]
+    with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):
+        yield
+    if versions != [_version(argument) for argument in arguments]:
+        raise RuntimeError(
+            "the stage writes to a value it received, and a second forward would start from that; "
+            "write to a copy, or run without rematerialisation"
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count, and cannot be trained."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _nothing(_saved: torch.Tensor) -> None:
+    return None
+
+
+def _never(_packed: None) -> torch.Tensor:
+    raise AssertionError("a forward that keeps nothing has no backward")

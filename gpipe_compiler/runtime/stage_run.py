@@ -1,0 +1,137 @@
+"""One stage in one run: its forward of each micro-batch, and what is kept until the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .batchnorm import DeferredStatistics, Gather
+from .choices import Manner
+from .job import Job, Values, Work
+from .random import SeededRandom
+from .recompute import Received, WrittenBuffers, forgetting
+from .spec import BatchNorm, Remat
+from .wiring import StageWiring
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one forward came to, with the graph that a backward runs through.
+
+    Attributes:
+        leaves: the arguments whose gradients are wanted, by value name.
+        outputs: by value name.
+        loss: where the stage makes it.
+    """
+
+    leaves: Values
+    outputs: Values
+    loss: torch.Tensor | None
+
+
+class StageRun:
+    """A stage at work on one job. A run that fails is dropped, with all that it has collected."""
+
+    def __init__(
+        self,
+        stage: StageWiring,
+        module: nn.Module,
+        job: Job,
+        loss_name: str | None,
+        manner: Manner,
+    ) -> None:
+        self._stage = stage
+        self._module = module
+        self._job = job
+        self._loss_name = loss_name if stage.makes_loss else None
+        self._training = job.work is Work.TRAIN
+        self._written = WrittenBuffers(module, stage.spec.writes)
+        self._deferred: DeferredStatistics | None = None
+        if manner.batchnorm is BatchNorm.DEFERRED:
+            self._deferred = DeferredStatistics(module, stage.spec.state)
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        gradients = trains or any(need.gradient for need in stage.needs)
+        self._recomputes = gradients and manner.remat[stage.index] is Remat.FULL
+        self._kept: dict[int, Computed | Received] = {}
+
+    def forward(
+        self, microbatch: int, received: Sequence[torch.Tensor], *, waits: bool
+    ) -> Computed:
+        """The first forward of a micro-batch; its outputs and loss are free of any graph.
+
+        Args:
+            received: a tensor for each of the stage's needs.
+            waits: whether another micro-batch comes before its backward (`schedule.waiting`).
+        """
+        if not self._training:
+            return self._compute(microbatch, received, again=False)
+        if waits and self._recomputes:
+            self._kept[microbatch] = Received(tuple(received), self._written.copies())
+            with forgetting(received):
+                found = self._compute(microbatch, received, again=False)
+        else:
+            with self._written.apart() if waits else contextlib.nullcontext():
+                found = self._compute(microbatch, received, again=False)
+            self._kept[microbatch] = self._graph(found)
+        outputs = {name: output.detach() for name, output in found.outputs.items()}
+        return Computed({}, outputs, None if found.loss is None else found.loss.detach())
+
+    def graph(self, microbatch: int) -> Computed:
+        """What the backward of a micro-batch runs through: kept, or computed again. Once only."""
+        kept = self._kept.pop(microbatch)
+        if isinstance(kept, Computed):
+            return kept
+        with self._written.replaced(kept.state):
+            return self._graph(self._compute(microbatch, kept.arguments, again=True))
+
+    def _graph(self, found: Computed) -> Computed:
+        """What a backward needs of a forward: the outputs that gradients come back to."""
+        roots = {n: found.outputs[n] for n, _ in self._stage.returned if n in found.outputs}
+        return Computed(found.leaves, roots, found.loss)
+
+    def finish(self, gather: Gather) -> None:
+        """After the last micro-batch: what changes once a mini-batch."""
+        if self._deferred is not None:
+            self._deferred.commit(gather)
+
+    def _compute(
+        self, microbatch: int, received: Sequence[torch.Tensor], *, again: bool
+    ) -> Computed:
+        leaves: Values = {}
+        arguments = []
+        for need, tensor in zip(self._stage.needs, received, strict=True):
+            if need.gradient:
+                leaves[need.value] = tensor.detach().requires_grad_()
+            arguments.append(leaves.get(need.value, tensor))
+        with contextlib.ExitStack() as around:
+            if self._deferred is not None:
+                around.enter_context(self._deferred.forward(microbatch, again=again))
+            around.enter_context(self._random(microbatch))
+            result = self._module(*arguments[: self._stage.arguments])
+            names = self._stage.spec.outputs
+            outputs = dict(zip(names, (result,) if len(names) == 1 else result, strict=True))
+            return Computed(leaves, outputs, self._loss(arguments, outputs))
+
+    def _random(self, microbatch: int) -> contextlib.AbstractContextManager[object]:
+        numbers = self._stage.spec.random_ops
+        # Some ops draw in evaluation mode too, and a second forward must draw as the first did.
+        if not numbers or not (self._module.training or self._training):
+            return contextlib.nullcontext()
+        key = self._job.random
+        return SeededRandom(key.seed, key.step, key.first + microbatch, numbers)
+
+    def _loss(self, arguments: Sequence[torch.Tensor], outputs: Values) -> torch.Tensor | None:
+        name = self._loss_name
+        if name is None:
+            return None
+        if name in outputs:
+            return outputs[name]
+        needs = (need.value for need in self._stage.needs)
+        known = dict(zip(needs, arguments, strict=True)) | outputs
+        inputs = self._stage.spec.loss_inputs
+        loss: torch.Tensor = self._module.loss(*(known[item] for item in inputs))  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method
+        return loss
