@@ -80,12 +80,21 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
     return tuple(size + 1 if part < larger else size for part in range(parts))
 
 
+def microbatch_count(spec: PipelineSpec, samples: int, most: int) -> int:
+    """How many micro-batches so many samples make: fewer than `most` for a small batch.
+
+    Each has a sample at least; two, where a stage normalises over them.
+    """
+    least = 2 if any(stage.mixes for stage in spec.stages) else 1
+    return max(1, min(most, samples // least))
+
+
 def split(
     bound: Values, spec: PipelineSpec, microbatches: int
 ) -> tuple[list[Values], tuple[int, ...]]:
     """The inputs of every micro-batch, and the samples in each.
 
-    A batch of fewer samples than micro-batches makes fewer micro-batches, of one sample each.
+    A batch too small for so many micro-batches makes fewer; see `microbatch_count`.
 
     Raises:
         UsageError: when there are no samples, or inputs disagree on their number.
@@ -103,7 +112,7 @@ def split(
             raise UsageError(f"{spec.name}: {name} has {batch} samples, {other} has {size}")
     if batch == 0:
         raise UsageError(f"{spec.name}: the batch is empty, {name} has no samples")
-    parts = even_sizes(batch, min(microbatches, batch))
+    parts = even_sizes(batch, microbatch_count(spec, batch, microbatches))
     pieces = {
         name: torch.split(tensor, list(parts)) if name in sizes else (tensor,) * len(parts)
         for name, tensor in bound.items()

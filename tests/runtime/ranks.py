@@ -69,7 +69,7 @@ def refuse(directory: Path) -> None:
     """Rank 0 refuses its inputs; nobody hangs, and the next step works."""
     with Pipeline(SPECS["norm"](), None) as pipe:
         try:
-            pipe.step(torch.ones(7, 6) if pipe.rank == 0 else None)
+            pipe.step(torch.ones(0, 6) if pipe.rank == 0 else None)
         except PipelineError as error:
             (directory / f"refused-{pipe.rank}").write_text(str(error))
         pipe.step(torch.ones(8, 6) if pipe.rank == 0 else None)

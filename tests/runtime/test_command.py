@@ -110,7 +110,6 @@ def test_nested_inputs_and_no_weights(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["train", "--microbatches", "3"], 2, "a batch of 8 does not divide into 3"),
         (["bench", "--devices", "cpu,cpu,cpu"], 2, "4 stages cannot be spread over 3"),
         (["infer", "--input", "nowhere"], 1, "cannot read nowhere"),
         (["infer", "--load", "nowhere"], 1, "cannot read nowhere"),

@@ -19,7 +19,7 @@ from gpipe_compiler.runtime.spec import Leaf, StageSpec
 @pytest.mark.parametrize(
     ("inputs", "target", "message"),
     [
-        (torch.ones(7, WIDTH), torch.ones(7, WIDTH), "a batch of 7 does not divide into 4"),
+        (torch.ones(0, WIDTH), torch.ones(0, WIDTH), "the batch is empty, x has no samples"),
         (torch.ones(8, WIDTH), None, "target is missing; a tensor is needed"),
         ({"x": torch.ones(8, WIDTH)}, torch.ones(8), "positional argument 0 is missing"),
         (torch.ones(8, WIDTH), torch.ones(4, WIDTH), "x has 8 samples, target has 4"),
