@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
+from gpipe_compiler.runtime.schedule.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +152,13 @@ def _needed(action: Compute, last_stage: int) -> Compute | None:
 def recomputed(orders: Orders) -> frozenset[Compute]:
     """The backwards before which a stage under full remat runs its forward again.
 
-    Not where the stage's backward follows right after the forward of the same micro-batch: what
-    autograd saves is then kept, as never two micro-batches are held whole. So GPipe's last
-    micro-batch is not recomputed, nor is anything on the last stage of 1F1B.
+    Not those that do not wait, such as GPipe's for the last micro-batch (`schedule.waiting`).
     """
-    found: set[Compute] = set()
-    for order in orders:
-        latest: dict[int, Compute] = {}
-        for action in order:
-            forward = Compute(action.stage, Phase.FORWARD, action.microbatch)
-            if action.phase is Phase.BACKWARD and latest.get(action.stage) != forward:
-                found.add(action)
-            latest[action.stage] = action
-    return frozenset(found)
+    return frozenset(
+        Compute(stage, Phase.BACKWARD, microbatch)
+        for order in orders
+        for stage, microbatch in waiting(order)
+    )
 
 
 def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:

@@ -1,4 +1,4 @@
-"""Which backwards wait while their device goes on with another micro-batch."""
+"""Which backwards wait while their device works on another micro-batch."""
 
 from __future__ import annotations
 
@@ -6,34 +6,28 @@ from collections.abc import Iterable
 
 from .actions import Compute, Phase
 
-_NONE = -1
-
 
 def waiting(order: Iterable[Compute]) -> frozenset[tuple[int, int]]:
-    """The (stage, micro-batch) pairs that another micro-batch overtakes on their device.
+    """The (stage, micro-batch) pairs between whose forward and backward another micro-batch comes.
 
-    Those are the pairs between whose forward and backward the device runs a forward of another
-    micro-batch. What the other pairs keep for their backward is never held beside the activations
-    of a later forward, so rematerialisation would cost time and save nothing. In GPipe's schedule
-    the last micro-batch does not wait, on any stage (torchgpipe's `except_last`); in 1F1B's no
-    micro-batch waits on the last device.
+    What autograd saves for the other pairs is never held beside that of a second micro-batch, on
+    any stage of the device, so rematerialisation would cost them time and save nothing. In GPipe's
+    schedule the last micro-batch does not wait, on any stage (torchgpipe's `except_last`); in
+    1F1B's none waits on the last device.
 
     Args:
         order: the actions of one device; a pair without a backward waits for nothing.
     """
     started: dict[tuple[int, int], int] = {}
-    latest, latest_position = _NONE, _NONE
-    other_position = _NONE  # of the latest forward of a micro-batch that is not `latest`
+    newest = -1  # the micro-batch of the latest action
+    last_of_others = -1  # position of the latest action of any other micro-batch
     found = set()
     for position, action in enumerate(order):
+        if action.microbatch != newest:
+            newest, last_of_others = action.microbatch, position - 1
         pair = action.stage, action.microbatch
         if action.phase is Phase.FORWARD:
             started[pair] = position
-            if action.microbatch != latest:
-                latest, other_position = action.microbatch, latest_position
-            latest_position = position
-            continue
-        overtaken = other_position if action.microbatch == latest else latest_position
-        if overtaken > started[pair]:
+        elif last_of_others > started[pair]:
             found.add(pair)
     return frozenset(found)
