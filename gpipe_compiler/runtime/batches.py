@@ -157,6 +157,12 @@ class Batches:
         )
 
 
+def located(error: UsageError, batch: Batch) -> UsageError:
+    """The error of a batch with its place in the data, where that is known."""
+    problem = f"{batch.place}: {error.problem}" if batch.place else error.problem
+    return UsageError(problem, hint=error.hint)
+
+
 def pair(item: object, place: str) -> tuple[object, object]:
     """A batch as inputs and target.
 

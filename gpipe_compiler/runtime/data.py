@@ -43,11 +43,11 @@ def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tu
     return call_of(spec, tensors)
 
 
-def samples_of(spec: PipelineSpec, inputs: object, target: object) -> int:
-    """The samples in a mini-batch; as many as planned where nothing in it is batched."""
+def samples_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
+    """The samples in a mini-batch; where nothing is batched, micro-batches are as planned."""
     bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
     batch = batch_of(bound, spec)
-    return spec.microbatches * spec.microbatch_size if batch is None else batch
+    return microbatches * spec.microbatch_size if batch is None else batch
 
 
 def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[object, object]:

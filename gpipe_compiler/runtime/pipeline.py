@@ -279,6 +279,29 @@ class Pipeline:
             return None
         return rebuild(self.spec.outputs, {**bound, **result.outputs})
 
+    def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
+        """Rank 0's numbers on every rank, which all call this with as many.
+
+        Args:
+            what: they are, for the message of a rank that waits for them in vain.
+        """
+        if self._network is None:
+            return tuple(numbers)
+        row = torch.tensor(list(numbers), dtype=torch.float64)
+        return tuple(self._network.broadcast(row, 0, what).tolist())
+
+    def loss_weight(self, inputs: Inputs = None, target: object = None) -> float:
+        """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum.
+
+        Mini-batches weighted by it have the mean loss of all of them as one.
+
+        Raises:
+            UsageError: for inputs that do not fit.
+        """
+        bound = bind(inputs, target, self.spec, inputs_for(self.spec, Work.TRAIN))
+        parts, sizes = split(bound, self.spec, 1)
+        return sum(self._scales.weigh(parts, sizes))
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here under the model's own names, each once."""
         return self.held.named_parameters()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .batches import NOTHING, Batch
+from .batches import NOTHING, Batch, located
 from .data import samples_of
 from .errors import AgreedError, UsageError
 from .learning_rate import Rate
@@ -89,9 +89,7 @@ class Update:
         try:
             loss = float(self.pipe.step(batch.inputs, batch.target, weight=weight))
         except UsageError as error:
-            if not batch.place:
-                raise
-            raise UsageError(f"{batch.place}: {error.problem}", hint=error.hint) from error
+            raise located(error, batch) from error
         if not math.isfinite(loss) and not self.pipe.scaler.is_enabled():
             where = f", {batch.place}" if batch.place else ""
             raise AgreedError(f"the loss of step {step}{where}, is {loss}")
@@ -124,4 +122,7 @@ class Update:
             )
 
     def _samples(self, batch: Batch) -> int:
-        return 0 if batch is NOTHING else samples_of(self.pipe.spec, batch.inputs, batch.target)
+        if batch is NOTHING:
+            return 0
+        pipe = self.pipe
+        return samples_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)

@@ -1,0 +1,127 @@
+"""What training tells: a line for its user, and a file with a line of JSON for every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from .evaluation import Evaluated
+from .update import Stepped
+
+LINES = 10
+"""So many lines a run tells where it cannot write over the last one."""
+LINE_EVERY = 10
+"""Steps between lines where the number of steps is not known."""
+
+
+class Teller:
+    """Tells how training goes: one line that is written over on a terminal, otherwise some lines.
+
+    Args:
+        steps: in all; None where it is not known.
+    """
+
+    def __init__(self, first: int, steps: int | None, *, quiet: bool) -> None:
+        self.first = first
+        self.steps = steps
+        self.quiet = quiet
+        self.terminal = sys.stdout.isatty()
+        self.every = 1 if self.terminal else LINE_EVERY
+        if steps is not None and not self.terminal:
+            self.every = max(1, steps // LINES)
+        self.start = time.perf_counter()
+        self.samples = 0
+        self.open = False
+
+    def step(self, step: int, stepped: Stepped) -> None:
+        """A step of the optimizer is done."""
+        if self.quiet:
+            return
+        now = time.perf_counter()
+        self.samples += stepped.samples
+        if not (step in (self.first, self.steps) or step % self.every == 0 or stepped.skipped):
+            return
+        rate = self.samples / (now - self.start)
+        of = "" if self.steps is None else f"/{self.steps}"
+        skipped = "  skipped: fp16 gradients overflow" if stepped.skipped else ""
+        line = f"step {step}{of}  loss {stepped.loss:.6g}  {rate:.1f} samples/s{skipped}"
+        print(f"\r{line}\033[K" if self.terminal else line, end="" if self.terminal else "\n")
+        sys.stdout.flush()
+        self.open = self.terminal
+        if step == self.first:
+            # The first step warms up, so it is left out of the rate.
+            self.start, self.samples = time.perf_counter(), 0
+
+    def line(self, text: str) -> None:
+        """A line of its own."""
+        if self.quiet:
+            return
+        self.close()
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """End the line that could be written over."""
+        if self.open:
+            print(flush=True)
+            self.open = False
+
+
+class StepLog:
+    """A file with one JSON object a line, for every step and for every evaluation:
+
+        {"step": 3, "loss": 0.7, "lr": 0.1, "seconds": 0.02, "samples": 64, "skipped": false}
+        {"evaluation": {"step": 3, "loss": 0.8}}
+
+    `grad_norm` is there where gradients are clipped. Lines are written one by one; a process that
+    is killed loses none but that of its last step.
+
+    Args:
+        step: the steps that are done: what the file says of later ones is cut off.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_up_to(path, step)
+        temporary = path.with_name(f".{path.name}.partial")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(self, step: int, stepped: Stepped, seconds: float) -> None:
+        """A step of the optimizer is done."""
+        line: dict[str, object] = {"step": step, "loss": stepped.loss, "lr": stepped.rate}
+        if stepped.gradient_norm is not None:
+            line["grad_norm"] = stepped.gradient_norm
+        line |= {"seconds": seconds, "samples": stepped.samples, "skipped": stepped.skipped}
+        self._write(line)
+
+    def evaluation(self, step: int, found: Evaluated) -> None:
+        """An evaluation is done."""
+        self._write({"evaluation": {"step": step, "loss": found.loss, **found.metrics}})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of a log that a run at this step has not to write again."""
+    if step == 0 or not path.is_file():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            content = json.loads(line)
+            number = content.get("evaluation", content)["step"]
+        except (ValueError, LookupError, AttributeError, TypeError):
+            continue  # cut off when its process was killed
+        if line.endswith("\n") and number <= step:
+            kept.append(line)
+    return kept
