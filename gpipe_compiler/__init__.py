@@ -20,16 +20,21 @@ from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.validate import Validation
 
 __all__ = [
+    "BatchNorm",
     "CompileOptions",
     "Compiled",
     "Frontend",
     "GPipeCompilerError",
     "Graph",
     "Plan",
+    "Policy",
+    "Precision",
+    "RematChoice",
     "ScheduleKind",
     "Subject",
     "Validation",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gpipe_compiler.cluster import CLUSTERS
 from gpipe_compiler.frontend.auto import Frontend
-from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
 
 def compile_parser() -> argparse.ArgumentParser:
@@ -57,9 +58,35 @@ def compile_parser() -> argparse.ArgumentParser:
         default=Frontend.AUTO.value,
         help="what traces the model (default %(default)s: the first that is right)",
     )
+    _training_arguments(parser)
     _cost_arguments(parser)
     _output_arguments(parser)
     return parser
+
+
+def _training_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how it trains (run.py can still choose otherwise)")
+    group.add_argument(
+        "--remat",
+        choices=[choice.value for choice in RematChoice],
+        default=RematChoice.NONE.value,
+        help="run a stage's forward again for the backward, instead of keeping activations: "
+        "nowhere, everywhere, or where a stage would not fit its device (default %(default)s)",
+    )
+    group.add_argument(
+        "--batchnorm",
+        choices=[kind.value for kind in BatchNorm],
+        default=BatchNorm.MICRO.value,
+        help="micro: over each micro-batch; deferred: the same, but running statistics are those "
+        "of the mini-batch; exact: over the mini-batch, as without a pipeline (gpipe only) "
+        "(default %(default)s)",
+    )
+    group.add_argument(
+        "--precision",
+        choices=[precision.value for precision in Precision],
+        default=Precision.FP32.value,
+        help="fp32: as the model is; bf16, fp16: under autocast (default %(default)s)",
+    )
 
 
 def _cost_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +120,12 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--latency", metavar="S", type=_seconds, help="seconds before the first byte, such as 20us"
+    )
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_memory,
+        help="what a device holds, such as 16GiB (default: that of the device)",
     )
 
 
@@ -164,6 +197,12 @@ def _positive(text: str) -> int:
 _QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)([a-zA-Z]*)")
 _DECIMAL: Mapping[str, float] = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIME: Mapping[str, float] = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_BYTES: Mapping[str, float] = {
+    "": 1.0,
+    "B": 1.0,
+    **{f"{prefix}B": size for prefix, size in _DECIMAL.items() if prefix},
+    **{f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)},
+}
 
 
 def _bandwidth(text: str) -> float:
@@ -171,6 +210,13 @@ def _bandwidth(text: str) -> float:
     if value is None or value == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: write bytes/s, such as 12.5G")
     return value
+
+
+def _memory(text: str) -> int:
+    value = _quantity(text, _BYTES)
+    if value is None or value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, such as 16GiB, 8e9")
+    return int(value)
 
 
 def _seconds(text: str) -> float:

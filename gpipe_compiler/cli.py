@@ -23,6 +23,7 @@ from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.progress import Progress
 from gpipe_compiler.report.text import (
@@ -34,7 +35,7 @@ from gpipe_compiler.report.text import (
 )
 from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.report.units import format_source
-from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
 _PIPE_WIDTH = 120
 INTERRUPTED = 130
@@ -117,6 +118,9 @@ def _compile(arguments: argparse.Namespace) -> None:
             stages=arguments.stages,
             microbatches=arguments.microbatches,
             schedule=ScheduleKind(arguments.schedule),
+            remat=RematChoice(arguments.remat),
+            batchnorm=BatchNorm(arguments.batchnorm),
+            precision=Precision(arguments.precision),
             training=training,
             frontend=Frontend(arguments.frontend),
             measured=arguments.cost == "measured",
@@ -153,7 +157,10 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         link = dataclasses.replace(link, bandwidth=arguments.bandwidth)
     if arguments.latency is not None:
         link = dataclasses.replace(link, latency_s=arguments.latency)
-    return dataclasses.replace(cluster, link=link)
+    device = cluster.device
+    if arguments.memory is not None:
+        device = dataclasses.replace(device, memory=arguments.memory)
+    return dataclasses.replace(cluster, device=device, link=link)
 
 
 def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:

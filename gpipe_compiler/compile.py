@@ -29,8 +29,9 @@ from gpipe_compiler.passes.measure import measure
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size
+from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.report.html import write_report
-from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.validate import (
     Validation,
     validate,
@@ -64,6 +65,9 @@ class CompileOptions:
     stages: int
     microbatches: int | None = None
     schedule: ScheduleKind = ScheduleKind.GPIPE
+    remat: RematChoice = RematChoice.NONE
+    batchnorm: BatchNorm = BatchNorm.MICRO
+    precision: Precision = Precision.FP32
     training: bool = True
     frontend: Frontend = Frontend.AUTO
     measured: bool = False
@@ -71,6 +75,15 @@ class CompileOptions:
     validate: bool = True
     force: bool = False
     seed: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """How the pipeline trains.
+
+        Raises:
+            UsageError: for choices that do not go together.
+        """
+        return Policy(self.schedule, self.remat, self.batchnorm, self.precision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,13 +155,14 @@ def plan(
     *,
     stages: int,
     microbatches: int | None = None,
-    schedule: ScheduleKind = ScheduleKind.GPIPE,
+    policy: Policy = Policy(),  # noqa: B008  # frozen
     measured: bool = False,
     cluster: Cluster | None = None,
 ) -> Plan:
     """The best plan found for a graph, at the batch size of its example.
 
     Args:
+        policy: the schedule, what is recomputed, how BatchNorm normalises, and the precision.
         measured: time every distinct op on this machine, instead of estimating it.
         cluster: the devices; by default this machine's.
 
@@ -166,7 +180,7 @@ def plan(
         stages=stages,
         microbatches=count,
         batch_size=batch_size,
-        schedule=schedule,
+        policy=policy,
         cluster=cluster,
         costs=costs,
     )
@@ -190,6 +204,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     """
     if directory is not None:
         refuse_taken(directory, force=options.force)
+    policy = options.policy
     progress("tracing")
     # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
     graph, frontend = auto.choose(subject, options.frontend)
@@ -198,7 +213,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         graph,
         stages=options.stages,
         microbatches=options.microbatches,
-        schedule=options.schedule,
+        policy=policy,
         measured=options.measured,
         cluster=options.cluster,
     )

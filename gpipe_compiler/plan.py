@@ -19,7 +19,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
-from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 
 FORMAT = 1
 """The version of the JSON; a reader refuses any other."""
@@ -38,7 +38,11 @@ class Stage:
         forward_s, backward_s: predicted seconds of one micro-batch.
         receive_bytes: boundary bytes of one micro-batch that it takes from earlier stages.
         gradient_bytes: bytes of gradients that it sends back for them.
-        saved_bytes: what autograd keeps for one micro-batch in flight.
+        saved_bytes: what autograd keeps for one micro-batch, from its forward (or from running
+            that again) to its backward.
+        input_bytes: of all it takes for one micro-batch, which is all that is kept of a
+            micro-batch in flight under `Remat.FULL`.
+        remat: what is kept between forward and backward.
     """
 
     index: int
@@ -54,6 +58,13 @@ class Stage:
     parameter_bytes: int
     parameter_count: int
     saved_bytes: int
+    input_bytes: int = 0
+    remat: Remat = Remat.NONE
+
+    @property
+    def recompute_s(self) -> float:
+        """Predicted seconds before a backward that needs the forward again."""
+        return self.forward_s if self.remat is Remat.FULL else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +73,12 @@ class Prediction:
 
     Attributes:
         step_s: simulated seconds of one mini-batch.
-        bottleneck_s: seconds of one micro-batch on the busiest device.
+        bottleneck_s: seconds of one micro-batch on the busiest device, recomputing included.
         bubble: the share of device time spent waiting, 0 to 1.
         lower_bound_s: no plan of this graph with so many stages takes less.
         proved: whether the cut is known to be optimal.
         peak_bytes: for every stage, weights, gradients and what autograd keeps, at the peak.
+        recompute: the share of device time spent running forwards again, 0 to 1.
     """
 
     step_s: float
@@ -75,6 +87,7 @@ class Prediction:
     lower_bound_s: float
     proved: bool
     peak_bytes: tuple[int, ...]
+    recompute: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -93,6 +106,7 @@ class Plan:
         batch_size: samples in the mini-batch planned for; `microbatches` divides it.
         orders: each device's compute actions.
         cost_source: how op times were found, in words.
+        precision: that which shapes, bytes and times are for.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
 
@@ -107,6 +121,8 @@ class Plan:
     cluster: Cluster
     cost_source: str
     prediction: Prediction
+    batchnorm: BatchNorm = BatchNorm.MICRO
+    precision: Precision = Precision.FP32
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -126,12 +142,16 @@ class Plan:
         """The plan as JSON text, without its graph."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["graph"]
-        fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        fields["stages"] = [
+            dataclasses.asdict(stage) | {"remat": stage.remat.value} for stage in self.stages
+        ]
         fields["crossings"] = [
             dataclasses.asdict(crossing) | {"dtype": str(crossing.dtype).removeprefix("torch.")}
             for crossing in self.crossings
         ]
         fields["schedule"] = self.schedule.value
+        fields["batchnorm"] = self.batchnorm.value
+        fields["precision"] = self.precision.value
         fields["orders"] = [format_order(order) for order in self.orders]
         fields["cluster"] = dataclasses.asdict(self.cluster)
         fields["prediction"] = dataclasses.asdict(self.prediction) | {"gap": self.prediction.gap}
@@ -164,16 +184,21 @@ class Plan:
 
 
 def _typed(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON values of a plan's fields as the types of the fields."""
+    """JSON values of a plan's fields as the types of the fields; older JSON lacks some of them."""
     prediction = dict(fields["prediction"])
     prediction.pop("gap")
     return fields | {
-        "stages": tuple(Stage(**_tuples(stage)) for stage in fields["stages"]),
+        "stages": tuple(
+            Stage(**_tuples(stage) | {"remat": Remat(stage.get("remat", Remat.NONE.value))})
+            for stage in fields["stages"]
+        ),
         "crossings": tuple(
             Crossing(**_tuples(crossing) | {"dtype": getattr(torch, crossing["dtype"])})
             for crossing in fields["crossings"]
         ),
         "schedule": ScheduleKind(fields["schedule"]),
+        "batchnorm": BatchNorm(fields.get("batchnorm", BatchNorm.MICRO.value)),
+        "precision": Precision(fields.get("precision", Precision.FP32.value)),
         "orders": tuple(parse_order(order) for order in fields["orders"]),
         "cluster": Cluster(
             Device(**fields["cluster"]["device"]), Link(**fields["cluster"]["link"])

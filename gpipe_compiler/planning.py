@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property
 
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import PlanError, UsageError
@@ -11,11 +14,14 @@ from gpipe_compiler.ir import Graph, StateKind, ValueKind
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS, Cut, StepKind, cut
 from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
-from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.prediction import in_flight, peak_bytes, predict
 from gpipe_compiler.runtime.schedule import lower, prove
-from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
-from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
-from gpipe_compiler.simulate import StageTimes, simulate
+from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.spec import Crossing, Remat
+from gpipe_compiler.simulate import StageTimes
 
 
 def make_plan(
@@ -24,9 +30,9 @@ def make_plan(
     stages: int,
     microbatches: int,
     batch_size: int,
-    schedule: ScheduleKind,
     cluster: Cluster,
     costs: Costs,
+    policy: Policy = Policy(),  # noqa: B008  # frozen
     most_down_sets: int = MOST_DOWN_SETS,
 ) -> Plan:
     """The plan with the shortest simulated step that was found, one device per stage.
@@ -46,38 +52,120 @@ def make_plan(
     _check_sizes(graph, costs, microbatch_size(batch_size, microbatches))
     _check_outputs(graph, microbatches)
     training = graph.loss is not None
-    step = StepKind(schedule.value) if training else StepKind.INFERENCE
+    step = StepKind(policy.schedule.value) if training else StepKind.INFERENCE
     facts = Facts.of(graph, costs)
-    problem = problem_of(facts)
-    found = cut(
-        problem,
-        stages=stages,
-        microbatches=microbatches,
-        step=step,
-        link=cluster.link,
-        most_down_sets=most_down_sets,
+    drafting = _Drafting(
+        facts, problem_of(facts), step, stages, microbatches, cluster, most_down_sets
     )
-    stage_of = {node.name: stage for node, stage in zip(problem.nodes, found.stage_of, strict=True)}
-    table = tabulate(facts, stage_of, stages)
-    orders = step.orders(stages, microbatches)
-    made = tuple(
-        _stage(facts, table, index, found.times[index], training) for index in range(stages)
-    )
-    _prove(graph, made, table, orders)
+    draft = drafting.choose(policy.remat if training else RematChoice.NONE)
+    _prove(graph, draft.stages, draft.table, drafting.orders)
     return Plan(
         name=graph.name,
-        stages=made,
-        crossings=table.crossings,
-        schedule=schedule,
+        stages=draft.stages,
+        crossings=draft.table.crossings,
+        schedule=policy.schedule,
         microbatches=microbatches,
         batch_size=batch_size,
         training=training,
-        orders=orders,
+        orders=drafting.orders,
         cluster=cluster,
         cost_source=costs.source,
-        prediction=_predict(graph, made, orders, found),
+        prediction=predict(graph, draft.stages, drafting.orders, draft.found),
+        batchnorm=policy.batchnorm,
+        precision=policy.precision,
         graph=graph,
     )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A cut, and what its stages hold."""
+
+    found: Cut
+    table: StageTable
+    stages: tuple[Stage, ...]
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        """For every stage, whether it recomputes."""
+        return tuple(stage.remat is Remat.FULL for stage in self.stages)
+
+    def with_recompute(self, recompute: Sequence[bool]) -> _Draft:
+        """The same stages, of which these recompute."""
+        stages = tuple(
+            dataclasses.replace(stage, remat=Remat.FULL if again else Remat.NONE)
+            for stage, again in zip(self.stages, recompute, strict=True)
+        )
+        return dataclasses.replace(self, stages=stages)
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """What every cut of a graph is made from."""
+
+    facts: Facts
+    problem: CutProblem
+    step: StepKind
+    count: int
+    microbatches: int
+    cluster: Cluster
+    most_down_sets: int
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Each device's actions."""
+        return self.step.orders(self.count, self.microbatches)
+
+    def choose(self, choice: RematChoice) -> _Draft:
+        """The cut into stages that recompute as asked.
+
+        AUTO cuts as if nothing were recomputed. Where a stage does not fit its device it is to
+        recompute, and the cut is made anew, until those that do not recompute fit. Those that
+        would fit anyway then need not. The lower bound stays that of stages which recompute
+        nothing.
+        """
+        draft = self.cut((choice is RematChoice.FULL,) * self.count)
+        if choice is not RematChoice.AUTO:
+            return draft
+        first = draft.found
+        needed = self._too_large(draft)
+        while any(need and not done for need, done in zip(needed, draft.recompute, strict=True)):
+            draft = self.cut(tuple(map(operator.or_, needed, draft.recompute)))
+            needed = self._too_large(draft)
+        if any(needed):
+            found = dataclasses.replace(
+                draft.found, lower_bound_s=first.lower_bound_s, proved=False
+            )
+            draft = dataclasses.replace(draft, found=found)
+        return draft.with_recompute(needed)
+
+    def _too_large(self, draft: _Draft) -> tuple[bool, ...]:
+        """For every stage, whether it does not fit its device unless it recomputes."""
+        plain = draft.with_recompute((False,) * self.count)
+        flying = in_flight(self.orders, self.count)
+        return tuple(
+            peak_bytes(self.facts.graph, stage, count) > self.cluster.device.memory
+            for stage, count in zip(plain.stages, flying, strict=True)
+        )
+
+    def cut(self, recompute: tuple[bool, ...]) -> _Draft:
+        """The best cut found into stages of which these recompute."""
+        found = cut(
+            self.problem,
+            stages=self.count,
+            microbatches=self.microbatches,
+            step=self.step,
+            link=self.cluster.link,
+            recompute=recompute,
+            most_down_sets=self.most_down_sets,
+        )
+        pairs = zip(self.problem.nodes, found.stage_of, strict=True)
+        stage_of = {node.name: stage for node, stage in pairs}
+        table = tabulate(self.facts, stage_of, self.count)
+        stages = tuple(
+            _stage(self.facts, table, index, found.times[index]) for index in range(self.count)
+        )
+        return _Draft(found, table, stages).with_recompute(recompute)
 
 
 def _check_sizes(graph: Graph, costs: Costs, size: int) -> None:
@@ -150,25 +238,7 @@ def microbatch_size(batch_size: int, microbatches: int) -> int:
     return batch_size // microbatches
 
 
-def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
-    """For every stage, the most micro-batches that wait for their backward at one time.
-
-    One, where nothing comes back: a stage works on one micro-batch after the other.
-    """
-    most = [1] * stages
-    for order in orders:
-        for stage in {action.stage for action in order}:
-            own = [action for action in order if action.stage == stage]
-            if any(action.phase is Phase.BACKWARD for action in own):
-                most[stage] = max(accumulate(map(_step, own)))
-    return tuple(most)
-
-
-def _step(action: Compute) -> int:
-    return 1 if action.phase is Phase.FORWARD else -1
-
-
-def _stage(facts: Facts, table: StageTable, index: int, times: StageTimes, training: bool) -> Stage:
+def _stage(facts: Facts, table: StageTable, index: int, times: StageTimes) -> Stage:
     graph = facts.graph
     ops = table.ops[index]
     names = dict.fromkeys(name for op in ops for name in graph.op_of[op].states(graph.modules))
@@ -191,7 +261,8 @@ def _stage(facts: Facts, table: StageTable, index: int, times: StageTimes, train
         parameter_count=sum(
             s.bytes // s.dtype.itemsize for s in states if s.kind is StateKind.PARAMETER
         ),
-        saved_bytes=facts.saved.saved_bytes(ops) if training else 0,
+        saved_bytes=facts.saved.saved_bytes(ops) if graph.loss is not None else 0,
+        input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
     )
 
 
@@ -207,21 +278,3 @@ def _unread(graph: Graph) -> list[str]:
 
 def _bytes(graph: Graph, crossings: Sequence[Crossing]) -> int:
     return sum(graph.values[crossing.value].bytes for crossing in crossings)
-
-
-def _predict(graph: Graph, stages: Sequence[Stage], orders: Orders, found: Cut) -> Prediction:
-    simulation = simulate(orders, found.times)
-    training = graph.loss is not None
-    peak = []
-    for stage, flying in zip(stages, in_flight(orders, len(stages)), strict=True):
-        states = [graph.state[name] for name in stage.state]
-        gradients = sum(s.bytes for s in states if s.requires_grad) if training else 0
-        peak.append(sum(s.bytes for s in states) + gradients + flying * stage.saved_bytes)
-    return Prediction(
-        step_s=simulation.step_s,
-        bottleneck_s=max(stage.forward_s + stage.backward_s for stage in stages),
-        bubble=simulation.bubble,
-        lower_bound_s=found.lower_bound_s,
-        proved=found.proved,
-        peak_bytes=tuple(peak),
-    )

@@ -219,7 +219,7 @@ class _Cutter:
         """Keeps the chain when its simulated step is the shortest so far."""
         rows = chain_times(space, tuple(chain))
         times = [
-            StageTimes(*map(float, row), recompute_s=float(again * row[0]))
+            StageTimes(*map(float, (*row, again * row[0])))
             for row, again in zip(rows, self.again, strict=True)
         ]
         step = simulate(self.orders, times).step_s

@@ -20,7 +20,9 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planning import in_flight, make_plan, microbatch_size
+from gpipe_compiler.planning import make_plan, microbatch_size
+from gpipe_compiler.policy import Policy
+from gpipe_compiler.prediction import in_flight
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, simulate
@@ -68,7 +70,7 @@ def planned(
         stages=stages,
         microbatches=microbatches,
         batch_size=BATCH,
-        schedule=schedule,
+        policy=Policy(schedule),
         cluster=CLUSTER,
         costs=roofline(graph, DEFAULT_HOST),
     )
@@ -170,7 +172,6 @@ def test_an_output_of_pairs_of_samples_is_refused() -> None:
             stages=2,
             microbatches=count,
             batch_size=BATCH,
-            schedule=ScheduleKind.GPIPE,
             cluster=CLUSTER,
             costs=roofline(annotated, DEFAULT_HOST),
         )
@@ -190,7 +191,6 @@ def test_costs_of_another_size_are_refused() -> None:
             stages=2,
             microbatches=4,
             batch_size=8,
-            schedule=ScheduleKind.GPIPE,
             cluster=CLUSTER,
             costs=roofline(graph, DEFAULT_HOST),
         )

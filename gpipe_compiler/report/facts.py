@@ -89,6 +89,7 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
             StageTimes(
                 forward_s=stage.forward_s,
                 backward_s=stage.backward_s if plan.training else 0.0,
+                recompute_s=stage.recompute_s if plan.training else 0.0,
                 receive_s=sum(link.seconds(crossing_bytes(c)) for c in received),
                 gradient_s=sum(
                     link.seconds(crossing_bytes(c))

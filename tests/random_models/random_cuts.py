@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut import Cut, StepKind
@@ -22,9 +22,10 @@ def random_cut(seed: int) -> Callable[..., Cut]:
         microbatches: int,
         step: StepKind,
         link: Link,
+        recompute: Sequence[bool],
         most_down_sets: int,
     ) -> Cut:
-        del microbatches, step, most_down_sets
+        del microbatches, step, recompute, most_down_sets
         draw = random.Random(seed)
         graph = contract(problem.check(), link, keep=len(problem.nodes) + 1)
         assert graph.parts >= stages, "ask for fewer stages"

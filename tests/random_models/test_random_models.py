@@ -45,6 +45,7 @@ from gpipe_compiler.passes.cut_graph import Facts, problem_of
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan
+from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.check import check_pipeline
 from gpipe_compiler.runtime.comparison import Row, pack
 from gpipe_compiler.runtime.data import example_call
@@ -101,7 +102,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
         "stages": stages,
         "microbatches": layout.microbatches,
         "batch_size": layout.size * layout.microbatches,
-        "schedule": layout.schedule,
+        "policy": Policy(layout.schedule),
         "cluster": cluster,
         "costs": costs,
     }

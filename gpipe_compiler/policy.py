@@ -1,0 +1,48 @@
+"""How a pipeline is to train, as its user asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
+
+
+class RematChoice(Enum):
+    """Which stages keep only what they receive, and run their forward again for the backward.
+
+    NONE: no stage. FULL: every stage. AUTO: as few as possible, such that every stage fits the
+    memory of its device.
+    """
+
+    NONE = "none"
+    FULL = "full"
+    AUTO = "auto"
+
+    @property
+    def planned(self) -> Remat:
+        """What every stage begins with, before AUTO has looked at memory."""
+        return Remat.FULL if self is RematChoice.FULL else Remat.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a plan is to be made for, beside its sizes.
+
+    Attributes:
+        precision: in which the graph was annotated too.
+    """
+
+    schedule: ScheduleKind = ScheduleKind.GPIPE
+    remat: RematChoice = RematChoice.NONE
+    batchnorm: BatchNorm = BatchNorm.MICRO
+    precision: Precision = Precision.FP32
+
+    def __post_init__(self) -> None:
+        if self.batchnorm is BatchNorm.EXACT and self.schedule is not ScheduleKind.GPIPE:
+            raise UsageError(
+                "--batchnorm exact normalises over the whole mini-batch, so every micro-batch goes "
+                f"forward before any comes back: the schedule {self.schedule.value} cannot do that",
+                hint="use --schedule gpipe, or --batchnorm micro or deferred",
+            )
