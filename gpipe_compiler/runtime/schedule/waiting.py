@@ -28,6 +28,6 @@ def waiting(order: Iterable[Compute]) -> frozenset[tuple[int, int]]:
         pair = action.stage, action.microbatch
         if action.phase is Phase.FORWARD:
             started[pair] = position
-        elif last_of_others > started[pair]:
+        elif last_of_others > started.get(pair, position):
             found.add(pair)
     return frozenset(found)
