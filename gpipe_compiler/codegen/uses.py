@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.variables import END
 from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref
-from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.arguments import choices, value_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Uses:
                 count[value] = count.get(value, 0) + 1
                 last[value] = position
                 reader[value] = op
-            for choice in _choices(arguments):
+            for choice in choices(arguments):
                 chosen.update(value_names(choice))
                 match choice:
                     case ByMode(train=Ref(name=train), evaluation=Ref(name=evaluation)):
@@ -57,18 +57,6 @@ class Uses:
                 for value in op.inputs:
                     last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
         return cls(count, last, reader, frozenset(chosen), partner)
-
-
-def _choices(argument: object) -> Iterator[ByMode]:
-    match argument:
-        case ByMode():
-            yield argument
-        case tuple() | list():
-            for item in argument:
-                yield from _choices(item)
-        case dict():
-            for item in argument.values():
-                yield from _choices(item)
 
 
 def is_attribute(made: Call) -> bool:

@@ -95,3 +95,19 @@ def state_names(argument: Argument) -> Iterator[str]:
     for leaf in leaves(argument):
         if isinstance(leaf, StateRef):
             yield leaf.name
+
+
+def choices(argument: Argument) -> Iterator[ByMode]:
+    """The choices between modes in an argument, the outermost ones."""
+    match argument:
+        case ByMode():
+            yield argument
+        case tuple() | list():
+            for item in argument:
+                yield from choices(item)
+        case dict():
+            for item in argument.values():
+                yield from choices(item)
+        case slice(start=start, stop=stop, step=step):
+            for item in (start, stop, step):
+                yield from choices(item)

@@ -266,12 +266,39 @@ class Op:
         return tuple(dict.fromkeys(names))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class LossWeight:
+    """What the mean of a loss is taken over, where that is not the number of samples.
+
+    The loss of a batch is a sum over its samples divided by `max(weight, floor) + offset`, where
+    the weight of a batch is the sum of those of its parts.
+
+    Attributes:
+        what: in words, such as `targets other than -100`.
+        inputs: the inputs of the graph that it is computed from.
+        ops: how: ops of the graph, and after them some that are in no graph.
+        value: the scalar among their results that is the weight.
+    """
+
+    what: str
+    inputs: tuple[str, ...]
+    ops: tuple[Op, ...]
+    value: str
+    floor: float = 0.0
+    offset: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The scalar value that training minimises."""
+    """The scalar value that training minimises.
+
+    Attributes:
+        weight: filled in by `passes.loss_weight`; None for a sum, or a mean over samples.
+    """
 
     value: str
     reduction: Reduction = Reduction.MEAN
+    weight: LossWeight | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,350 @@
+"""Finds what the mean of a loss is taken over, so that micro-batches weigh in it as they should.
+
+The loss of a mini-batch is the mean of its micro-batches' losses only where each weighs as much as
+its own mean is taken over: the targets that are not ignored, the sum of a mask. This pass finds the
+ops that compute it from the inputs alone; the runtime runs them before every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from gpipe_compiler.ir import (
+    Argument,
+    FunctionCall,
+    Graph,
+    LossWeight,
+    MethodCall,
+    Mode,
+    Op,
+    Reduction,
+    Ref,
+    RegionCall,
+)
+from gpipe_compiler.ir.arguments import choices, map_argument, state_names, value_names
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.loss_terms import Constant, Division, Targets, Term, Terms, verb
+from gpipe_compiler.passes.random_ops import random_ops
+
+_REARRANGED = frozenset(
+    {
+        *("view", "reshape", "flatten", "contiguous", "clone", "detach", "squeeze", "unsqueeze"),
+        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
+    }
+)
+"""What keeps all elements of a tensor, as long as it keeps their type."""
+
+
+def weigh_loss(graph: Graph) -> Graph:
+    """The graph, its loss with the weight that its mean asks for.
+
+    A loss that is divided by what depends on the batch is no sum over micro-batches, whatever it
+    looks like on the example.
+
+    Args:
+        graph: annotated by `passes.shapes`.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    weight = loss_weight(graph)
+    if graph.loss is None or weight is None:
+        return graph
+    loss = dataclasses.replace(graph.loss, reduction=Reduction.MEAN, weight=weight)
+    return graph.replace(loss=loss)
+
+
+def loss_weight(graph: Graph) -> LossWeight | None:
+    """What the loss of an annotated graph is a mean over; None for samples, or for a sum.
+
+    Recognised are torch's losses of class numbers with reduction "mean", and divisions by sums of
+    what follows from the inputs alone. A sum of several such terms is a mean only where all are
+    taken over the same. Anything else counts as a mean over samples.
+    """
+    if graph.loss is None:
+        return None
+    terms = Terms(graph)
+    found = list(terms)
+    counts = [_count(terms, term) for term in found if not isinstance(term, Constant)]
+    if not counts or counts[0] is None:
+        return None
+    first, numbers = counts[0], _Numbers(graph)
+    if any(count is None or numbers.of(count) != numbers.of(first) for count in counts[1:]):
+        return None
+    weight = _weight(graph, first)
+    if weight is not None and len(counts) < len(found):
+        # Only unguarded shares add up to one, so that constant terms count once.
+        return dataclasses.replace(weight, floor=-math.inf, offset=0.0)
+    return weight
+
+
+_LAST = Ref("")
+"""In a step, the result of the step before."""
+
+_Step = FunctionCall | MethodCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """What a term of the loss is a mean over.
+
+    Attributes:
+        reader: the op of the loss before which it is counted.
+        base: what the first step is done to.
+        steps: what is done, each to the result of the one before.
+        floor, offset: as in `LossWeight`.
+    """
+
+    reader: Op
+    what: str
+    base: Argument
+    steps: tuple[_Step, ...]
+    floor: float = -math.inf
+    offset: float = 0.0
+
+
+def _count(terms: Terms, term: Term) -> _Count | None:
+    """The count of a term; None for samples."""
+    match term:
+        case Targets():
+            return _targets(terms.graph, term)
+        case Division():
+            return _divisor(terms, term)
+        case _:
+            return None
+
+
+def _targets(graph: Graph, term: Targets) -> _Count:
+    """`(targets != -100).sum()`, or `weights[targets[targets != -100]].sum()`."""
+    targets = _elements(graph, term.targets)
+    counted = FunctionCall(operator.ne, (_LAST, term.ignored))
+    what = f"targets other than {term.ignored}"
+    if term.weights is None:
+        return _Count(term.op, what, targets, (counted, MethodCall("sum", (_LAST,))))
+    steps = (
+        counted,
+        FunctionCall(operator.getitem, (targets, _LAST)),
+        FunctionCall(operator.getitem, (term.weights, _LAST)),
+        MethodCall("sum", (_LAST,)),
+    )
+    return _Count(term.op, f"class weights of the {what}", targets, steps)
+
+
+def _elements(graph: Graph, tensor: Argument) -> Argument:
+    """The tensor whose elements these are, before they were put in another order or shape."""
+    while isinstance(tensor, Ref):
+        op = graph.producer.get(tensor.name)
+        if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
+            return tensor
+        before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
+        if before.dtype != after.dtype:
+            return tensor
+        tensor = op.call.args[0]
+    return tensor
+
+
+# --- divisors -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Guard:
+    """A divisor as `factor * (max(sum, floor) + offset)`: what stands between it and the sum."""
+
+    factor: float = 1.0
+    floor: float = -math.inf
+    offset: float = 0.0
+
+    def then(self, step: str, number: float) -> None:
+        """Takes one more step in: `add`, `mul`, or `max`, the larger of the two."""
+        match step:
+            case "mul":
+                self.factor *= number
+            case "add":
+                self.offset += number / self.factor
+            case "max":
+                self.floor = max(self.floor, number / self.factor - self.offset)
+
+
+def _divisor(terms: Terms, term: Division) -> _Count | None:
+    """What a divisor adds up; None where it is no sum over samples."""
+    value, steps = term.divisor, list[tuple[str, float]]()
+    while (op := terms.graph.producer.get(value)) is not None:
+        step = _guard_step(terms, op)
+        if step is None:
+            break
+        value, name, number = step
+        steps.append((name, number))
+    if op is None or not _is_over_samples(terms, op):
+        return None
+    guard = _Guard()
+    for name, number in reversed(steps):
+        if name == "mul" and not 0 < number < math.inf:
+            return None
+        guard.then(name, number)
+    if term.total not in (None, verb(op) != "mean"):
+        return None
+    what = "sum that the loss is divided by"
+    base, *options = op.call.args
+    total = _as_sum(op, (_LAST, *options))
+    return _Count(term.op, what, base, (total,), guard.floor, guard.offset)
+
+
+def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
+    """The scalar that an op takes, what it does to it, and with what number; None for others."""
+    args, kwargs = op.call.args, dict(op.call.kwargs)
+    if not args or not terms.is_scalar(args[0]):
+        return None
+    source: str = args[0].name
+    if terms.keeps(op):
+        return source, "mul", 1.0
+    match verb(op), args[1:]:
+        case "add", (int() | float() as number,) if not kwargs:
+            return source, "add", float(number)
+        case "sub", (int() | float() as number,) if not kwargs:
+            return source, "add", -float(number)
+        case "mul", (int() | float() as number,):
+            return source, "mul", float(number)
+        case "div", (int() | float() as number,) if not kwargs and number:
+            return source, "mul", 1 / number
+        case "clamp" | "clip" | "clamp_min", rest:
+            options = dict(zip(("min", "max"), rest, strict=False)) | kwargs
+            least = options.pop("min", None)
+            if isinstance(least, int | float) and set(options.values()) <= {None}:
+                return source, "max", float(least)
+    return None
+
+
+def _is_over_samples(terms: Terms, op: Op) -> bool:
+    """Whether an op adds up, or averages, something of all samples."""
+    if verb(op) not in ("sum", "mean", "count_nonzero") or not op.call.args:
+        return False
+    known = terms.value(op.call.args[0])
+    return known is not None and known.splittable and known.batch_dim is not None
+
+
+def _as_sum(op: Op, args: tuple[Argument, ...]) -> _Step:
+    """The call on other arguments, a mean as a sum: of means of parts no whole can be made."""
+    match op.call:
+        case MethodCall(method=method, kwargs=kwargs):
+            return MethodCall("sum" if method == "mean" else method, args, kwargs)
+        case FunctionCall(function=function, kwargs=kwargs):
+            return FunctionCall(torch.sum if function is torch.mean else function, args, kwargs)
+        case _:
+            raise AssertionError(op)
+
+
+# --- the ops --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Numbers:
+    """Numbers values so that equal ones are what is computed alike."""
+
+    graph: Graph
+    _known: dict[str, int] = field(default_factory=dict)
+
+    def of(self, count: _Count) -> tuple[object, ...]:
+        """The same for counts that come to the same number."""
+        steps = [repr(self._text(step)) for step in count.steps]
+        return (repr(self._with(count.base)), *steps, count.floor, count.offset)
+
+    def _with(self, argument: Argument) -> Argument:
+        def number(leaf: object) -> object:
+            return self._value(leaf.name) if isinstance(leaf, Ref) else leaf
+
+        return map_argument(number, argument)
+
+    def _text(self, call: object) -> object:
+        match call:
+            case FunctionCall() | MethodCall():
+                return dataclasses.replace(
+                    call, args=self._with(call.args), kwargs=self._with(dict(call.kwargs))
+                )
+            case _:
+                return call
+
+    def _value(self, name: str) -> object:
+        op = self.graph.producer.get(name)
+        if op is None:
+            return name
+        key = f"{self._text(op.call)} {op.outputs.index(name)}"
+        return self._known.setdefault(key, len(self._known))
+
+
+def _weight(graph: Graph, count: _Count) -> LossWeight | None:
+    """The ops of a count; None where it depends on more than inputs and fixed numbers."""
+    arguments = (count.base, *((step.args, dict(step.kwargs)) for step in count.steps))
+    read = [name for name in value_names(arguments) if name]
+    before = _ops_before(graph, read, [*state_names(arguments)], count.reader)
+    if before is None:
+        return None
+    ops = (*before, *_own_ops(graph, count))
+    used = {name for op in ops for name in op.inputs}
+    sources = [source for source in graph.inputs if source.name in used]
+    if not any(source.batched for source in sources):
+        return None
+    inputs = tuple(source.name for source in sources)
+    return LossWeight(count.what, inputs, ops, ops[-1].name, count.floor, count.offset)
+
+
+def _own_ops(graph: Graph, count: _Count) -> list[Op]:
+    """The steps of a count as ops, under names that the graph does not have."""
+    taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
+    taken.update(source.name for source in graph.inputs)
+    made: list[Op] = []
+    last = count.base
+    for step in count.steps:
+        wish = "weight" if step is count.steps[-1] else f"counted_{len(made)}"
+        while wish in taken:
+            wish += "_"
+        made.append(Op(wish, dataclasses.replace(step, args=_put(step.args, last)), wish))
+        last = Ref(wish)
+    return made
+
+
+def _put(args: Argument, last: Argument) -> Argument:
+    return map_argument(lambda leaf: last if leaf == _LAST else leaf, args)
+
+
+def _ops_before(
+    graph: Graph, values: Iterable[str], states: Iterable[str], reader: Op
+) -> tuple[Op, ...] | None:
+    """The ops that these values are made by, writes in place before `reader` included.
+
+    None where they cannot run apart from the model: they are random, differ between the modes, or
+    need tensors that training changes.
+    """
+    names, states = graph.ancestors(values), set(states)
+    if not names and not states:
+        return ()
+    position = {op.name: index for index, op in enumerate(graph.ops)}
+    found = effects(graph)
+    before: frozenset[str] = frozenset()
+    while names != before:
+        before = names
+        made = {value for name in names for value in graph.op_of[name].outputs}
+        writers = {
+            name
+            for name, written in found.writes.items()
+            if not made.isdisjoint(written) and position[name] < position[reader.name]
+        }
+        names |= writers | graph.ancestors(v for name in writers for v in graph.op_of[name].inputs)
+    ops = tuple(op for op in graph.ops if op.name in names)
+    states.update(state for op in ops for state in found.states_of(graph, op))
+    if any(graph.state[name].requires_grad for name in states) or states & found.written_states:
+        return None
+    if any(map(_depends_on_mode, ops)) or not names.isdisjoint(random_ops(graph)):
+        return None
+    return ops
+
+
+def _depends_on_mode(op: Op) -> bool:
+    if op.mode is not Mode.ALWAYS or isinstance(op.call, RegionCall):
+        return True
+    return any(True for _ in choices((op.call.args, dict(op.call.kwargs))))
