@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -161,12 +162,16 @@ class LossSpec:
         weight: for a mean over something other than samples (over the tokens that count): a module
             like a stage that takes inputs of the pipeline and returns a scalar, the number of
             things (or their weight) in a micro-batch. None for a mean over samples.
+        floor, offset: with a weight, the loss is divided by `max(weight, floor) + offset`, as a
+            model writes it where nothing may count.
     """
 
     value: str
     reduction: Reduction
     separate: bool
     weight: StageSpec | None = None
+    floor: float = -math.inf
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)

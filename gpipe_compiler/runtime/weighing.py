@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .job import Values
-from .spec import PipelineSpec, Reduction
+from .spec import LossSpec, PipelineSpec, Reduction
 from .weights import Weights, build_stage
 
 
@@ -60,6 +60,13 @@ class Scales:
             weights: as `weigh` gives them.
             total: their sum over the whole mini-batch.
         """
-        if self.loss is None or self.loss.reduction is Reduction.SUM:
+        loss = self.loss
+        if loss is None or loss.reduction is Reduction.SUM:
             return tuple(weights)
-        return tuple(weight / total if total else 0.0 for weight in weights)
+        whole = _divisor(loss, total)
+        return tuple(_divisor(loss, weight) / whole if whole else 0.0 for weight in weights)
+
+
+def _divisor(loss: LossSpec, weight: float) -> float:
+    """What the loss of so much weight is divided by."""
+    return max(weight, loss.floor) + loss.offset
