@@ -51,6 +51,15 @@ def where(source: SourceLocation | None) -> str:
     return f"{file_name(source.file)}:{source.line}" if source is not None else ""
 
 
+def call_path(path: tuple[str | int, ...]) -> str:
+    """Where an input stands in the model's call, in words: `the model's args[0]`."""
+    first, *rest = path
+    suffix = "".join(f"[{item!r}]" for item in rest).replace("'", '"')
+    if first == "target":
+        return f"the target{suffix}"
+    return f"the model's {first}{suffix}"
+
+
 def group_comment(module: str, sources: Iterable[SourceLocation | None]) -> str:
     """`# layer1.0 (model.py:12-19)`: over the statements of one module."""
     known = [source for source in sources if source is not None]

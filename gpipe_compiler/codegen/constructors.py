@@ -12,9 +12,11 @@ from torch import nn
 from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
 from gpipe_compiler.codegen.functions import spell
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression, call, lay_out, name
+from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name
 from gpipe_compiler.codegen.names import RESERVED, Names
-from gpipe_compiler.ir import Graph, ModuleSpec, State, StateKind
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, RegionCall, State, StateKind
+from gpipe_compiler.ir.arguments import state_names
 
 LITERAL_ELEMENTS = 16
 """Constants up to this size are written out."""
@@ -46,6 +48,42 @@ class StageState:
     places: dict[str, str] = field(default_factory=dict)
     originals: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+
+
+def state_of(graph: Graph, ops: Iterable[Op], also: Iterable[str], imports: Imports) -> StageState:
+    """The modules and tensors that some ops need, in the order of first use.
+
+    Args:
+        also: names of further tensors to keep, which come last.
+
+    Raises:
+        EmitError: when a module's class or an argument of it has no spelling.
+    """
+    used: dict[ModulePath | str, None] = {}
+
+    def visit(op: Op) -> None:
+        made = op.call
+        if isinstance(made, ModuleCall):
+            used.setdefault(ModulePath(made.module))
+        used.update(dict.fromkeys(state_names((made.args, dict(made.kwargs)))))
+        if isinstance(made, RegionCall):
+            for inner in made.body.ops:
+                visit(inner)
+            used.update(dict.fromkeys(state_names(made.body.outputs)))
+
+    for op in ops:
+        visit(op)
+    used.update(dict.fromkeys(also))
+    try:
+        return construct_state(graph, used, imports)
+    except UnwritableError as error:
+        raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
+
+
+def state_table(state: StageState) -> list[str]:
+    """`STATE = {...}`: a stage's own names to the model's."""
+    pairs = [(name(quote(own)), name(quote(model))) for own, model in state.originals.items()]
+    return lay_out(dict_of(pairs, exploded=True), prefix="STATE = ")
 
 
 def construct_state(graph: Graph, used: Iterable[ModulePath | str], imports: Imports) -> StageState:

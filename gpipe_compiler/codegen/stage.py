@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.body import Body, write_body
-from gpipe_compiler.codegen.comments import value_text, where
-from gpipe_compiler.codegen.constants import UnwritableError, quote
-from gpipe_compiler.codegen.constructors import ModulePath, StageState, construct_state
+from gpipe_compiler.codegen.comments import call_path, value_text, where
+from gpipe_compiler.codegen.constructors import state_of, state_table
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
-from gpipe_compiler.codegen.layout import WIDTH, call, dict_of, lay_out, name
+from gpipe_compiler.codegen.layout import WIDTH
+from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
-from gpipe_compiler.codegen.statements import write_statements
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
-from gpipe_compiler.ir.arguments import state_names
+from gpipe_compiler.ir import Graph, ModuleCall, Op
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
 
@@ -74,7 +70,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     imports = Imports()
     imports.from_torch("nn")
     ops = [op for method in methods for op in method.ops]
-    state = _state(graph, stage, ops, imports)
+    state = state_of(graph, ops, stage.state, imports)
     written = []
     for method in methods:
         writer = Writer(imports, state.places, state.modules)
@@ -92,13 +88,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
             _method_lines(plan, graph, stage, label, item)
             for label, item in zip(("forward", "loss"), written, strict=False)
         ],
-        state=lay_out(
-            dict_of(
-                ((name(quote(own)), name(quote(model))) for own, model in state.originals.items()),
-                exploded=True,
-            ),
-            prefix="STATE = ",
-        ),
+        state=state_table(state),
         initial=initial_lines(initial, imports),
     )
     return StageSource(
@@ -135,29 +125,6 @@ def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _state(graph: Graph, stage: Stage, ops: Sequence[Op], imports: Imports) -> StageState:
-    """The modules and tensors of a stage, in the order of first use; last, what nothing uses."""
-    used: dict[ModulePath | str, None] = {}
-
-    def visit(op: Op) -> None:
-        made = op.call
-        if isinstance(made, ModuleCall):
-            used.setdefault(ModulePath(made.module))
-        used.update(dict.fromkeys(state_names((made.args, dict(made.kwargs)))))
-        if isinstance(made, RegionCall):
-            for inner in made.body.ops:
-                visit(inner)
-            used.update(dict.fromkeys(state_names(made.body.outputs)))
-
-    for op in ops:
-        visit(op)
-    used.update(dict.fromkeys(stage.state))
-    try:
-        return construct_state(graph, used, imports)
-    except UnwritableError as error:
-        raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
-
-
 def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
     """The docstring of the file."""
     text = (
@@ -186,42 +153,19 @@ def _method_lines(
     plan: Plan, graph: Graph, stage: Stage, label: str, written: _Written
 ) -> list[str]:
     method, body = written.method, written.body
-    parameters = [name("self"), *(name(f"{argument}: Tensor") for argument in body.arguments)]
-    lines = lay_out(
-        call(f"def {label}", parameters),
-        suffix=f" -> {_returned(label, method.returns)}:",
-        indent=1,
-    )
     if label == "loss":
-        lines.extend(
-            _docstring(
-                "The loss of one micro-batch.",
-                _argument_lines(graph, plan, stage, written, inside=True),
-                [],
-            )
+        described = docstring(
+            "The loss of one micro-batch.",
+            _argument_lines(graph, plan, stage, written, inside=True),
+            [],
         )
     else:
-        lines.extend(
-            _docstring(
-                "One micro-batch of B samples; sizes in comments are for it.",
-                _argument_lines(graph, plan, stage, written, inside=False),
-                _return_lines(graph, plan, stage, written),
-            )
+        described = docstring(
+            "One micro-batch of B samples; sizes in comments are for it.",
+            _argument_lines(graph, plan, stage, written, inside=False),
+            _return_lines(graph, plan, stage, written),
         )
-    lines.extend(write_statements(body.statements, 2))
-    if len(body.returns) == 1:
-        lines.append(f"        return {body.returns[0]}")
-    elif not body.returns:
-        lines.append("        return ()")
-    else:
-        flat = f"        return {', '.join(body.returns)}"
-        if len(flat) <= WIDTH:
-            lines.append(flat)
-        else:
-            lines.append("        return (")
-            lines.extend(f"            {value}," for value in body.returns)
-            lines.append("        )")
-    return lines
+    return method_text(label, body, _returned(label, method.returns), described)
 
 
 def _returned(label: str, returns: Sequence[str]) -> str:
@@ -234,28 +178,6 @@ def _returned(label: str, returns: Sequence[str]) -> str:
     return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
 
 
-def _docstring(summary: str, arguments: Sequence[str], returns: Sequence[str]) -> list[str]:
-    if not arguments and not returns:
-        return [f'        """{summary}"""']
-    lines = [f'        """{summary}']
-    for heading, entries in (("Args:", arguments), ("Returns:", returns)):
-        if entries:
-            lines.extend(["", f"        {heading}"])
-            for entry in entries:
-                lines.extend(
-                    textwrap.wrap(
-                        entry,
-                        WIDTH,
-                        initial_indent=" " * 12,
-                        subsequent_indent=" " * 16,
-                        break_long_words=False,
-                        break_on_hyphens=False,
-                    )
-                )
-    lines.append('        """')
-    return lines
-
-
 def _argument_lines(
     graph: Graph, plan: Plan, stage: Stage, written: _Written, *, inside: bool
 ) -> list[str]:
@@ -265,7 +187,7 @@ def _argument_lines(
     entries = []
     for value, argument in zip(written.method.arguments, written.body.arguments, strict=True):
         if value in inputs:
-            origin = _call_path(inputs[value].path)
+            origin = call_path(inputs[value].path)
         elif inside and value in stage.outputs:
             origin = "what forward returned"
         else:
@@ -274,15 +196,6 @@ def _argument_lines(
             origin += f", made at {place}" if place else ""
         entries.append(f"{argument}: {value_text(graph, value)}, {origin}.")
     return entries
-
-
-def _call_path(path: tuple[str | int, ...]) -> str:
-    """`args[0]` of the model's call, in words."""
-    first, *rest = path
-    suffix = "".join(f"[{item!r}]" for item in rest).replace("'", '"')
-    if first == "target":
-        return f"the target{suffix}"
-    return f"the model's {first}{suffix}"
 
 
 def _return_lines(graph: Graph, plan: Plan, stage: Stage, written: _Written) -> list[str]:
