@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import torch
+
+
+class Stateful(Protocol):
+    """What has a state besides model and optimizer: a learning-rate schedule, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, of numbers, words, lists, dicts and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class RandomState:
             kind, words, *rest = numpy.random.get_state()
             drawn = (str(kind), tuple(words.tolist()), *rest)
         cuda: list[torch.Tensor] = []
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
             cuda = torch.cuda.get_rng_state_all()
         return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), drawn)
 
@@ -76,3 +87,29 @@ class Progress:
     data: Any = None
     seed: int = 0
     step_number: int = 0
+
+
+_COUNTS = ("step", "epoch", "batch", "seed", "step_number")
+_GENERATORS = ("random", "current")
+
+
+def counts_of(progress: Progress) -> dict[str, int]:
+    """The numbers of a progress, by name."""
+    return {name: getattr(progress, name) for name in _COUNTS}
+
+
+def items_of(progress: Progress) -> dict[str, Any]:
+    """The rest of a progress, as dicts of plain values and tensors."""
+    items: dict[str, Any] = {"data": progress.data}
+    for name in _GENERATORS:
+        state = getattr(progress, name)
+        if state is not None:
+            items[name] = {field.name: getattr(state, field.name) for field in fields(state)}
+    return items
+
+
+def progress_from(counts: Mapping[str, int], items: Mapping[str, Any]) -> Progress:
+    """What `counts_of` and `items_of` were taken from."""
+    states = {name: RandomState(**items[name]) for name in _GENERATORS if name in items}
+    known: dict[str, Any] = {**counts, **states, "data": items.get("data")}
+    return Progress(**known)

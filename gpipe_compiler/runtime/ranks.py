@@ -89,7 +89,9 @@ class Ranks:
 
     def _joined(self, bad: Sequence[tuple[int, _Outcome[T]]]) -> _Outcome[R]:
         several = self.size > 1
-        texts = [f"rank {rank}: {found.problem}" if several else found.problem for rank, found in bad]
+        texts = [
+            f"rank {rank}: {found.problem}" if several else found.problem for rank, found in bad
+        ]
         return _Outcome(problem="; ".join(texts), hint=bad[0][1].hint)
 
     def _gather(self, mine: T, what: str) -> list[T]:

@@ -1,30 +1,16 @@
-"""The files of a checkpoint: written by torch.distributed.checkpoint, and checked before use.
-
-A checkpoint is a folder:
-
-    .metadata, __0_0.distcp, ...   tensors and values by name, one data file for every rank
-    trainer.pt                     the state of schedule and scaler, and random generators
-    checkpoint.json                what this is, and the size and checksums of everything else
-"""
+"""What a checkpoint holds, written by torch.distributed.checkpoint, and checked before use."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import pickle
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -35,86 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .errors import CheckpointError
-from .ranks import FAILURES, described
-
-INDEX = "checkpoint.json"
-TRAINER = "trainer.pt"
-METADATA = ".metadata"
-FORMAT = 1
-
-_BLOCK = 4 << 20
-
-
-@dataclass(frozen=True)
-class Index:
-    """What checkpoint.json says.
-
-    Attributes:
-        number: counts the checkpoints of a folder in the order in which they were written.
-        kinds: the classes of what has a state besides the model: optimizer, scheduler, scaler.
-        position: the numbers of `Progress` by name.
-        aliases: further names of tied parameters to those that hold the tensor.
-        files: the size of every other file, in bytes.
-        checksums: by data file, (offset, length, CRC-32) of everything in it.
-    """
-
-    number: int
-    kinds: Mapping[str, str]
-    position: Mapping[str, int]
-    aliases: Mapping[str, str]
-    files: Mapping[str, int]
-    checksums: Mapping[str, Sequence[tuple[int, int, int]]] = field(repr=False)
-
-    def write(self, folder: Path) -> None:
-        """Write it into the folder, down to the disk."""
-        content = {
-            "format": FORMAT,
-            "torch": str(torch.__version__),
-            **dataclasses.asdict(self),
-        }
-        with (folder / INDEX).open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(content) + "\n")
-            sync(stream)
-
-    @classmethod
-    def read(cls, folder: Path) -> Index | None:
-        """That of a folder; None where torch.distributed.checkpoint alone has written.
-
-        Raises:
-            CheckpointError: when it is broken, or of another format.
-        """
-        path = folder / INDEX
-        if not path.exists():
-            return None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["format"]
-            if version != FORMAT:
-                raise CheckpointError(
-                    f"{folder} has format {version}, this package reads format {FORMAT}",
-                    hint="read it with the version of the package that wrote it",
-                )
-            return cls(**{name.name: content[name.name] for name in dataclasses.fields(cls)})
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{path} is broken: {described(error)}") from error
-
-    def check(self, folder: Path) -> None:
-        """Whether every file is there in full.
-
-        Raises:
-            CheckpointError: naming the file that is not.
-        """
-        for name, size in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            if path.stat().st_size != size:
-                raise CheckpointError(
-                    f"{path} is truncated: {path.stat().st_size} bytes of {size}"
-                    if path.stat().st_size < size
-                    else f"{path} has {path.stat().st_size} bytes, written were {size}"
-                )
+from ..errors import CheckpointError
+from ..ranks import FAILURES, described
+from .folder import INDEX, METADATA, TRAINER, Index, checksum, sync
 
 
 class Writer(FileSystemWriter):
@@ -156,6 +65,7 @@ class Stored:
         index = Index.read(folder)
         if index is not None:
             index.check(folder)
+            _verify_whole(folder, index, METADATA)
         elif not (folder / METADATA).is_file():
             raise CheckpointError(
                 f"{folder} is no checkpoint: it has no {INDEX} and no {METADATA}",
@@ -233,20 +143,13 @@ class Stored:
         """Hold the checksums of what is to be read against the files."""
         if self.index is None:
             return
-        known = {
-            (name, offset, length): checksum
-            for name, parts in self.index.checksums.items()
-            for offset, length, checksum in parts
-        }
+        recorded = self.index.recorded()
         for key in keys:
             for info in self._places(key):
                 path = self.folder / info.relative_path
                 place = info.relative_path, info.offset, info.length
-                if known.get(place) != _checksum(path, info.offset, info.length):
-                    raise CheckpointError(
-                        f"{path} is damaged: {key} is not what was written",
-                        hint="go back to an earlier checkpoint",
-                    )
+                if recorded.get(place) != checksum(path, info.offset, info.length):
+                    raise _damaged(path, key)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -256,41 +159,37 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads the metadata of torch.distributed.checkpoint, and nothing that runs code."""
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+}
+"""What the metadata of torch.distributed.checkpoint is made of."""
 
-    _METADATA = frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    )
+
+class _Unpickler(pickle.Unpickler):
+    """Reads metadata, and nothing that runs code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The classes that metadata is made of."""
-        found: Any = None
-        if module == "torch.distributed.checkpoint.metadata" and name in self._METADATA:
-            found = super().find_class(module, name)
-        elif (module, name) in {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("collections", "OrderedDict"),
-        }:
-            found = super().find_class(module, name)
-        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        elif module.startswith("pathlib"):
-            found = PurePosixPath
-        if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
-        return found
+        """One of the classes of metadata."""
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in {"pathlib", "pathlib._local"}:  # the name differs between Pythons
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -307,6 +206,20 @@ def _read_metadata(path: Path) -> Metadata:
     if not all(isinstance(facts, kinds) for facts in metadata.state_dict_metadata.values()):
         raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
     return metadata
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: {what} is not what was written",
+        hint="go back to an earlier checkpoint",
+    )
+
+
+def _verify_whole(folder: Path, index: Index, name: str) -> None:
+    """Hold the checksum of a file against it."""
+    size = index.files[name]
+    if index.recorded().get((name, 0, size)) != checksum(folder / name):
+        raise _damaged(folder / name, "it")
 
 
 def with_aliases(
@@ -339,23 +252,9 @@ def checksums(folder: Path, results: Iterable[WriteResult]) -> list[tuple[int, i
     found = []
     for result in results:
         info = result.storage_data
-        crc = _checksum(folder / info.relative_path, info.offset, info.length)
+        crc = checksum(folder / info.relative_path, info.offset, info.length)
         found.append((info.offset, info.length, crc))
     return found
-
-
-def _checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
-    crc = 0
-    left = path.stat().st_size if length is None else length
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        while left > 0:
-            block = stream.read(min(left, _BLOCK))
-            if not block:
-                break
-            crc = zlib.crc32(block, crc)
-            left -= len(block)
-    return crc
 
 
 def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
@@ -378,12 +277,13 @@ def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_trainer(folder: Path) -> dict[str, Any]:
+def read_trainer(folder: Path, index: Index) -> dict[str, Any]:
     """What trainer.pt holds.
 
     Raises:
         CheckpointError: when it is damaged.
     """
+    _verify_whole(folder, index, TRAINER)
     try:
         content = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
     except FAILURES as error:
@@ -391,18 +291,3 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / TRAINER} is damaged: it holds no dict")
     return content
-
-
-def sync(stream: IO[Any]) -> None:
-    """Down to the disk with what was written."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Down to the disk with the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

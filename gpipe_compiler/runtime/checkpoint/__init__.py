@@ -1,0 +1,28 @@
+"""Checkpoints of a run of training: written by all ranks, read by any number of them.
+
+    path = save_checkpoint(pipe, optimizer, directory, Progress(step=100))
+    progress = load_checkpoint(pipe, optimizer, latest(directory))
+
+They are written by torch.distributed.checkpoint under the names of the original model: the keys are
+`model.<name>`, `optimizer.state.<name>.<slot>` and `optimizer.param_groups.<k>.<hyper-parameter>`,
+as in `{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}`.
+"""
+
+from __future__ import annotations
+
+from ..progress import Progress, RandomState
+from .folder import latest
+from .loading import load_checkpoint
+from .plain import Saved, export, read_checkpoint
+from .saving import save_checkpoint
+
+__all__ = [
+    "Progress",
+    "RandomState",
+    "Saved",
+    "export",
+    "latest",
+    "load_checkpoint",
+    "read_checkpoint",
+    "save_checkpoint",
+]

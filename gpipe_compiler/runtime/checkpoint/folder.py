@@ -1,0 +1,241 @@
+"""A folder of checkpoints: which there are, which is the newest, and how one takes its place.
+
+A checkpoint is a folder in it, `step_00000042`:
+
+    .metadata, __0_0.distcp, ...   tensors and values by name, one data file for every rank
+    trainer.pt                     the state of schedule and scaler, and random generators
+    checkpoint.json                what this is, and the size and checksums of everything else
+
+It is written under another name, and renamed when all of it is on the disk: a folder of that name
+is complete, whenever the process is killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..ranks import described
+
+INDEX = "checkpoint.json"
+TRAINER = "trainer.pt"
+METADATA = ".metadata"
+FORMAT = 1
+
+_BLOCK = 4 << 20
+_NAME = re.compile(r"step_\d{8,}(_\d+)?")
+_REST = re.compile(r"\.step_\d{8,}(_\d+)?\.(partial|removed)")
+
+
+@dataclass(frozen=True)
+class Index:
+    """What checkpoint.json says.
+
+    Attributes:
+        number: counts the checkpoints of a folder in the order in which they were written.
+        kinds: the classes of what has a state besides the model: optimizer, scheduler, scaler.
+        counts: the numbers of `Progress` by name.
+        aliases: further names of tied parameters to those that hold the tensor.
+        files: the size of every other file, in bytes.
+        checksums: by data file, (offset, length, CRC-32) of everything in it.
+    """
+
+    number: int
+    kinds: Mapping[str, str]
+    counts: Mapping[str, int]
+    aliases: Mapping[str, str]
+    files: Mapping[str, int]
+    checksums: Mapping[str, Sequence[tuple[int, int, int]]] = field(repr=False)
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder, down to the disk."""
+        content = {
+            "format": FORMAT,
+            "torch": str(torch.__version__),
+            **dataclasses.asdict(self),
+        }
+        with (folder / INDEX).open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(content) + "\n")
+            sync(stream)
+
+    @classmethod
+    def read(cls, folder: Path) -> Index | None:
+        """That of a folder; None where torch.distributed.checkpoint alone has written.
+
+        Raises:
+            CheckpointError: when it is broken, or of another format.
+        """
+        path = folder / INDEX
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version = content["format"]
+            if version != FORMAT:
+                raise CheckpointError(
+                    f"{folder} has format {version}, this package reads format {FORMAT}",
+                    hint="read it with the version of the package that wrote it",
+                )
+            return cls(**{name.name: content[name.name] for name in dataclasses.fields(cls)})
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path} is broken: {described(error)}") from error
+
+    def check(self, folder: Path) -> None:
+        """Whether every file is there in full.
+
+        Raises:
+            CheckpointError: naming the file that is not.
+        """
+        for name, size in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            if path.stat().st_size != size:
+                raise CheckpointError(
+                    f"{path} is truncated: {path.stat().st_size} bytes of {size}"
+                    if path.stat().st_size < size
+                    else f"{path} has {path.stat().st_size} bytes, written were {size}"
+                )
+
+    def recorded(self) -> dict[tuple[str, int, int], int]:
+        """The checksums by file, offset and length."""
+        return {
+            (name, offset, length): crc
+            for name, parts in self.checksums.items()
+            for offset, length, crc in parts
+        }
+
+
+def entries(directory: Path) -> list[tuple[Index, Path]]:
+    """The checkpoints of a folder whose index can be read, the oldest first."""
+    found = []
+    for path in _named(directory):
+        try:
+            index = Index.read(path)
+        except CheckpointError:
+            continue
+        if index is not None:
+            found.append((index, path))
+    return sorted(found, key=lambda entry: entry[0].number)
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint of a folder; None where there is none.
+
+    Raises:
+        CheckpointError: when there are checkpoints, and not one of them is complete.
+    """
+    problems = []
+    complete: list[tuple[int, Path]] = []
+    for path in _named(directory):
+        try:
+            index = Index.read(path)
+            if index is None:
+                raise CheckpointError(f"{path / INDEX} is missing")
+            index.check(path)
+        except CheckpointError as error:
+            problems.append(error.problem)
+        else:
+            complete.append((index.number, path))
+    if complete:
+        for problem in problems:
+            warnings.warn(f"a checkpoint is passed over: {problem}", stacklevel=2)
+        return max(complete)[1]
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is complete: " + "; ".join(problems),
+            hint="remove them to start anew",
+        )
+    return None
+
+
+def make_temporary(directory: Path, step: int) -> Path:
+    """A new folder for a checkpoint to be written into; what killed runs left there goes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.iterdir():
+        if _REST.fullmatch(path.name):
+            shutil.rmtree(path)
+    name = f"step_{step:08d}"
+    serial = 1
+    while (directory / name).exists():
+        serial += 1
+        name = f"step_{step:08d}_{serial}"
+    temporary = directory / f".{name}.partial"
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path) -> Path:
+    """Give a complete checkpoint its name, down to the disk."""
+    final = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".partial"))
+    sync_folder(temporary)
+    temporary.rename(final)
+    sync_folder(final.parent)
+    return final
+
+
+def prune(directory: Path, keep: int | None) -> None:
+    """Remove the oldest checkpoints beyond `keep`; one that cannot be removed is told of."""
+    found = entries(directory)
+    if keep is None:
+        return
+    for _, path in found[: max(0, len(found) - keep)]:
+        removed = path.with_name(f".{path.name}.removed")
+        try:
+            path.rename(removed)
+            shutil.rmtree(removed)
+        except OSError as error:
+            warnings.warn(f"an old checkpoint cannot be removed: {described(error)}", stacklevel=2)
+
+
+def discard(temporary: Path) -> None:
+    """Remove what was written of a checkpoint that failed."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _named(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
+    """The CRC-32 of a part of a file, or of all of it."""
+    crc = 0
+    left = path.stat().st_size if length is None else length
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        while left > 0:
+            block = stream.read(min(left, _BLOCK))
+            if not block:
+                break
+            crc = zlib.crc32(block, crc)
+            left -= len(block)
+    return crc
+
+
+def sync(stream: IO[Any]) -> None:
+    """Down to the disk with what was written."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Down to the disk with the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

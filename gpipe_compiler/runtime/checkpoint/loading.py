@@ -1,0 +1,213 @@
+"""Reading a checkpoint into a pipeline: every rank what it holds, all of it checked beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..pipeline import Pipeline
+from ..progress import Progress, Stateful, progress_from
+from ..ranks import Ranks
+from .files import Stored, read_trainer
+from .folder import Index
+from .optimizer import (
+    Naming,
+    check_kind,
+    shown,
+    state_for,
+    stored_groups,
+    stored_states,
+)
+
+
+def load_checkpoint(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    path: Path,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+) -> Progress:
+    """Take over a checkpoint, whatever number of processes has written it. Every rank calls it.
+
+    Each rank reads what it holds. All of it is read and checked, on every rank, before anything of
+    the pipeline changes. A folder that `torch.distributed.checkpoint.save` alone has written is
+    taken as well, if its keys are the same; its progress is that of a run that has not begun.
+
+    Args:
+        optimizer: None to take over the weights alone.
+        path: the folder of one checkpoint, as `latest` gives it.
+        scheduler: made for `optimizer`.
+        scaler: stays as it is when none was in use.
+
+    Returns:
+        Where the run stood. Its random state is not set back; `progress.random.restore()` does so.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint is damaged, or is that of another model,
+            optimizer or schedule.
+        TransportError: when another process is gone.
+    """
+    kept: list[_Loaded] = []
+
+    def read() -> _Facts:
+        kept.append(_read(pipe, optimizer, Path(path), {"scheduler": scheduler, "scaler": scaler}))
+        return kept[0].facts
+
+    Ranks(pipe._network).together("the reading of the checkpoint", read, _compare)
+    loaded = kept[0]
+    pipe.load_state_dict(loaded.model)
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded.optimizer)
+    for part, state in loaded.others:
+        part.load_state_dict(state)
+    progress = loaded.progress
+    if loaded.facts.written:
+        pipe.seed, pipe.step_number = progress.seed, progress.step_number
+    return progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What ranks compare of what they have read.
+
+    Attributes:
+        written: whether `save_checkpoint` has written it.
+        trained: the names that the checkpoint's optimizer trains.
+        training: those that this rank's optimizer trains; None without one.
+    """
+
+    written: bool
+    number: int
+    counts: Mapping[str, int]
+    trained: frozenset[str]
+    training: frozenset[str] | None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A checkpoint's part for one rank, ready to be taken over."""
+
+    facts: _Facts
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    others: list[tuple[Stateful, dict[str, Any]]]
+    progress: Progress
+
+
+def _read(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    path: Path,
+    others: Mapping[str, Stateful | None],
+) -> _Loaded:
+    stored = Stored.open(path)
+    index = stored.index
+    names = _checked_names(pipe, stored)
+    tensors = stored.read(f"model.{name}" for name in names.values())
+    model = {name: tensors[f"model.{there}"] for name, there in names.items()}
+    trainer = {} if index is None else read_trainer(path, index)
+    trained: frozenset[str] = frozenset()
+    training: frozenset[str] | None = None
+    state: dict[str, Any] = {}
+    if optimizer is not None:
+        naming = Naming(pipe.named_parameters(), pipe.parameters())
+        groups = stored_groups(stored, pipe.spec.aliases)
+        check_kind(optimizer, groups, None if index is None else index.kinds.get("optimizer"))
+        training = frozenset(
+            name for group in optimizer.param_groups for name in naming.of_group(group)
+        )
+        trained = frozenset(name for group in groups for name in group["params"])
+        states = stored_states(stored, pipe.spec.aliases, training)
+        state = state_for(optimizer, naming, groups, states)
+    counts = {} if index is None else dict(index.counts)
+    return _Loaded(
+        _Facts(index is not None, 0 if index is None else index.number, counts, trained, training),
+        model,
+        state,
+        _matched(others, trainer, index),
+        progress_from(counts, trainer),
+    )
+
+
+def _compare(facts: Sequence[_Facts]) -> None:
+    """On rank 0: whether all ranks have read the same, and trained is what is to be trained."""
+    first = facts[0]
+    for rank, other in enumerate(facts):
+        if (other.number, other.counts) != (first.number, first.counts):
+            raise CheckpointError(
+                f"rank {rank} reads another checkpoint than rank 0",
+                hint="all hosts must see the same folder",
+            )
+    if first.training is None:
+        return
+    training = frozenset().union(*(other.training or () for other in facts))
+    if first.trained - training:
+        raise CheckpointError(
+            f"this optimizer does not train {shown(sorted(first.trained - training))}, the "
+            "checkpoint's does"
+        )
+
+
+def _checked_names(pipe: Pipeline, stored: Stored) -> dict[str, str]:
+    """The names held here, with those under which they are stored.
+
+    Raises:
+        CheckpointError: when the names or shapes are not those of this model.
+    """
+    aliases = pipe.spec.aliases
+    there: dict[str, str] = {}
+    for name in stored.keys("model."):
+        there.setdefault(aliases.get(name, name), name)
+    known = {name for stage in pipe.spec.stages for name in stage.state.values()}
+    problems = [f"{name} is unknown" for name in there if name not in known]
+    names = {}
+    for name, tensor in pipe.state_dict().items():
+        if name in aliases:
+            continue
+        if name not in there:
+            problems.append(f"{name} is missing")
+            continue
+        names[name] = there[name]
+        facts = stored.tensor_facts(f"model.{there[name]}")
+        if facts is None or facts[0] != tuple(tensor.shape):
+            shape = "no tensor" if facts is None else f"of shape {facts[0]}"
+            problems.append(f"{name} is {shape}, not of shape {tuple(tensor.shape)}")
+        elif facts[1].is_floating_point != tensor.dtype.is_floating_point:
+            problems.append(f"{name} is of {facts[1]}, not of {tensor.dtype}")
+    if problems:
+        raise CheckpointError(
+            f"{stored.folder} is not of {pipe.spec.name}: {shown(problems)}",
+            hint="a checkpoint is read by a pipeline of the model that it was written for",
+        )
+    weight = pipe.spec.loss.weight if pipe.spec.loss is not None else None
+    if weight is not None:  # the weights of classes, say, which rank 0 counts with
+        names.update({name: there[name] for name in weight.state.values() if name in there})
+    return names
+
+
+def _matched(
+    parts: Mapping[str, Stateful | None], trainer: Mapping[str, Any], index: Index | None
+) -> list[tuple[Stateful, dict[str, Any]]]:
+    """The parts of the trainer, each with the state that it is to take over."""
+    found = []
+    kinds = {} if index is None else index.kinds
+    for key, part in parts.items():
+        if part is None:
+            continue
+        live = type(part).__name__
+        if kinds.get(key, live) != live:
+            raise CheckpointError(f"the checkpoint's {key} is {kinds[key]}, this one is {live}")
+        if trainer.get(key):
+            found.append((part, trainer[key]))
+        elif key != "scaler":
+            raise CheckpointError(
+                f"the checkpoint holds no state of a {key}",
+                hint=f"load it without the {key} to let it begin anew",
+            )
+    return found

@@ -1,0 +1,182 @@
+"""Writing a checkpoint: every rank what it holds, into one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..errors import CheckpointError
+from ..pipeline import Pipeline
+from ..progress import Progress, Stateful, counts_of, items_of
+from ..ranks import Ranks, described
+from .files import Writer, checksums, with_aliases, write_trainer
+from .folder import (
+    METADATA,
+    TRAINER,
+    Index,
+    checksum,
+    commit,
+    discard,
+    entries,
+    make_temporary,
+    prune,
+)
+from .optimizer import Groups, Naming, merged, named_groups, named_states
+
+Written: TypeAlias = tuple[list[WriteResult], list[tuple[int, int, int]]]
+"""What a rank has written, with checksums."""
+
+
+def save_checkpoint(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    progress: Progress,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    keep: int | None = 3,
+) -> Path:
+    """Write a checkpoint into a folder of checkpoints. Every rank calls it, between two steps.
+
+    Each rank writes what it holds into the one folder; gradients are not written. The checkpoint
+    appears when it is complete, and older ones beyond `keep` go afterwards.
+
+    Args:
+        directory: on several hosts, on a file system that they share.
+        progress: `seed` and `step_number` are taken from the pipeline.
+        scheduler, scaler: rank 0's are written.
+        keep: how many checkpoints stay, with this one; None for all.
+
+    Returns:
+        Where the checkpoint is.
+
+    Raises:
+        CheckpointError: on every rank, when any of them failed; earlier checkpoints are untouched.
+        TransportError: when another process is gone.
+    """
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
+    progress = dataclasses.replace(progress, seed=pipe.seed, step_number=pipe.step_number)
+    extra = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    saving = _Saving(pipe, optimizer, directory, Ranks(pipe._network))
+    return saving.run(
+        progress, {key: part for key, part in extra.items() if part is not None}, keep
+    )
+
+
+class _Saving:
+    """One checkpoint in the making, on one rank."""
+
+    def __init__(
+        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks
+    ) -> None:
+        self.pipe = pipe
+        self.optimizer = optimizer
+        self.directory = directory
+        self.ranks = ranks
+        self.naming = Naming(pipe.named_parameters(), pipe.parameters())
+        self.planner = DefaultSavePlanner()
+        self.metadata = Metadata({})
+
+    def run(self, progress: Progress, others: Mapping[str, Any], keep: int | None) -> Path:
+        """All steps, each of which fails on all ranks or on none."""
+        together = self.ranks.together
+        folder, groups = together(
+            "the groups of the optimizer",
+            lambda: named_groups(self.optimizer, self.naming),
+            lambda found: (make_temporary(self.directory, progress.step), merged(found)),
+        )
+        try:
+            writer = Writer(folder)
+            plans = together(
+                "the plan of the checkpoint",
+                lambda: self._plan(writer, groups),
+                lambda found: self._plan_all(writer, found),
+            )
+            return together(
+                "the writing of the checkpoint",
+                lambda: self._write(writer, folder, plans[self.ranks.rank]),
+                lambda found: self._finish(writer, folder, found, progress, others, keep),
+            )
+        except CheckpointError as error:
+            if self.ranks.rank == 0:
+                discard(folder)
+            hint = error.hint or f"earlier checkpoints in {self.directory} are as they were"
+            raise CheckpointError(error.problem, hint=hint) from error.__cause__
+
+    def _plan(self, writer: Writer, groups: Groups) -> SavePlan:
+        aliases = self.pipe.spec.aliases
+        tensors = self.pipe.state_dict()
+        tree: dict[str, Any] = {
+            "model": {name: tensor for name, tensor in tensors.items() if name not in aliases},
+            "optimizer": {"state": named_states(self.optimizer, self.naming)},
+        }
+        first = self.ranks.rank == 0
+        if first:
+            tree["optimizer"]["param_groups"] = groups
+        self.planner.set_up_planner(tree, is_coordinator=first)
+        writer.set_up_storage_writer(first)
+        plan: SavePlan = writer.prepare_local_plan(self.planner.create_local_plan())
+        return plan
+
+    def _plan_all(self, writer: Writer, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        finished, self.metadata = self.planner.create_global_plan(list(plans))
+        result: list[SavePlan] = writer.prepare_global_plan(finished)
+        return result
+
+    def _write(self, writer: Writer, folder: Path, plan: SavePlan) -> Written:
+        plan = self.planner.finish_plan(plan)
+        if not plan.items:
+            return [], []
+        try:
+            results: list[WriteResult] = writer.write_data(plan, self.planner).wait()
+            return results, checksums(folder, results)
+        except (OSError, RuntimeError) as error:
+            file = folder / f"__{self.ranks.rank}_0.distcp"
+            raise CheckpointError(f"cannot write {file}: {described(error)}") from error
+
+    def _finish(
+        self,
+        writer: Writer,
+        folder: Path,
+        written: Sequence[Written],
+        progress: Progress,
+        others: Mapping[str, Any],
+        keep: int | None,
+    ) -> Path:
+        """On rank 0: what all ranks have written becomes a checkpoint."""
+        results = [result for found, _ in written for result in found]
+        aliases = {
+            f"model.{alias}": f"model.{name}" for alias, name in self.pipe.spec.aliases.items()
+        }
+        metadata, results = with_aliases(self.metadata, results, aliases)
+        writer.finish(metadata, [results])
+        states = {key: part.state_dict() for key, part in others.items() if key != "optimizer"}
+        write_trainer(folder, {**items_of(progress), **states})
+        sums = {found[0].storage_data.relative_path: sums for found, sums in written if found}
+        for name in (METADATA, TRAINER):
+            size = (folder / name).stat().st_size
+            sums[name] = [(0, size, checksum(folder / name))]
+        numbers = [index.number for index, _ in entries(self.directory)]
+        index = Index(
+            number=max(numbers, default=0) + 1,
+            kinds={key: type(part).__name__ for key, part in others.items()},
+            counts=counts_of(progress),
+            aliases=dict(self.pipe.spec.aliases),
+            files={name: max(at + size for at, size, _ in parts) for name, parts in sums.items()},
+            checksums=sums,
+        )
+        index.write(folder)
+        index.check(folder)
+        final = commit(folder)
+        prune(self.directory, keep)
+        return final
