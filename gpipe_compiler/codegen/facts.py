@@ -9,6 +9,7 @@ from functools import cached_property
 from gpipe_compiler.ir import Argument, Graph, Op
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 
 
@@ -19,17 +20,19 @@ class Facts:
     Attributes:
         templates: what non-tensor values are, where that follows from shapes alone.
         randoms: how many random aten ops each op runs.
+        mixing: the ops in which samples meet.
     """
 
     graph: Graph
     effects: Effects
     templates: Mapping[str, Argument]
     randoms: Mapping[str, int]
+    mixing: frozenset[str]
 
     @classmethod
     def of(cls, graph: Graph) -> Facts:
         """The facts of an annotated graph."""
-        return cls(graph, effects(graph), shape_values(graph), random_ops(graph))
+        return cls(graph, effects(graph), shape_values(graph), random_ops(graph), mixing_ops(graph))
 
     @cached_property
     def _first_random(self) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ from gpipe_compiler.codegen.layout import WIDTH
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.ir import Graph, ModuleCall, Op
+from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
 
@@ -34,6 +34,8 @@ class StageSource:
         state: the stage's own state names to the model's.
         random_ops: numbers of the random aten ops it runs in training.
         initial: by the model's names, how the state of a model without weights begins.
+        writes: the stage's own names of the buffers that training writes to.
+        mixes: whether samples meet in it.
     """
 
     index: int
@@ -45,6 +47,8 @@ class StageSource:
     state: Mapping[str, str]
     random_ops: tuple[int, ...]
     initial: Mapping[str, Steps]
+    writes: tuple[str, ...] = ()
+    mixes: bool = False
 
 
 def has_separate_loss(plan: Plan, graph: Graph) -> bool:
@@ -101,6 +105,19 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         state=state.originals,
         random_ops=facts.random_numbers(ops),
         initial=initial,
+        writes=_writes(facts, ops, state.originals) if plan.training else (),
+        mixes=plan.training and any(op.name in facts.mixing for op in ops),
+    )
+
+
+def _writes(facts: Facts, ops: Sequence[Op], own: Mapping[str, str]) -> tuple[str, ...]:
+    """The buffers, by a stage's own names, that its ops write to."""
+    state = facts.graph.state
+    written = {name for op in ops for name in facts.effects.state_writes.get(op.name, ())}
+    return tuple(
+        name
+        for name, model in own.items()
+        if model in written and state[model].kind is not StateKind.PARAMETER
     )
 
 

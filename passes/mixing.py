@@ -1,0 +1,101 @@
+"""Finds the ops in which samples meet: what one sample comes to depends on the others.
+
+BatchNorm in train mode is one; so are a mean over the batch and a product of all samples with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.watch import DispatchWatch
+
+
+def mixing_ops(graph: Graph) -> frozenset[str]:
+    """Names of the ops that mix samples in the graph's own mode; those of the loss apart.
+
+    It runs at the graph's batch size and at twice that. A kernel mixes when it reads a tensor that
+    grows with the samples and what it returns does not double: BatchNorm returns its statistics,
+    one for each channel, while those of InstanceNorm and LayerNorm grow with the samples. Not seen
+    is what mixes samples and keeps their number: a softmax, a sum or a shift along the batch.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    run = DryRun.of(graph, training=graph.loss is not None)
+    once, twice = (_kernels(run, size) for size in (graph.batch_size, 2 * graph.batch_size))
+    return frozenset(
+        op.name
+        for op in graph.ops
+        if op.name not in graph.loss_only
+        and op.name in once
+        and len(once[op.name]) == len(twice[op.name])
+        and any(map(_mixes, once[op.name], twice[op.name]))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """One kernel that ran: how many elements it read and returned, tensor by tensor."""
+
+    name: str
+    read: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+def _mixes(once: _Kernel, twice: _Kernel) -> bool:
+    if once.name != twice.name or once.name.startswith("new_"):  # only asks for dtype and device
+        return False
+    grows = any(more > few for few, more in zip(once.read, twice.read, strict=False))
+    if not grows:
+        return False
+    if len(once.returned) != len(twice.returned):  # one tensor for each sample
+        return sum(twice.returned) != 2 * sum(once.returned)
+    return any(
+        few > 0 and more != 2 * few for few, more in zip(once.returned, twice.returned, strict=True)
+    )
+
+
+class _KernelWatch(DispatchWatch):
+    """Notes every kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[_Kernel] = []
+
+    def saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
+    ) -> None:
+        """Notes one kernel; of what it returns, the first tensor and all floating ones.
+
+        Some attention kernels return the state of a random generator besides.
+        """
+        results = tensors_in(returned)
+        meant = [t for t in results if t is results[0] or t.dtype.is_floating_point]
+        name = func.overloadpacket.__name__
+        self.seen.append(_Kernel(name, _elements(tensors_in((args, kwargs))), _elements(meant)))
+
+
+def _elements(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
+
+
+def _kernels(run: DryRun, batch_size: int) -> dict[str, list[_Kernel]]:
+    """The kernels of every op that runs, in order."""
+    watch = _KernelWatch()
+    found: dict[str, list[_Kernel]] = {}
+
+    def observer(op: Op, execute: Callable[[], Any]) -> Any:
+        watch.seen = []
+        with watch:
+            returned = execute()
+        found[op.name] = watch.seen
+        return returned
+
+    run.run(batch_size, observer)
+    return found
