@@ -4,6 +4,11 @@ The second forward has to be the first one again: the same random masks (`Seeded
 same key), the same autocast state, the same arguments, and the state that the first one found,
 while the state as it is now must not change. Torch's own tool, torch.utils.checkpoint, knows
 nothing of the last: it lets BatchNorm update its running statistics twice.
+
+The first forward runs with gradients on, and its graph is dropped when it ends. Without gradients
+some modules compute in another way (fused attention does not take masks that need a gradient, for
+one), and the second forward would not give the same bits. At the peak that costs nothing: the
+second forward holds the same activations, beside the same boundary values.
 """
 
 from __future__ import annotations
@@ -90,19 +95,14 @@ class Received:
 
 
 @contextlib.contextmanager
-def forgetting(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A first forward: autograd saves nothing of what is computed inside.
-
-    Gradients stay on, and no more than its inputs tells a kernel that this forward is not the one
-    that counts. Without them some modules compute in another way (fused attention does not take
-    masks that need a gradient, for one), and the second forward would not give the same bits.
+def unwritten(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Around a first forward: its arguments have to be what they were for the second one.
 
     Raises:
-        RuntimeError: when one of the arguments was written to, as the second forward would see.
+        RuntimeError: when one of them was written to.
     """
     versions = [_version(argument) for argument in arguments]
-    with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):
-        yield
+    yield
     if versions != [_version(argument) for argument in arguments]:
         raise RuntimeError(
             "the stage writes to a value it received, and a second forward would start from that; "
@@ -113,11 +113,3 @@ def forgetting(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
 def _version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count, and cannot be trained."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _nothing(_saved: torch.Tensor) -> None:
-    return None
-
-
-def _never(_packed: None) -> torch.Tensor:
-    raise AssertionError("a forward that keeps nothing has no backward")

@@ -13,7 +13,7 @@ from .batchnorm import DeferredStatistics, Gather
 from .choices import Manner
 from .job import Job, Values, Work
 from .random import SeededRandom
-from .recompute import Received, WrittenBuffers, forgetting
+from .recompute import Received, WrittenBuffers, unwritten
 from .spec import BatchNorm, Remat
 from .wiring import StageWiring
 
@@ -71,7 +71,7 @@ class StageRun:
             return self._compute(microbatch, received, again=False)
         if waits and self._recomputes:
             self._kept[microbatch] = Received(tuple(received), self._written.copies())
-            with forgetting(received):
+            with unwritten(received):
                 found = self._compute(microbatch, received, again=False)
         else:
             with self._written.apart() if waits else contextlib.nullcontext():
