@@ -25,6 +25,7 @@ from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.measure import measure
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -173,7 +174,7 @@ def plan(
     count = default_microbatches(batch_size, stages) if microbatches is None else microbatches
     size = microbatch_size(batch_size, count)
     cluster = cluster or local_cluster()
-    graph = check(annotate(graph, size), after="shapes")
+    graph = check(weigh_loss(annotate(graph, size)), after="loss_weight")
     costs = measure(graph, cluster.device) if measured else roofline(graph, cluster.device)
     return make_plan(
         graph,

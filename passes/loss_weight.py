@@ -124,7 +124,7 @@ def _targets(graph: Graph, term: Targets) -> _Count:
     """`(targets != -100).sum()`, or `weights[targets[targets != -100]].sum()`."""
     targets = _elements(graph, term.targets)
     counted = FunctionCall(operator.ne, (_LAST, term.ignored))
-    what = f"targets other than {term.ignored}"
+    what = f"the targets other than {term.ignored}"
     if term.weights is None:
         return _Count(term.op, what, targets, (counted, MethodCall("sum", (_LAST,))))
     steps = (
@@ -133,7 +133,7 @@ def _targets(graph: Graph, term: Targets) -> _Count:
         FunctionCall(operator.getitem, (term.weights, _LAST)),
         MethodCall("sum", (_LAST,)),
     )
-    return _Count(term.op, f"class weights of the {what}", targets, steps)
+    return _Count(term.op, f"{what}, each with the weight of its class", targets, steps)
 
 
 def _elements(graph: Graph, tensor: Argument) -> Argument:
@@ -189,7 +189,7 @@ def _divisor(terms: Terms, term: Division) -> _Count | None:
         guard.then(name, number)
     if term.total not in (None, verb(op) != "mean"):
         return None
-    what = "sum that the loss is divided by"
+    what = "the sum by which it is divided"
     base, *options = op.call.args
     total = _as_sum(op, (_LAST, *options))
     return _Count(term.op, what, base, (total,), guard.floor, guard.offset)

@@ -14,6 +14,7 @@ import torch
 
 import gpipe_compiler.runtime
 from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.loss_weight import MODULE, write_loss_weight
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.readme import write_readme
 from gpipe_compiler.codegen.schedule import write_schedule
@@ -104,7 +105,10 @@ def _write(
     facts = Facts.of(graph)
     stages = [write_stage(plan, facts, stage) for stage in plan.stages]
     texts = {f"stage_{stage.index}.py": stage.text for stage in stages}
-    texts["schedule.py"] = write_schedule(plan, graph, stages)
+    weight = write_loss_weight(plan, graph)
+    if weight is not None:
+        texts[f"{MODULE}.py"] = weight.text
+    texts["schedule.py"] = write_schedule(plan, graph, stages, weight)
     texts["__init__.py"] = write_init(plan, weights=has_weights(graph))
     texts["run.py"] = write_run(plan, hooks, package=identifier(f"{plan.name}_x{len(stages)}"))
     texts["README.md"] = write_readme(plan, graph, stages, weights=has_weights(graph))

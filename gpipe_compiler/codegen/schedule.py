@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from gpipe_compiler.codegen import loss_weight
 from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal, write_nest
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
+from gpipe_compiler.codegen.loss_weight import WeightSource
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
@@ -22,8 +25,13 @@ from gpipe_compiler.runtime.spec import Crossing
 Item = TypeVar("Item")
 
 
-def write_schedule(plan: Plan, graph: Graph, stages: Sequence[StageSource]) -> str:
+def write_schedule(
+    plan: Plan, graph: Graph, stages: Sequence[StageSource], weight: WeightSource | None
+) -> str:
     """The source of `schedule.py`.
+
+    Args:
+        weight: of the loss; None for a mean over samples, or a sum.
 
     Raises:
         EmitError: when the structure of the outputs cannot be written down.
@@ -31,7 +39,7 @@ def write_schedule(plan: Plan, graph: Graph, stages: Sequence[StageSource]) -> s
     imports = Imports()
     if plan.crossings:
         imports.torch()
-    spec = _pipeline(plan, graph, stages, imports)
+    spec = _pipeline(plan, graph, stages, weight, imports)
     used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
@@ -45,7 +53,7 @@ def write_schedule(plan: Plan, graph: Graph, stages: Sequence[StageSource]) -> s
         drawing=_drawing(plan),
         imports=imports.lines(),
         spec_import=_spec_import(from_spec),
-        modules=_stage_import(len(stages)),
+        modules=_module_import(len(stages), weight),
         orders=_orders(plan),
         spec=text.splitlines(),
     )
@@ -59,8 +67,10 @@ def _spec_import(names: Iterable[str]) -> list[str]:
     return ["from .runtime.spec import (", *(f"    {item}," for item in ordered), ")"]
 
 
-def _stage_import(count: int) -> list[str]:
+def _module_import(count: int, weight: WeightSource | None) -> list[str]:
     names = sorted(f"stage_{index}" for index in range(count))
+    if weight is not None:
+        names.insert(0, loss_weight.MODULE)
     flat = f"from . import {', '.join(names)}"
     if len(flat) <= WIDTH:
         return [flat]
@@ -89,7 +99,11 @@ def _orders(plan: Plan) -> list[str]:
 
 
 def _pipeline(
-    plan: Plan, graph: Graph, stages: Sequence[StageSource], imports: Imports
+    plan: Plan,
+    graph: Graph,
+    stages: Sequence[StageSource],
+    weight: WeightSource | None,
+    imports: Imports,
 ) -> Expression:
     inputs = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
     options = {
@@ -98,7 +112,7 @@ def _pipeline(
         "inputs": _all(inputs, lambda source: _input(source, imports)),
         "crossings": _all(plan.crossings, lambda crossing: _crossing(crossing, imports)),
         "outputs": _outputs(graph, imports),
-        "loss": _loss(plan, graph),
+        "loss": _loss(plan, graph, weight, imports),
         "schedule": name(f"ScheduleKind.{plan.schedule.name}"),
         "microbatches": name(str(plan.microbatches)),
         "microbatch_size": name(str(plan.microbatch_size)),
@@ -186,17 +200,34 @@ def _outputs(graph: Graph, imports: Imports) -> Expression:
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
 
 
-def _loss(plan: Plan, graph: Graph) -> Expression:
+def _loss(plan: Plan, graph: Graph, weight: WeightSource | None, imports: Imports) -> Expression:
     if graph.loss is None or not plan.training:
         return name("None")
-    return call(
-        "LossSpec",
-        [
-            _text(graph.loss.value),
-            name(f"Reduction.{graph.loss.reduction.name}"),
-            name(f"separate={has_separate_loss(plan, graph)}"),
-        ],
-    )
+    items = [
+        _text(graph.loss.value),
+        name(f"Reduction.{graph.loss.reduction.name}"),
+        name(f"separate={has_separate_loss(plan, graph)}"),
+    ]
+    if weight is not None:
+        items.append(_weight(weight).prefixed("weight="))
+        if weight.floor > -math.inf:
+            items.append(write_literal(weight.floor, imports).prefixed("floor="))
+        if weight.offset:
+            items.append(write_literal(weight.offset, imports).prefixed("offset="))
+    return call("LossSpec", items)
+
+
+def _weight(weight: WeightSource) -> Expression:
+    options = {
+        "module": name(f"{loss_weight.MODULE}.{loss_weight.CLASS}"),
+        "inputs": _texts(weight.inputs),
+        "outputs": _texts(("weight",)),
+    }
+    if weight.state:
+        options["state"] = name(f"{loss_weight.MODULE}.STATE")
+    if weight.initial:
+        options["initial"] = name(f"{loss_weight.MODULE}.INITIAL")
+    return _call("StageSpec", options, exploded=True)
 
 
 def _numbers(numbers: Sequence[int]) -> Expression:

@@ -274,7 +274,7 @@ class LossWeight:
     the weight of a batch is the sum of those of its parts.
 
     Attributes:
-        what: in words, such as `targets other than -100`.
+        what: in words, such as `the targets other than -100`.
         inputs: the inputs of the graph that it is computed from.
         ops: how: ops of the graph, and after them some that are in no graph.
         value: the scalar among their results that is the weight.

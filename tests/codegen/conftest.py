@@ -29,6 +29,7 @@ from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut_graph import Facts, tabulate
 from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.runtime.schedule import gpipe
@@ -71,7 +72,7 @@ def graph_of(
         graph = graph.replace(
             example={source.name: _at(call, source.path) for source in graph.inputs}
         )
-    return annotate(graph, graph.batch_size // MICROBATCHES)
+    return weigh_loss(annotate(graph, graph.batch_size // MICROBATCHES))
 
 
 def _at(call: Any, path: Sequence[str | int]) -> Any:

@@ -38,7 +38,7 @@ class Stage0(nn.Module):
         return stem_2, blocks_0_conv2
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "stem_0.weight": "stem.0.weight",
     "stem_0.bias": "stem.0.bias",

@@ -38,7 +38,7 @@ class Stage1(nn.Module):
         return blocks_0_relu_1, blocks_1_conv2
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "blocks_0_bn2.weight": "blocks.0.bn2.weight",
     "blocks_0_bn2.bias": "blocks.0.bn2.bias",

@@ -46,7 +46,7 @@ class Stage2(nn.Module):
         return loss
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "blocks_1_bn2.weight": "blocks.1.bn2.weight",
     "blocks_1_bn2.bias": "blocks.1.bn2.bias",

@@ -10,7 +10,7 @@ backward of micro-batch 0.
 
 import torch
 
-from . import stage_0, stage_1, stage_2
+from . import loss_weight, stage_0, stage_1, stage_2
 from .runtime.spec import (
     Crossing,
     Input,
@@ -67,7 +67,16 @@ SPEC = PipelineSpec(
         Crossing("transpose_8", 1, (2,), (2, 2, 4, 6), torch.float32),
     ),
     outputs=Leaf("lm_head"),
-    loss=LossSpec("loss", Reduction.MEAN, separate=True),
+    loss=LossSpec(
+        "loss",
+        Reduction.MEAN,
+        separate=True,
+        weight=StageSpec(
+            module=loss_weight.LossWeight,
+            inputs=("target",),
+            outputs=("weight",),
+        ),
+    ),
     schedule=ScheduleKind.GPIPE,
     microbatches=2,
     microbatch_size=2,

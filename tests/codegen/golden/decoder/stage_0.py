@@ -43,7 +43,7 @@ class Stage0(nn.Module):
         return add, transpose_2, softmax
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "wte.weight": "wte.weight",
     "attentions_0_qkv.weight": "attentions.0.qkv.weight",

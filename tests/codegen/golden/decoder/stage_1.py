@@ -46,7 +46,7 @@ class Stage1(nn.Module):
         return add_1, transpose_5, transpose_7, transpose_8
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "attentions_0_out.weight": "attentions.0.out.weight",
     "attentions_0_out.bias": "attentions.0.out.bias",

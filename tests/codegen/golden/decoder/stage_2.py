@@ -56,7 +56,7 @@ class Stage2(nn.Module):
         return loss
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "attentions_1_out.weight": "attentions.1.out.weight",
     "attentions_1_out.bias": "attentions.1.out.bias",
