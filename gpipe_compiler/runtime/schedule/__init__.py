@@ -5,5 +5,6 @@ from .forward_only import forward_only
 from .gpipe import gpipe
 from .lowering import lower
 from .one_f_one_b import one_f_one_b
+from .together import Joint
 
-__all__ = ["forward_only", "gpipe", "lower", "one_f_one_b", "prove"]
+__all__ = ["Joint", "forward_only", "gpipe", "lower", "one_f_one_b", "prove"]

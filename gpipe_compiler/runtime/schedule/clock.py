@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ..errors import DeadlockError
 from ..spec import Crossing
 from .actions import Compute, Orders, Phase
+from .together import Joint
+
+NOTHING_JOINT = Joint()
 
 Needs = Callable[[Compute], Iterable[Compute]]
 """What must have ended before an action can start, beside its device being free."""
@@ -23,8 +26,11 @@ class Timed:
     end: float
 
 
-def needs_of(crossings: Sequence[Crossing]) -> Needs:
-    """The dependencies that boundary values make between the actions of a micro-batch."""
+def needs_of(crossings: Sequence[Crossing], joint: Joint = NOTHING_JOINT) -> Needs:
+    """The dependencies that boundary values make between actions.
+
+    They are those between the actions of a micro-batch, except where a stage is joint.
+    """
     sources: dict[int, set[int]] = {}
     users: dict[int, set[int]] = {}
     for crossing in crossings:
@@ -34,11 +40,13 @@ def needs_of(crossings: Sequence[Crossing]) -> Needs:
                 users.setdefault(crossing.source, set()).add(target)
 
     def needs(action: Compute) -> Iterable[Compute]:
-        m = action.microbatch
+        stage, m = action.stage, action.microbatch
         if action.phase is Phase.FORWARD:
-            return [Compute(s, Phase.FORWARD, m) for s in sorted(sources.get(action.stage, ()))]
-        own = Compute(action.stage, Phase.FORWARD, m)
-        return [own, *(Compute(s, Phase.BACKWARD, m) for s in sorted(users.get(action.stage, ())))]
+            wanted = [Compute(s, Phase.FORWARD, m) for s in sorted(sources.get(stage, ()))]
+        else:
+            wanted = [Compute(s, Phase.BACKWARD, m) for s in sorted(users.get(stage, ()))]
+            wanted.insert(0, Compute(stage, Phase.FORWARD, m))
+        return [joint.awaited(stage, need) for need in wanted]
 
     return needs
 

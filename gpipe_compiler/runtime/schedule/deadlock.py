@@ -6,7 +6,7 @@ is the worst a transport can do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ..errors import DeadlockError, ScheduleError
 from ..spec import Crossing
@@ -20,12 +20,14 @@ from .actions import (
     SharedSum,
     Transfer,
 )
+from .together import Joint
 
 
 def prove(
     programs: Programs,
     placement: Sequence[int] | None = None,
     crossings: Sequence[Crossing] = (),
+    joint: Collection[int] = (),
 ) -> None:
     """Run the programs abstractly and make sure that every device reaches its end.
 
@@ -34,13 +36,17 @@ def prove(
         placement: the device of each stage; when given, it is also checked that every stage runs
             on its device, for every micro-batch, with all its inputs and gradients present.
         crossings: what must be present.
+        joint: the stages that take all micro-batches as one, with the last of their actions.
 
     Raises:
         DeadlockError: naming every device that waits for ever, and its action.
         ScheduleError: naming a send without its receive, or a value that is not there in time.
     """
     _check_pairs(programs)
-    flow = None if placement is None else _Flow(placement, crossings)
+    flow = None
+    if placement is not None:
+        orders = [[a for a in program if isinstance(a, Compute)] for program in programs]
+        flow = _Flow(placement, crossings, Joint.of(joint, orders))
     for device, action in _executed(programs):
         if flow is not None:
             flow.step(device, action)
@@ -143,9 +149,13 @@ def _meeting(
 class _Flow:
     """What each device holds while the programs run: data must be there before it is used."""
 
-    def __init__(self, placement: Sequence[int], crossings: Sequence[Crossing]) -> None:
+    def __init__(
+        self, placement: Sequence[int], crossings: Sequence[Crossing], joint: Joint
+    ) -> None:
         self.placement = placement
         self.crossings = {crossing.value: crossing for crossing in crossings}
+        self.joint = joint
+        self.run: set[Compute] = set()
         self.made: set[Compute] = set()
         self.received: set[Transfer] = set()
 
@@ -170,9 +180,16 @@ class _Flow:
 
     def _compute(self, device: int, action: Compute) -> None:
         self._on(device, action.stage, str(action))
-        if action in self.made:
+        if action in self.run:
             raise ScheduleError(f"{action} runs twice")
-        m = action.microbatch
+        self.run.add(action)
+        completed = self.joint.completed(action)
+        for m in completed:
+            self._check(device, action, m)
+        self.made.update(Compute(action.stage, action.phase, m) for m in completed)
+
+    def _check(self, device: int, action: Compute, m: int) -> None:
+        """What `action` needs of micro-batch `m`."""
         if (
             action.phase is Phase.BACKWARD
             and Compute(action.stage, Phase.FORWARD, m) not in self.made
@@ -187,8 +204,7 @@ class _Flow:
                 and crossing.gradient
                 and crossing.source == action.stage
             ):
-                self._gradients(device, crossing, action)
-        self.made.add(action)
+                self._gradients(device, crossing, action, m)
 
     def _has(self, device: int, crossing: Crossing, m: int) -> bool:
         """Whether a boundary value is on a device: made there, or received by a stage there."""
@@ -200,8 +216,7 @@ class _Flow:
             if self.placement[target] == device
         )
 
-    def _gradients(self, device: int, crossing: Crossing, action: Compute) -> None:
-        m = action.microbatch
+    def _gradients(self, device: int, crossing: Crossing, action: Compute, m: int) -> None:
         for target in crossing.targets:
             if Compute(target, Phase.BACKWARD, m) not in self.made:
                 raise ScheduleError(f"{action} runs before {target}B{m}")
@@ -235,10 +250,10 @@ class _Flow:
 
     def check_complete(self) -> None:
         """Raise unless every stage ran the same micro-batches, backward everywhere or nowhere."""
-        microbatches = {action.microbatch for action in self.made}
-        phases = {action.phase for action in self.made}
+        microbatches = {action.microbatch for action in self.run}
+        phases = {action.phase for action in self.run}
         for stage in range(len(self.placement)):
             for phase in phases:
                 for m in microbatches:
-                    if Compute(stage, phase, m) not in self.made:
+                    if Compute(stage, phase, m) not in self.run:
                         raise ScheduleError(f"{Compute(stage, phase, m)} is missing")

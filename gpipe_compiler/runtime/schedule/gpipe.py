@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .actions import Compute, Orders, Phase
-from .placement import check_microbatches, stages_of
+from .placement import check_microbatches, runs_of, stages_of
 
 
-def gpipe(placement: Sequence[int], microbatches: int) -> Orders:
+def gpipe(placement: Sequence[int], microbatches: int, joint: Collection[int] = ()) -> Orders:
     """Every micro-batch forward, then every micro-batch backward in reverse order.
 
     The last micro-batch comes back first because its activations are the freshest. All
@@ -19,23 +19,25 @@ def gpipe(placement: Sequence[int], microbatches: int) -> Orders:
         device 1 | .  F0 F1 F2 .  .  B2 B1 B0
         device 2 | .  .  F0 F1 F2 B2 B1 B0
 
-    A device with several stages takes each micro-batch through all of them at a time.
+    A device with several stages takes each micro-batch through all of them at a time, those that
+    are joint apart.
 
     Args:
         placement: the device of each stage; a device holds consecutive stages.
+        joint: the stages that take all micro-batches as one (`together.Joint`).
 
     Raises:
         ValueError: for a placement or a number of micro-batches that makes no sense.
     """
     check_microbatches(microbatches)
-    return tuple(
-        (
-            *(Compute(s, Phase.FORWARD, m) for m in range(microbatches) for s in stages),
-            *(
-                Compute(s, Phase.BACKWARD, m)
-                for m in reversed(range(microbatches))
-                for s in reversed(stages)
-            ),
-        )
-        for stages in stages_of(placement)
-    )
+    orders = []
+    for stages in stages_of(placement):
+        runs = runs_of(stages, joint)
+        forward = [
+            Compute(s, Phase.FORWARD, m) for run in runs for m in range(microbatches) for s in run
+        ]
+        backward = [
+            Compute(action.stage, Phase.BACKWARD, action.microbatch) for action in reversed(forward)
+        ]
+        orders.append((*forward, *backward))
+    return tuple(orders)

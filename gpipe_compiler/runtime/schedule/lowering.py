@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..spec import Crossing
 from .actions import (
@@ -17,6 +17,7 @@ from .actions import (
     Transfer,
 )
 from .clock import needs_of, timeline
+from .together import Joint
 
 
 def lower(
@@ -24,6 +25,7 @@ def lower(
     placement: Sequence[int],
     crossings: Sequence[Crossing],
     shared: Mapping[str, Sequence[int]] | None = None,
+    joint: Collection[int] = (),
 ) -> Programs:
     """Each device's actions with the sends and receives of every boundary value.
 
@@ -33,28 +35,33 @@ def lower(
     receiver arrives, and any two devices agree on the order of what passes between them.
 
     A value goes once to each device that uses it; its gradient comes back once from each, after
-    the last backward there that adds to it. Between stages of one device nothing is sent.
+    the last backward there that adds to it. Between stages of one device nothing is sent. What a
+    joint stage makes follows, for all micro-batches, the last of its actions.
 
     Args:
         orders: each device's compute actions; transfers of gradients follow where it has backwards.
         placement: the device of each stage.
         shared: parameters owned by several stages, by name; their gradients are summed over the
             devices of the owners after the last backward of all owners.
+        joint: the stages that take all micro-batches as one (`together.Joint`).
 
     Raises:
         DeadlockError: when the orders contradict the crossings.
     """
     programs: list[list[Action]] = [[] for _ in orders]
-    order = [timed.action for timed in timeline(orders, needs_of(crossings))]
+    together = Joint.of(joint, orders)
+    order = [timed.action for timed in timeline(orders, needs_of(crossings, together))]
     training = any(action.phase is Phase.BACKWARD for action in order)
     sums = _sums(order, placement, shared or {}) if training else {}
     pending = _gradient_counts(placement, crossings)
     done: dict[tuple[str, int, int], int] = {}
     for position, action in enumerate(order):
         programs[placement[action.stage]].append(action)
-        for transfer in _transfers(action, placement, crossings, pending, done):
-            programs[placement[transfer.source]].append(Send(transfer))
-            programs[placement[transfer.target]].append(Receive(transfer))
+        for m in together.completed(action):
+            made = Compute(action.stage, action.phase, m)
+            for transfer in _transfers(made, placement, crossings, pending, done):
+                programs[placement[transfer.source]].append(Send(transfer))
+                programs[placement[transfer.target]].append(Receive(transfer))
         for total in sums.get(position, ()):
             for device in sorted({placement[stage] for stage in total.stages}):
                 programs[device].append(total)

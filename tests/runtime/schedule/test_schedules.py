@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_pipelines import chain, crossing, pipelines
 
 from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, lower, one_f_one_b, prove
@@ -22,16 +21,6 @@ from gpipe_compiler.runtime.schedule.actions import (
     parse_order,
 )
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
-from gpipe_compiler.runtime.spec import Crossing
-
-
-def crossing(value: str, source: int, targets: Sequence[int], gradient: bool = True) -> Crossing:
-    return Crossing(value, source, tuple(targets), (2, 3), torch.float32, gradient=gradient)
-
-
-def chain(stages: int) -> list[Crossing]:
-    return [crossing(f"v{s}", s, (s + 1,)) for s in range(stages - 1)]
-
 
 GENERATORS = [gpipe, one_f_one_b, forward_only]
 
@@ -89,23 +78,6 @@ def test_no_microbatches_are_refused(generator):
     """There is nothing to schedule."""
     with pytest.raises(ValueError, match="at least one"):
         generator((0, 1), 0)
-
-
-@st.composite
-def pipelines(draw):
-    stages = draw(st.integers(1, 6))
-    steps = draw(st.lists(st.booleans(), min_size=stages - 1, max_size=stages - 1))
-    placement = [0]
-    for step in steps:
-        placement.append(placement[-1] + step)
-    crossings = [c for c in chain(stages) if draw(st.integers(0, 4))]
-    for number in range(draw(st.integers(0, 5)) if stages > 1 else 0):
-        source = draw(st.integers(0, stages - 2))
-        targets = draw(st.sets(st.integers(source + 1, stages - 1), min_size=1))
-        crossings.append(crossing(f"w{number}", source, sorted(targets), draw(st.booleans())))
-    owners = draw(st.sets(st.integers(0, stages - 1), min_size=2)) if stages > 1 else set()
-    shared = {"tied": tuple(sorted(owners))} if owners else {}
-    return tuple(placement), crossings, shared, draw(st.integers(1, 7))
 
 
 @given(pipelines(), st.sampled_from(GENERATORS))

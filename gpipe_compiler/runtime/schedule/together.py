@@ -1,0 +1,56 @@
+"""Joint stages: those that take all micro-batches of a mini-batch as one piece of work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .actions import Compute, Phase
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What the micro-batches of joint stages wait for, beside their own.
+
+    A joint stage has its actions for every micro-batch like any other. Its forwards are one piece
+    of work: none starts before what all of them read is there, and what they make is there when the
+    last of them has ended. The same holds for its backwards.
+
+    Attributes:
+        stages: the joint ones.
+        order: the micro-batches of every stage's forwards, and of its backwards, in the order in
+            which its device takes them.
+    """
+
+    stages: frozenset[int] = frozenset()
+    order: Mapping[tuple[int, Phase], tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stages: Collection[int], orders: Iterable[Iterable[Compute]]) -> Joint:
+        """What is joint in the compute actions of all devices."""
+        found: dict[tuple[int, Phase], list[int]] = {}
+        for order in orders if stages else ():
+            for action in order:
+                found.setdefault((action.stage, action.phase), []).append(action.microbatch)
+        return cls(frozenset(stages), {key: tuple(numbers) for key, numbers in found.items()})
+
+    def completed(self, action: Compute) -> tuple[int, ...]:
+        """The micro-batches whose work in this stage and phase is done when the action has run.
+
+        Its own; in a joint stage none, and with the last action all.
+        """
+        if action.stage not in self.stages:
+            return (action.microbatch,)
+        numbers = self.order[action.stage, action.phase]
+        return numbers if numbers[-1] == action.microbatch else ()
+
+    def awaited(self, reader: int, action: Compute) -> Compute:
+        """What a stage waits for that reads what `action` makes.
+
+        That action; the last one of its stage and phase, where either stage is joint: a device
+        takes them in order.
+        """
+        if reader not in self.stages and action.stage not in self.stages:
+            return action
+        numbers = self.order.get((action.stage, action.phase), (action.microbatch,))
+        return Compute(action.stage, action.phase, numbers[-1])

@@ -1,0 +1,35 @@
+"""Placements, boundary values and shared parameters of any kind, to hold schedules against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from gpipe_compiler.runtime.spec import Crossing
+
+
+def crossing(value: str, source: int, targets: Sequence[int], gradient: bool = True) -> Crossing:
+    return Crossing(value, source, tuple(targets), (2, 3), torch.float32, gradient=gradient)
+
+
+def chain(stages: int) -> list[Crossing]:
+    return [crossing(f"v{s}", s, (s + 1,)) for s in range(stages - 1)]
+
+
+@st.composite
+def pipelines(draw):
+    stages = draw(st.integers(1, 6))
+    steps = draw(st.lists(st.booleans(), min_size=stages - 1, max_size=stages - 1))
+    placement = [0]
+    for step in steps:
+        placement.append(placement[-1] + step)
+    crossings = [c for c in chain(stages) if draw(st.integers(0, 4))]
+    for number in range(draw(st.integers(0, 5)) if stages > 1 else 0):
+        source = draw(st.integers(0, stages - 2))
+        targets = draw(st.sets(st.integers(source + 1, stages - 1), min_size=1))
+        crossings.append(crossing(f"w{number}", source, sorted(targets), draw(st.booleans())))
+    owners = draw(st.sets(st.integers(0, stages - 1), min_size=2)) if stages > 1 else set()
+    shared = {"tied": tuple(sorted(owners))} if owners else {}
+    return tuple(placement), crossings, shared, draw(st.integers(1, 7))
