@@ -72,7 +72,7 @@ class Batches:
         """
         if self._iterator is None:
             self._begin()
-        found = []
+        found: list[Batch] = []
         while len(found) < count:
             item = self._next()
             if item is None:
@@ -85,6 +85,15 @@ class Batches:
             self._iterator = None
             self._began = RandomState.now()
         return found
+
+    def length(self) -> int | None:
+        """The batches of the present pass, where its iterable has a `len`."""
+        if self._iterator is None:
+            self._begin()
+        try:
+            return len(self._data)  # type: ignore[arg-type]  # it is asked whether it has one
+        except TypeError:
+            return None
 
     def place(self, progress: Progress) -> Progress:
         """Progress with the place of the next batch."""
@@ -170,17 +179,11 @@ def pair(item: object, place: str) -> tuple[object, object]:
         UsageError: when it is something else.
     """
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise UsageError(
-            f"{place} is {'of ' if isinstance(item, tuple | list) else ''}{_what(item)}",
-            hint="every batch is a pair: (inputs, target)",
-        )
+        what = type(item).__name__
+        if isinstance(item, tuple | list):
+            what += f" of {len(item)}"
+        raise UsageError(f"{place}: a {what} is no pair", hint="give (inputs, target)")
     return item[0], item[1]
-
-
-def _what(item: object) -> str:
-    if isinstance(item, tuple | list):
-        return f"{len(item)} things"
-    return f"a {type(item).__name__}"
 
 
 def _has_state(data: object) -> bool:

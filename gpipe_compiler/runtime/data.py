@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,26 @@ from .weights import load_file
 from .wiring import inputs_for, most_work
 
 EXAMPLE = Path("weights", "example.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class InputChoice:
+    """What the model is run on, where the user's own data is not.
+
+    Attributes:
+        file: named tensors; None for the example.
+        samples: of the example; None for as many as it was compiled with.
+    """
+
+    file: Path | None = None
+    samples: int | None = None
+
+
+def call_on(spec: PipelineSpec, directory: Path, choice: InputChoice) -> tuple[object, object]:
+    """Inputs and target of what was chosen; raises as `named_input` or `example_call`."""
+    if choice.file is not None:
+        return named_input(spec, choice.file)
+    return example_call(spec, directory, choice.samples)
 
 
 def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tuple[object, object]:

@@ -98,6 +98,7 @@ class Pipeline:
         store = None if weights is None else Weights.open(Path(weights))
         self.held = HeldStages(spec, self._build(store))
         self._scales = Scales(spec, store, seed)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
         self._runner = self._make_runner()
         if self._network is not None and store is None:
             self._share_initial()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from .evaluation import Evaluated
@@ -78,6 +79,8 @@ class StepLog:
     `grad_norm` is there where gradients are clipped. Lines are written one by one; a process that
     is killed loses none but that of its last step.
 
+    A number that is not finite is null.
+
     Args:
         step: the steps that are done: what the file says of later ones is cut off.
     """
@@ -87,8 +90,9 @@ class StepLog:
         kept = _lines_up_to(path, step)
         temporary = path.with_name(f".{path.name}.partial")
         temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        self._evaluated = max((_number(line) for line in kept if "evaluation" in line), default=-1)
 
     def step(self, step: int, stepped: Stepped, seconds: float) -> None:
         """A step of the optimizer is done."""
@@ -99,15 +103,17 @@ class StepLog:
         self._write(line)
 
     def evaluation(self, step: int, found: Evaluated) -> None:
-        """An evaluation is done."""
-        self._write({"evaluation": {"step": step, "loss": found.loss, **found.metrics}})
+        """An evaluation is done; one that the file knows from before a restart is left out."""
+        if step > self._evaluated:
+            numbers = {"loss": found.loss, **found.metrics}
+            self._write({"evaluation": {"step": step, **_plain(numbers)}})
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -115,13 +121,22 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
     """The lines of a log that a run at this step has not to write again."""
     if step == 0 or not path.is_file():
         return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            content = json.loads(line)
-            number = content.get("evaluation", content)["step"]
-        except (ValueError, LookupError, AttributeError, TypeError):
-            continue  # cut off when its process was killed
-        if line.endswith("\n") and number <= step:
-            kept.append(line)
-    return kept
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if 0 <= _number(line) <= step]
+
+
+def _number(line: str) -> int:
+    """The step that a line is about; -1 for a line that was cut off when its process was killed."""
+    try:
+        content = json.loads(line)
+        return int(content.get("evaluation", content)["step"]) if line.endswith("\n") else -1
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return -1
+
+
+def _plain(numbers: Mapping[str, object]) -> dict[str, object]:
+    """What JSON can say of these."""
+    return {
+        name: None if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in numbers.items()
+    }

@@ -1,0 +1,149 @@
+"""When training writes checkpoints, and from which one it goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from .checkpoint import latest, load_checkpoint, save_checkpoint
+from .errors import CheckpointError, UsageError
+from .pipeline import Pipeline
+from .progress import Progress
+from .ranks import Ranks
+
+LATEST = "latest"
+KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """What the user types about checkpoints.
+
+    Attributes:
+        directory: where they are written, None for none.
+        every: so many steps; None for the end of every pass over the data.
+        keep: so many of the newest.
+        resume: "latest" or the path of one; None to start from the beginning.
+    """
+
+    directory: Path | None = None
+    every: int | None = None
+    keep: int = KEPT
+    resume: str | None = None
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def to_resume(options: CheckpointOptions, *, again: bool) -> Path | None:
+    """The checkpoint to go on from; None to start from the beginning.
+
+    Args:
+        again: whether torchrun has started the job again: then it goes on from the newest.
+
+    Raises:
+        UsageError: when the directory holds checkpoints of a run that nobody wants to resume.
+        CheckpointError: when none is there that can be read.
+    """
+    directory, resume = options.directory, options.resume
+    newest = None
+    if directory is not None and (again or resume in (None, LATEST)):
+        newest = latest(directory)
+    if again and newest is not None:
+        return newest
+    if resume is None:
+        if newest is not None and not again:
+            raise UsageError(
+                f"{directory} holds checkpoints already, the newest is {newest.name}",
+                hint="go on from there with --resume, or name another --checkpoint-dir",
+            )
+        return None
+    if resume == LATEST:
+        return newest
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    return latest(path) or path
+
+
+class Keeper:
+    """Writes the checkpoints of a run, and reads the one that it goes on from.
+
+    Attributes:
+        last: the newest checkpoint of this run, for messages; None before the first.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        options: CheckpointOptions,
+    ) -> None:
+        self.pipe = pipe
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.options = options
+        self.last: Path | None = None
+        self._saved: tuple[int, int] | None = None
+
+    def resume(self) -> Progress | None:
+        """Take over the checkpoint that is to be resumed; None where there is none."""
+        path = self._agreed()
+        if path is None:
+            if self.options.resume == LATEST and self.pipe.rank == 0:
+                print(
+                    f"no checkpoint in {self.options.directory} yet: starting from the beginning",
+                    file=sys.stderr,
+                )
+            return None
+        progress = load_checkpoint(
+            self.pipe,
+            self.optimizer,
+            path,
+            scheduler=self.scheduler,
+            scaler=self.pipe.scaler,
+        )
+        self.last = path
+        self._saved = progress.step, progress.epoch
+        if self.pipe.rank == 0:
+            print(f"resumed from {path}, step {progress.step}")
+        return progress
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint, where they are wanted and this one is not there yet."""
+        place = progress.step, progress.epoch
+        if self.options.directory is None or self._saved == place:
+            return
+        self.last = save_checkpoint(
+            self.pipe,
+            self.optimizer,
+            self.options.directory,
+            progress,
+            scheduler=self.scheduler,
+            scaler=self.pipe.scaler,
+            keep=self.options.keep,
+        )
+        self._saved = place
+
+    def _agreed(self) -> Path | None:
+        """Rank 0 looks which it is, every rank reads that."""
+
+        def look(_: object) -> tuple[Path | None, str, str]:
+            try:
+                return to_resume(self.options, again=restarted()), "", ""
+            except UsageError as error:
+                return None, error.problem, error.hint
+
+        ranks = Ranks(self.pipe._network)
+        path, problem, hint = ranks.together("the checkpoint to go on from", lambda: None, look)
+        if problem:
+            raise UsageError(problem, hint=hint)
+        return path
