@@ -22,13 +22,18 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
         package=package,
         training=plan.training,
         hooks=_hooks(hooks) if hooks is not None and offered else None,
-        offered=offered,
+        offered=_listed(offered),
     )
 
 
 def _hooks(hooks: Hooks) -> list[str]:
     place = str(hooks.file) if hooks.file is not None else hooks.module
     return lay_out(name(quote(place)), prefix="HOOKS = ")
+
+
+def _listed(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
 def write_init(plan: Plan, *, weights: bool) -> str:

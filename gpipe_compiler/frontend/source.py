@@ -1,8 +1,9 @@
 """Loads what is to be compiled: a model file (or module) and what it offers.
 
 A model file offers `build_model()` and `example_inputs()`, and where it is to be trained also
-`loss_fn(output, target)`, `example_target()`, `make_optimizer(params)` and `train_data()`. The file
-runs as an ordinary module; nothing of it is changed.
+`loss_fn(output, target)`, `example_target()`, and for `run.py train` `train_data()`, `eval_data()`,
+`make_optimizer(params)`, `make_scheduler(optimizer)` and `metrics(output, target)`. The file runs
+as an ordinary module; nothing of it is changed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gpipe_compiler.frontend.user_code import (
 from gpipe_compiler.runtime.spec import Steps
 
 DEFAULT_FACTORY = "build_model"
-_HOOKS = ("train_data", "make_optimizer")
+_HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metrics")
 _OFFERS = (DEFAULT_FACTORY, "example_inputs", "example_target", "loss_fn", *_HOOKS)
 
 
@@ -85,11 +86,13 @@ def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) 
 def _offered(module: ModuleType, name: str) -> Callable[..., object] | None:
     """The function of this name in the user's file, None where there is none.
 
+    A module of this name, as after `from sklearn import metrics`, is none.
+
     Raises:
         ModelError: when the name is there but cannot be called.
     """
     function = getattr(module, name, None)
-    if function is None:
+    if function is None or isinstance(function, ModuleType):
         return None
     if not callable(function):
         raise ModelError(

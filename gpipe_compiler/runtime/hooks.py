@@ -53,8 +53,9 @@ class UserHooks:
         if source is None:
             return cls()
         module = _import(source)
-        offered = [field.name for field in fields(cls) if field.name != "name"]
-        return cls(source, *(getattr(module, name, None) for name in offered))
+        offered = (getattr(module, field.name, None) for field in fields(cls)[1:])
+        # A name may be that of a module, as after `from sklearn import metrics`.
+        return cls(source, *(item if callable(item) else None for item in offered))
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The user's optimizer.

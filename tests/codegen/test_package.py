@@ -224,13 +224,14 @@ def test_a_folder_may_be_called_anything(
 def test_the_users_file_is_named_for_its_hooks(plan: Plan, tmp_path: Path) -> None:
     """Only when it offers any."""
     file = tmp_path / "model.py"
-    with_hooks = Hooks(file, "", frozenset({"train_data"}))
+    with_hooks = Hooks(file, "", frozenset({"train_data", "metrics", "eval_data"}))
     without = Hooks(file, "", frozenset())
 
     offered = emit(plan, tmp_path / "a", hooks=with_hooks)
     nothing = emit(plan, tmp_path / "b", hooks=without)
 
     assert str(file) in (offered / "run.py").read_text()
+    assert "The file with eval_data, metrics and train_data." in (offered / "run.py").read_text()
     assert str(file) not in (nothing / "run.py").read_text()
 
 

@@ -120,15 +120,19 @@ class TestForms:
         assert sys.modules["json"] is before
 
     def test_hooks_that_the_file_offers(self, load_text: Loader) -> None:
+        """A module that happens to have the name of a hook is none."""
         subject = load_text(
             """
+            import math as metrics
             def example_inputs(): return torch.ones(4, 3)
             def make_optimizer(params): return torch.optim.SGD(params, 0.1)
+            def make_scheduler(optimizer): return None
+            def eval_data(): yield torch.ones(4, 3), None
             """
         )
 
         assert subject.hooks is not None
-        assert subject.hooks.names == {"make_optimizer"}
+        assert subject.hooks.names == {"make_optimizer", "make_scheduler", "eval_data"}
 
     def test_loss_with_example_target(self, load_text: Loader) -> None:
         subject = load_text(
