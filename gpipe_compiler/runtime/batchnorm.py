@@ -85,13 +85,13 @@ class DeferredStatistics:
     def forward(self, microbatch: int, *, again: bool) -> Iterator[None]:
         """Active while the stage's forward of a micro-batch runs, once or `again`.
 
-        The first micro-batch alone counts as a mini-batch; the others count on a copy. So does a
-        second forward of the first, whose buffers are copies already.
+        The first forward of the first micro-batch alone counts as a mini-batch; the others count
+        on copies.
         """
         if self._first is None:
             self._first = microbatch
         with contextlib.ExitStack() as stack:
-            if microbatch != self._first:
+            if again or microbatch != self._first:
                 stack.enter_context(self._counters.replaced(self._counters.copies()))
             buffers = dict(self._module.named_buffers(remove_duplicate=False))
             stack.enter_context(_Watch(buffers, None if again else self._layers))
