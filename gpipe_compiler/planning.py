@@ -120,24 +120,33 @@ class _Drafting:
         """The cut into stages that recompute as asked.
 
         AUTO cuts as if nothing were recomputed. Where a stage does not fit its device it is to
-        recompute, and the cut is made anew, until those that do not recompute fit. Those that
-        would fit anyway then need not. The lower bound stays that of stages which recompute
-        nothing.
+        recompute, and the cut is made anew, until those that do not recompute fit. Of these cuts,
+        each with as few stages that recompute as it needs, it takes the one with the shortest
+        step among those that come closest to fitting. The lower bound stays that of stages which
+        recompute nothing.
         """
         draft = self.cut((choice is RematChoice.FULL,) * self.count)
         if choice is not RematChoice.AUTO:
             return draft
         first = draft.found
-        needed = self._too_large(draft)
-        while any(need and not done for need, done in zip(needed, draft.recompute, strict=True)):
-            draft = self.cut(tuple(map(operator.or_, needed, draft.recompute)))
+        settled = []
+        while True:
             needed = self._too_large(draft)
-        if any(needed):
-            found = dataclasses.replace(
-                draft.found, lower_bound_s=first.lower_bound_s, proved=False
-            )
-            draft = dataclasses.replace(draft, found=found)
-        return draft.with_recompute(needed)
+            settled.append(draft.with_recompute(needed))
+            wanted = tuple(map(operator.or_, needed, draft.recompute))
+            if wanted == draft.recompute:
+                break
+            draft = self.cut(wanted)
+        best = min(settled, key=self._merit)
+        proved = first.proved and best is settled[0] and not any(best.recompute)
+        found = dataclasses.replace(best.found, lower_bound_s=first.lower_bound_s, proved=proved)
+        return dataclasses.replace(best, found=found)
+
+    def _merit(self, draft: _Draft) -> tuple[int, float]:
+        """How far a draft is from fitting its devices, and its step; less is better."""
+        expected = predict(self.facts.graph, draft.stages, self.orders, draft.found)
+        memory = self.cluster.device.memory
+        return sum(max(0, peak - memory) for peak in expected.peak_bytes), expected.step_s
 
     def _too_large(self, draft: _Draft) -> tuple[bool, ...]:
         """For every stage, whether it does not fit its device unless it recomputes."""

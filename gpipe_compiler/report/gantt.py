@@ -20,6 +20,12 @@ _HEIGHTS: Mapping[Lane, tuple[float, float]] = {
     Lane.GRADIENT: (35.0, 5.0),
 }
 """For every lane, where in its device's row it begins, and how high it is."""
+_WORK: Mapping[str, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "again": "forward again",
+}
+"""For every kind of bar on a device, what it does."""
 _LETTER = 6.5
 _TICKS = 8
 
@@ -69,20 +75,27 @@ def gantt(simulation: Simulation) -> Gantt:
     )
 
 
+def _kind(span: Span) -> str:
+    if span.recompute:
+        return "again"
+    return "forward" if span.action.phase is Phase.FORWARD else "backward"
+
+
 def _bar(span: Span, scale: float, with_stage: bool) -> Bar:
     top, height = _HEIGHTS[span.lane]
     action = span.action
-    forward = action.phase is Phase.FORWARD
     width = (span.end_s - span.start_s) * scale
     text = str(action) if with_stage else str(action.microbatch)
+    if span.recompute:
+        text = text.replace(action.phase.value, "R") if with_stage else f"R{text}"
     fits = span.lane is Lane.DEVICE and width >= len(text) * _LETTER + 3
     kind = {
-        Lane.DEVICE: "forward" if forward else "backward",
+        Lane.DEVICE: _kind(span),
         Lane.RECEIVE: "transfer",
         Lane.GRADIENT: "transfer",
     }[span.lane]
     doing = {
-        Lane.DEVICE: f"{'forward' if forward else 'backward'} of stage {action.stage}",
+        Lane.DEVICE: f"{_WORK[_kind(span)]} of stage {action.stage}",
         Lane.RECEIVE: f"stage {action.stage} receives",
         Lane.GRADIENT: f"stage {action.stage} returns gradients",
     }[span.lane]

@@ -14,6 +14,7 @@ from gpipe_compiler.report.gantt import gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
 from gpipe_compiler.report.text import Held, headline, prediction_rows
+from gpipe_compiler.runtime.spec import Remat
 
 _MOST_DRAWN = 60
 """Boundary values up to which the picture of the pipeline is one that can be read."""
@@ -70,6 +71,7 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
             )
         ],
         slowest=slowest,
+        recomputes=any(stage.remat is not Remat.NONE for stage in plan.stages),
         boundaries=boundaries(plan),
         picture=_picture(plan),
         validation=validation,

@@ -23,6 +23,7 @@ from gpipe_compiler.report.units import (
     short_source,
 )
 from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
 
 _PLAIN_WIDTH = 200
 """Columns of plain text; wide, so that no cell of a table wraps."""
@@ -57,12 +58,24 @@ def headline(plan: Plan) -> Text:
         (plan.name, "bold"),
         f" {work} in {counted(len(plan.stages), 'stage')} on {plan.cluster.device.name}: "
         f"{plan.schedule.value}, a batch of {plan.batch_size} in "
-        f"{counted(plan.microbatches, 'micro-batch', 'es')} of {plan.microbatch_size}",
+        f"{counted(plan.microbatches, 'micro-batch', 'es')} of {plan.microbatch_size}"
+        f"{_manner(plan)}",
     )
+
+
+def _manner(plan: Plan) -> str:
+    """What is not as the plain model does it micro-batch by micro-batch."""
+    words = []
+    if plan.batchnorm is not BatchNorm.MICRO:
+        words.append(f"BatchNorm {plan.batchnorm.value}")
+    if plan.precision is not Precision.FP32:
+        words.append(plan.precision.value)
+    return f"; {', '.join(words)}" if words else ""
 
 
 def stage_table(plan: Plan) -> Table:
     """One row for every stage: what it holds and what one micro-batch costs it."""
+    recomputes = any(stage.remat is not Remat.NONE for stage in plan.stages)
     columns = [
         "stage",
         "holds",
@@ -72,6 +85,7 @@ def stage_table(plan: Plan) -> Table:
         *(["backward"] if plan.training else []),
         "receives",
         *(["saved"] if plan.training else []),
+        *(["remat"] if recomputes else []),
         "peak",
     ]
     title = "stages (times and bytes of one micro-batch, memory at its peak)"
@@ -86,6 +100,7 @@ def stage_table(plan: Plan) -> Table:
             *([format_seconds(stage.backward_s)] if plan.training else []),
             format_bytes(stage.receive_bytes),
             *([format_bytes(stage.saved_bytes)] if plan.training else []),
+            *([stage.remat.value] if recomputes else []),
             format_bytes(peak),
         )
     return table
@@ -126,11 +141,13 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     rate = plan.batch_size / prediction.step_s if prediction.step_s > 0 else 0.0
     proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
     both_ways = ", gradients included" if plan.training else ""
+    again = [("recomputing", f"{format_share(prediction.recompute)} of the devices' time")]
     return [
         (work, f"{format_seconds(prediction.step_s)} ({format_rate(rate)} samples/s)"),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
         ("bubble", format_share(prediction.bubble)),
+        *(again if prediction.recompute > 0 else []),
         ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
@@ -138,9 +155,15 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _memory(plan: Plan) -> str:
-    peak, memory = max(plan.prediction.peak_bytes, default=0), plan.cluster.device.memory
-    excess = ": too much" if peak > memory else ""
-    return f"{format_bytes(peak)} on a device of {format_bytes(memory)}{excess}"
+    peaks, memory = plan.prediction.peak_bytes, plan.cluster.device.memory
+    peak = max(peaks, default=0)
+    text = f"{format_bytes(peak)} on a device of {format_bytes(memory)}"
+    over = [str(stage) for stage, size in enumerate(peaks) if size > memory]
+    if not over:
+        return text
+    stages = f"stage{'s' if len(over) > 1 else ''} {', '.join(over)}"
+    most = " at most" if len(over) > 1 else ""
+    return f"{text}: too much for {stages}, by {format_bytes(peak - memory)}{most}"
 
 
 class Held(Protocol):

@@ -41,10 +41,11 @@ def _title(kind: str, device: int, row: int, text: str) -> dict[str, object]:
 
 def _event(span: Span) -> dict[str, object]:
     forward = span.action.phase is Phase.FORWARD
+    work = "recompute" if span.recompute else "forward" if forward else "backward"
     return {
         "ph": "X",
-        "name": str(span.action),
-        "cat": "forward" if forward else "backward",
+        "name": f"{work} for {span.action}" if span.recompute else str(span.action),
+        "cat": work,
         "pid": span.device,
         "tid": _LANES[span.lane][0],
         "ts": span.start_s * 1e6,

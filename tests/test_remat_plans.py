@@ -1,0 +1,193 @@
+"""Plans that recompute: predictions against arithmetic done here, choices against every other choice.
+
+Times are held against the definition: GPipe's step in closed form with a set-up of one forward
+before every backward but the first. Peaks are added up from what the stages hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cut_graph import Facts, tabulate
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.prediction import in_flight
+from gpipe_compiler.report.facts import stage_times
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
+from gpipe_compiler.simulate import simulate
+
+LINK = Link(1e9, 1e-6)
+M, K = 4, 3
+
+
+class Bottlenecks(nn.Module):
+    """Little goes from block to block; inside, one block keeps much more than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4), nn.Tanh())
+                for width in (64, 512, 64, 64)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]  # Sequential returns what it is given
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    torch.manual_seed(0)
+    return trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX)
+
+
+def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
+    device = dataclasses.replace(DEFAULT_HOST, memory=memory)
+    return plan(graph, stages=stages, microbatches=M, policy=policy, cluster=Cluster(device, LINK))
+
+
+def fixed_bytes(plan_: Plan, stage: int) -> int:
+    """Weights and gradients: the model has nothing else."""
+    return 2 * plan_.stages[stage].parameter_bytes
+
+
+def test_a_step_that_recomputes_takes_what_the_closed_form_says(graph: Graph) -> None:
+    made = planned(graph, Policy(remat=RematChoice.FULL))
+
+    times = stage_times(made)
+    forward = [s for t in times for s in (t.receive_s, t.forward_s)]
+    backward = [s for t in times for s in (t.backward_s, t.gradient_s)]
+    pace = [s for t in times for s in (t.forward_s + t.backward_s, t.gradient_s)]
+    step = sum(forward) + sum(backward) + (M - 1) * (max(forward) + max(pace))
+    assert made.prediction.step_s == pytest.approx(step)
+    again = (M - 1) * sum(stage.forward_s for stage in made.stages)
+    assert made.prediction.recompute == pytest.approx(again / (K * step))
+    assert made.prediction.proved
+    assert all(stage.remat is Remat.FULL for stage in made.stages)
+    assert Plan.from_json(made.to_json()) == dataclasses.replace(made, graph=None)
+
+
+def test_what_a_stage_that_recomputes_holds(graph: Graph) -> None:
+    """Its inputs for every micro-batch, and one micro-batch whole."""
+    made = planned(graph, Policy(remat=RematChoice.FULL))
+
+    assert made.graph is not None
+    for stage, peak in zip(made.stages, made.prediction.peak_bytes, strict=True):
+        shapes = [made.graph.values[name].shape for name in stage.inputs]
+        taken = sum(4 * torch.Size(shape).numel() for shape in shapes)
+        assert stage.input_bytes == taken > 0
+        assert peak == fixed_bytes(made, stage.index) + M * taken + stage.saved_bytes
+
+
+def test_no_other_cut_that_recomputes_is_faster(graph: Graph) -> None:
+    """Every cut of the chain of ops into two stages that recompute, simulated."""
+    made = planned(graph, Policy(remat=RematChoice.FULL), stages=2)
+    assert made.graph is not None
+    costs = roofline(made.graph, made.cluster.device)
+    facts = Facts.of(made.graph, costs)
+    free = [op.name for op in facts.kept if op.name not in facts.atoms.last_stage]
+    steps = []
+    for place in range(1, len(free) + 1):
+        stage_of = {op.name: int(op.name not in free[:place]) for op in facts.kept}
+        table = tabulate(facts, stage_of, 2)
+        stages = tuple(
+            dataclasses.replace(
+                stage,
+                forward_s=sum(costs.ops[name].forward_s for name in ops),
+                backward_s=sum(costs.ops[name].backward_s for name in ops),
+            )
+            for stage, ops in zip(made.stages, table.ops, strict=True)
+        )
+        cut = dataclasses.replace(made, stages=stages, crossings=table.crossings)
+        steps.append(simulate(made.orders, stage_times(cut)).step_s)
+
+    assert len(steps) > 10
+    assert made.prediction.step_s == pytest.approx(min(steps))
+
+
+def test_auto_recomputes_nothing_where_all_fits(graph: Graph) -> None:
+    none, auto = (
+        planned(graph, Policy(remat=choice)) for choice in (RematChoice.NONE, RematChoice.AUTO)
+    )
+
+    assert auto == none
+    assert auto.prediction.recompute == 0
+
+
+@pytest.mark.parametrize("schedule", ScheduleKind)
+def test_auto_recomputes_only_where_memory_is_short(graph: Graph, schedule: ScheduleKind) -> None:
+    """Whatever a device holds: the plan fits, and a stage that recomputes would not fit without."""
+    none, full = (
+        planned(graph, Policy(schedule, choice)) for choice in (RematChoice.NONE, RematChoice.FULL)
+    )
+    most, least = max(none.prediction.peak_bytes), max(full.prediction.peak_bytes)
+    assert least < most
+    some = set()
+    for memory in range(least, most + 1, (most - least) // 12):
+        auto = planned(graph, Policy(schedule, RematChoice.AUTO), memory)
+
+        assert max(auto.prediction.peak_bytes) <= memory
+        for stage, flying in zip(auto.stages, in_flight(auto.orders, K), strict=True):
+            whole = fixed_bytes(auto, stage.index) + flying * stage.saved_bytes
+            assert (stage.remat is Remat.FULL) == (whole > memory)
+        assert simulate(auto.orders, stage_times(auto)).step_s == auto.prediction.step_s
+        assert auto.prediction.lower_bound_s == none.prediction.lower_bound_s
+        assert auto.prediction.step_s >= none.prediction.step_s
+        if any(stage.remat is Remat.FULL for stage in auto.stages):
+            assert not auto.prediction.proved
+        assert "too much" not in str(auto)
+        some.add(sum(stage.remat is Remat.FULL for stage in auto.stages))
+    assert some & {1, 2}
+
+
+def test_where_nothing_fits_the_plan_says_so(graph: Graph) -> None:
+    auto = planned(graph, Policy(remat=RematChoice.AUTO), 1024)
+
+    assert all(stage.remat is Remat.FULL for stage in auto.stages)
+    worst = max(auto.prediction.peak_bytes)
+    text = str(auto)
+    assert "too much for stages 0, 1, 2" in text
+    assert f"{(worst - 1024) / 1024:.3g} KiB" in text
+
+
+def test_inference_recomputes_nothing() -> None:
+    graph = trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX, training=False)
+
+    made = planned(graph, Policy(remat=RematChoice.FULL))
+
+    assert all(stage.remat is Remat.NONE for stage in made.stages)
+
+
+def test_a_schedule_that_cannot_normalise_the_whole_batch_is_refused() -> None:
+    with pytest.raises(UsageError, match="the schedule 1f1b cannot do that") as error:
+        Policy(ScheduleKind.ONE_F_ONE_B, batchnorm=BatchNorm.EXACT)
+    assert "--schedule gpipe" in error.value.hint
+
+
+def test_older_plans_are_read() -> None:
+    """What was written before there was a choice is a plan without it."""
+    graph = trace(nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.FX)
+    made = plan(graph, stages=1, microbatches=2, cluster=Cluster(DEFAULT_HOST, LINK))
+    fields = json.loads(made.to_json())
+    for name in ("batchnorm", "precision"):
+        del fields[name]
+    del fields["prediction"]["recompute"]
+    for stage in fields["stages"]:
+        del stage["remat"], stage["input_bytes"]
+
+    old = Plan.from_json(json.dumps(fields))
+
+    assert (old.batchnorm, old.precision) == (BatchNorm.MICRO, Precision.FP32)
+    assert old.stages[0].remat is Remat.NONE
