@@ -12,10 +12,12 @@ from .batchnorm import Gather, alone
 from .choices import Manner
 from .errors import PipelineError, StageError
 from .job import Job, Values, Work
+from .joint import Batch
+from .precision import run_of_device
 from .schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
 from .stage_run import StageRun
 from .transport import Endpoint
-from .wiring import Need, StageWiring, Step
+from .wiring import Need, Part, StageWiring, Step
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Engine:
         """
         run = _Run(self, wiring, job, endpoint)
         gradients = torch.enable_grad() if job.work is Work.TRAIN else torch.no_grad()
-        with gradients:
+        with gradients, run_of_device(self.manner.precision):
             for step in steps:
                 run.execute(step)
             endpoint.flush()
@@ -86,7 +88,9 @@ class _Run:
         self.job = job
         self.endpoint = endpoint
         self.stages = {
-            index: StageRun(wiring[index], module, job, engine.loss_name, engine.manner)
+            index: StageRun(
+                wiring[index], module, job, engine.loss_name, engine.manner, engine.device
+            )
             for index, module in engine.modules.items()
         }
         self.values: list[Values] = [dict(values) for values in job.inputs]
@@ -99,45 +103,50 @@ class _Run:
         action = step.action
         match action:
             case Compute():
-                microbatch = action.microbatch
                 self._compute(action, waits=step.waits)
             case Send(transfer=transfer):
-                microbatch = transfer.microbatch
                 self._send(transfer)
             case Receive(transfer=transfer):
                 self.endpoint.expect(transfer)
-                return
             case SharedSum():
                 self.endpoint.exchange(action)
-                return
-        values = self.values[microbatch]
-        for name in step.drops:
-            values.pop(name, None)
+        for name, microbatch in step.drops:
+            self.values[microbatch].pop(name, None)
 
     def _compute(self, action: Compute, *, waits: bool) -> None:
         stage = self.wiring[action.stage]
+        m = action.microbatch
+        if stage.joint is None:
+            batch = Batch((m,), (self.job.sizes[m],), {})
+        else:
+            batch = Batch(tuple(range(self.job.microbatches)), self.job.sizes, stage.joint)
         try:
             if action.phase is Phase.FORWARD:
-                self._forward(stage, action.microbatch, waits=waits)
+                self._forward(stage, batch, waits=waits)
             else:
-                self._backward(stage, action.microbatch)
+                self._backward(stage, batch)
         except PipelineError:
             raise
         except Exception as error:  # whatever the model's code raises
+            what = f"micro-batch {m} ({action})" if stage.joint is None else "the mini-batch"
             raise StageError(
-                f"stage {action.stage}, {action.phase.name.lower()} of micro-batch "
-                f"{action.microbatch} ({action}): {type(error).__name__}: {error}"
+                f"stage {action.stage}, {action.phase.name.lower()} of {what}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
-    def _forward(self, stage: StageWiring, microbatch: int, *, waits: bool) -> None:
-        values = self.values[microbatch]
-        received = [self._received(need, microbatch) for need in stage.needs]
-        found = self.stages[stage.index].forward(microbatch, received, waits=waits)
-        values.update(found.outputs)
-        for name in found.outputs.keys() & self.job.kept:
-            self.results[microbatch][name] = values[name]
+    def _forward(self, stage: StageWiring, batch: Batch, *, waits: bool) -> None:
+        received = [
+            batch.join(need.value, [self._received(need, m) for m in batch.microbatches])
+            for need in stage.needs
+        ]
+        found = self.stages[stage.index].forward(batch.first, received, waits=waits)
+        for name, output in found.outputs.items():
+            for m, piece in zip(batch.microbatches, batch.split(name, output), strict=True):
+                self.values[m][name] = piece
+                if name in self.job.kept:
+                    self.results[m][name] = piece
         if found.loss is not None:
-            self.losses[microbatch] = found.loss
+            self.losses[batch.first] = found.loss
 
     def _received(self, need: Need, microbatch: int) -> torch.Tensor:
         """What a stage reads: made here, or come from another device."""
@@ -155,31 +164,45 @@ class _Run:
         self.values[microbatch][value] = tensor
         return tensor
 
-    def _backward(self, stage: StageWiring, microbatch: int) -> None:
+    def _backward(self, stage: StageWiring, batch: Batch) -> None:
         # Recomputing needs no gradient yet: it comes before waiting for them.
-        kept = self.stages[stage.index].graph(microbatch)
+        kept = self.stages[stage.index].graph(batch.first)
         roots, gradients = [], []
         for value, parts in stage.returned:
-            gradient = None
-            for part in parts:
-                if part.remote:
-                    transfer = Transfer(value, microbatch, part.stage, stage.index, gradient=True)
-                    summand = self.endpoint.take(transfer)
-                else:
-                    summand = self.gradients.pop((value, part.stage, microbatch))
-                gradient = _sum(gradient, summand)
+            pieces = [self._gradient(stage, value, parts, m) for m in batch.microbatches]
             output = kept.outputs.get(value)
-            if gradient is not None and output is not None and output.requires_grad:
+            if output is None or not output.requires_grad:
+                continue
+            gradient = batch.join_gradients(value, output, pieces)
+            if gradient is not None:
                 roots.append(output)
                 gradients.append(gradient)
-        weight = self.job.loss_weights[microbatch]
+        weight = self.job.loss_weights[batch.first]
         if kept.loss is not None and kept.loss.requires_grad and weight:
             roots.append(kept.loss)
-            gradients.append(torch.full_like(kept.loss, weight * self.job.loss_scale))
+            # As autograd comes to it in the plain model, where the weighted loss is scaled: a 16-bit
+            # loss overflows here under a scale that it cannot hold, whatever its weight.
+            gradients.append(torch.full_like(kept.loss, self.job.loss_scale) * weight)
         if roots:
             torch.autograd.backward(roots, gradients)
         for name, leaf in kept.leaves.items():
-            self.gradients[name, stage.index, microbatch] = leaf.grad
+            parted = batch.split_gradient(name, leaf.grad)
+            for m, piece in zip(batch.microbatches, parted, strict=True):
+                self.gradients[name, stage.index, m] = piece
+
+    def _gradient(
+        self, stage: StageWiring, value: str, parts: Sequence[Part], microbatch: int
+    ) -> torch.Tensor | None:
+        """The sum of what the users of a value give back; None is zeros."""
+        gradient = None
+        for part in parts:
+            if part.remote:
+                transfer = Transfer(value, microbatch, part.stage, stage.index, gradient=True)
+                summand = self.endpoint.take(transfer)
+            else:
+                summand = self.gradients.pop((value, part.stage, microbatch))
+            gradient = _sum(gradient, summand)
+        return gradient
 
     def _send(self, transfer: Transfer) -> None:
         if not transfer.gradient:

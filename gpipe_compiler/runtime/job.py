@@ -49,7 +49,7 @@ class Job:
         inputs: the pipeline's inputs for every micro-batch; only the first device reads them.
         loss_weights: the weight of each micro-batch's loss in that of the mini-batch; none where
             no loss is made. A micro-batch of weight 0 sends no gradient back from its loss, which
-            may be nan: nothing in it counts.
+            may be nan: nothing in it counts. The one loss of a joint last stage stands first.
         kept: the values that the caller wants.
         loss_scale: gradients are those of the loss times this; the loss is told without it.
     """

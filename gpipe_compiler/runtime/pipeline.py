@@ -24,6 +24,7 @@ from .errors import UsageError
 from .held import HeldStages
 from .inputs import Inputs, bind, rebuild, split
 from .job import Job, RandomKey, Values, Work
+from .joint import joint_stages
 from .programs import Prepared, prepare, spread
 from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
 from .shared import trainable_shared
@@ -92,7 +93,8 @@ class Pipeline:
         count = len(given) if self._network is None else self._network.size
         self.placement = spread(len(spec.stages), count)
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
-        self._prepared: dict[tuple[Work, int], Prepared] = {}
+        self._mode = spec.loss is not None
+        self._prepared: dict[tuple[Work, int, frozenset[int]], Prepared] = {}
         for work in (Work.INFER,) if spec.loss is None else (Work.INFER, Work.TRAIN):
             self._programs(work, self.microbatches)
         store = None if weights is None else Weights.open(Path(weights))
@@ -102,7 +104,7 @@ class Pipeline:
         self._runner = self._make_runner()
         if self._network is not None and store is None:
             self._share_initial()
-        self.train(spec.loss is not None)
+        self.train(self._mode)
 
     def _build(self, store: Weights | None) -> dict[int, nn.Module]:
         """The stages that this process holds, with their weights."""
@@ -235,16 +237,17 @@ class Pipeline:
         call = self._agree(call)
         total = sum(call.loss_weights)
         made = {leaf.value for leaf in output_leaves(self.spec.outputs)}
+        prepared = self._programs(work, len(call.sizes))
         job = Job(
             work=work,
             sizes=call.sizes,
             inputs=parts,
-            loss_weights=self._scales.shares(call.loss_weights, total),
+            loss_weights=prepared.loss_weights(self._scales.shares(call.loss_weights, total)),
             kept=frozenset(made - {x.name for x in self.spec.inputs} if outputs else ()),
             random=RandomKey(self.seed, self.step_number),
             loss_scale=weight,
         )
-        return self._runner.run(self._programs(work, job.microbatches), job), bound
+        return self._runner.run(prepared, job), bound
 
     def _check_call(self, work: Work) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -259,10 +262,12 @@ class Pipeline:
             )
 
     def _programs(self, work: Work, microbatches: int) -> Prepared:
-        key = work, microbatches
+        exact = self.manner.batchnorm is BatchNorm.EXACT and self._mode
+        joint = joint_stages(self.spec.stages) if exact else frozenset()
+        key = work, microbatches, joint
         if key not in self._prepared:
             self._prepared[key] = prepare(
-                self.spec, self.placement, microbatches, work, self.schedule, self._owners
+                self.spec, self.placement, microbatches, work, self.schedule, self._owners, joint
             )
         return self._prepared[key]
 
@@ -343,6 +348,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put every stage into training mode."""
+        self._mode = mode
         for module in self.stages.values():
             module.train(mode)
         return self

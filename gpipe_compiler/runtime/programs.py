@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import UsageError
@@ -42,6 +42,16 @@ class Prepared:
         """How many devices take part."""
         return len(self.programs)
 
+    def loss_weights(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """The weights of the losses that are made: a joint stage makes one, for all micro-batches.
+
+        Args:
+            shares: of the micro-batches in the loss of the mini-batch, which one loss has whole.
+        """
+        if not any(stage.makes_loss and stage.joint is not None for stage in self.wiring):
+            return tuple(shares)
+        return (1.0 if any(shares) else 0.0, *(0.0 for _ in shares[1:]))
+
 
 def spread(stages: int, devices: int) -> tuple[int, ...]:
     """The device of each stage when each device holds equally many consecutive ones.
@@ -64,24 +74,36 @@ def prepare(
     work: Work,
     schedule: ScheduleKind,
     shared: Mapping[str, Sequence[int]],
+    joint: Collection[int] = (),
 ) -> Prepared:
     """A schedule ready to run.
 
     Args:
         schedule: of training; without gradients micro-batches just flow through.
         shared: trainable parameters with several owners, and these.
+        joint: the stages that take all micro-batches as one.
 
     Raises:
-        UsageError: for a number of micro-batches that makes no sense.
+        UsageError: for a number of micro-batches that makes no sense, or a schedule that does not
+            go with joint stages.
         DeadlockError, ScheduleError: when the package's own orders are wrong.
     """
     if microbatches < 1:
         raise UsageError(f"{microbatches} micro-batches: at least one is needed")
+    if microbatches == 1:
+        joint = ()
+    if joint and work is Work.TRAIN and schedule is not ScheduleKind.GPIPE:
+        raise UsageError(
+            f"exact BatchNorm does not go with the schedule {schedule.value}: every micro-batch "
+            "must have gone forward before the first comes back",
+            hint="use --schedule gpipe, or --batchnorm deferred",
+        )
     crossings = crossings_for(spec, work)
-    orders = _orders(spec, placement, microbatches, work, schedule)
-    programs = lower(orders, placement, crossings, shared if work is Work.TRAIN else {})
-    prove(programs, placement, crossings)
-    wiring = wire(spec, placement, work)
+    orders = _orders(spec, placement, microbatches, work, schedule, joint)
+    sums = shared if work is Work.TRAIN else {}
+    programs = lower(orders, placement, crossings, sums, joint)
+    prove(programs, placement, crossings, joint)
+    wiring = wire(spec, placement, work, joint)
     return Prepared(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -100,11 +122,14 @@ def _orders(
     microbatches: int,
     work: Work,
     schedule: ScheduleKind,
+    joint: Collection[int],
 ) -> Orders:
     if work is not Work.TRAIN:
-        return forward_only(placement, microbatches)
+        return forward_only(placement, microbatches, joint)
     one_stage_each = tuple(placement) == tuple(range(len(spec.stages)))
     planned = (schedule, microbatches) == (spec.schedule, spec.microbatches)
     if spec.orders and one_stage_each and planned:
         return tuple(parse_order(order) for order in spec.orders)
+    if joint:
+        return gpipe(placement, microbatches, joint)
     return GENERATORS[schedule](placement, microbatches)

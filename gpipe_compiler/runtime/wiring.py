@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .job import Work
+from .joint import BatchDims, batch_dims
 from .schedule.actions import Action, Compute, Phase, Send
 from .schedule.lowering import first_targets
+from .schedule.together import Joint
 from .schedule.waiting import waiting
 from .spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
 
@@ -46,6 +48,7 @@ class StageWiring:
         needs: forward's arguments in order, then what only `loss` reads.
         arguments: how many of `needs` forward takes.
         returned: for each output with a gradient, its summands in the order of summation.
+        joint: for a stage that takes all micro-batches as one, how its values are joined.
     """
 
     index: int
@@ -54,27 +57,40 @@ class StageWiring:
     arguments: int
     returned: tuple[tuple[str, tuple[Part, ...]], ...]
     makes_loss: bool
+    joint: BatchDims | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """An action, and what the device has to know to take it.
 
+    The actions of a joint stage are one step, where the last of them stands.
+
     Attributes:
-        drops: the values (of its micro-batch) that the device is done with afterwards.
+        drops: the values, with their micro-batches, that the device is done with afterwards.
         waits: for a forward, whether another micro-batch comes before its backward.
     """
 
     action: Action
-    drops: tuple[str, ...]
+    drops: tuple[tuple[str, int], ...]
     waits: bool = False
 
 
-def wire(spec: PipelineSpec, placement: Sequence[int], work: Work) -> tuple[StageWiring, ...]:
-    """The wiring of every stage."""
+def wire(
+    spec: PipelineSpec, placement: Sequence[int], work: Work, joint: Collection[int] = ()
+) -> tuple[StageWiring, ...]:
+    """The wiring of every stage.
+
+    Args:
+        joint: the stages that take all micro-batches as one.
+    """
     crossings = {c.value: c for c in crossings_for(spec, work)}
-    return tuple(
+    wired = [
         _wire_stage(spec, stage, placement, crossings, work) for stage in range(len(spec.stages))
+    ]
+    dims = batch_dims(spec, output_leaves(spec.outputs))
+    return tuple(
+        dataclasses.replace(stage, joint=dims) if stage.index in joint else stage for stage in wired
     )
 
 
@@ -141,34 +157,44 @@ def makers(spec: PipelineSpec) -> dict[str, int]:
 
 def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[Step, ...]:
     """A device's program with the place at which every value is let go."""
-    last: dict[tuple[str, int], int] = {}
-    for position, action in enumerate(program):
-        if isinstance(action, Compute) and action.phase is Phase.FORWARD:
-            stage = wiring[action.stage]
-            names = [*(need.value for need in stage.needs), *stage.spec.outputs]
-        elif isinstance(action, Send) and not action.transfer.gradient:
-            names = [action.transfer.value]
-        else:
-            continue
-        microbatch = (
-            action.microbatch if isinstance(action, Compute) else action.transfer.microbatch
-        )
-        for name in names:
-            last[name, microbatch] = position
-    drops: dict[int, list[str]] = {}
-    for (name, _), position in last.items():
-        drops.setdefault(position, []).append(name)
-    waits = waiting(action for action in program if isinstance(action, Compute))
+    order = [action for action in program if isinstance(action, Compute)]
+    stages = [stage.index for stage in wiring if stage.joint is not None]
+    joint = Joint.of(stages, [order])
+    drops = _drops(program, wiring, joint)
+    waits = waiting(order, stages)
     return tuple(
         Step(
             action,
-            tuple(drops.get(position, ())),
+            drops.get(position, ()),
             isinstance(action, Compute)
             and action.phase is Phase.FORWARD
             and (action.stage, action.microbatch) in waits,
         )
         for position, action in enumerate(program)
+        if not isinstance(action, Compute) or joint.completed(action)
     )
+
+
+def _drops(
+    program: Sequence[Action], wiring: Sequence[StageWiring], joint: Joint
+) -> dict[int, tuple[tuple[str, int], ...]]:
+    """The values, with their micro-batches, that are used for the last time at each position."""
+    last: dict[tuple[str, int], int] = {}
+    for position, action in enumerate(program):
+        if isinstance(action, Compute) and action.phase is Phase.FORWARD:
+            stage = wiring[action.stage]
+            names = [*(need.value for need in stage.needs), *stage.spec.outputs]
+            microbatches = joint.completed(action)
+        elif isinstance(action, Send) and not action.transfer.gradient:
+            names = [action.transfer.value]
+            microbatches = (action.transfer.microbatch,)
+        else:
+            continue
+        last.update({(name, m): position for name in names for m in microbatches})
+    drops: dict[int, list[tuple[str, int]]] = {}
+    for value, position in last.items():
+        drops.setdefault(position, []).append(value)
+    return {position: tuple(values) for position, values in drops.items()}
 
 
 def _wire_stage(
