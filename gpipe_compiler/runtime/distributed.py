@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -47,44 +48,45 @@ def launched() -> bool:
 
 @dataclass(frozen=True)
 class Network:
-    """The ranks of a pipeline, this process being one of them.
+    """Some of the ranks that torchrun started, in order; this process is one of them.
+
+    Those of a pipeline, or those that hold the same device in every replica, or all.
 
     Attributes:
+        members: their global ranks. Everything else here numbers them from 0, in this order;
+            messages name global ranks.
+        rank: this process's number among them.
         device: where this rank computes.
         timeout_s: seconds until a value that does not come is given up.
-        owns_group: whether the process group is to be taken down by `close`.
+        by_host: whether tensors travel through host memory.
     """
 
+    members: tuple[int, ...]
     rank: int
-    size: int
     device: torch.device
     timeout_s: float
-    owns_group: bool
     by_host: bool
 
     @classmethod
-    def join(cls, device: torch.device | None, timeout_s: float) -> Network:
-        """Join the process group, making it unless the caller has.
+    def of_all(cls, device: torch.device, timeout_s: float) -> Network:
+        """All ranks of the process group."""
+        members = tuple(range(dist.get_world_size()))
+        by_host = "nccl" not in dist.get_backend()
+        return cls(members, dist.get_rank(), device, timeout_s, by_host)
 
-        NCCL where ranks compute on GPUs, gloo elsewhere.
-        """
-        if device is None:
-            local = int(os.environ.get("LOCAL_RANK", "0"))
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            device = torch.device("cuda", local % count) if count else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        owns = not dist.is_initialized()
-        if owns:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
-            )
-        backend = dist.get_backend()
-        return cls(
-            dist.get_rank(), dist.get_world_size(), device, timeout_s, owns, "nccl" not in backend
-        )
+    def among(self, members: Sequence[int]) -> Network:
+        """The network of some ranks, by global rank, with this one among them."""
+        return dataclasses.replace(self, members=tuple(members), rank=members.index(self.own))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.members)
+
+    @property
+    def own(self) -> int:
+        """This process's global rank."""
+        return self.members[self.rank]
 
     @property
     def carrier(self) -> torch.device:
@@ -104,7 +106,7 @@ class Network:
                 work.wait()
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"rank {self.rank} gave up {what()}: {_first_line(error)}",
+                f"rank {self.own} gave up {what()}: {_first_line(error)}",
                 hint="another rank has ended or is stuck; its own message says why",
             ) from error
 
@@ -113,27 +115,33 @@ class Network:
         payload = _bytes_of(tensor.detach().to(self.carrier).resolve_conj().resolve_neg())
         if payload.numel() == 0:
             return None
-        return self._start(lambda: dist.isend(payload, rank, tag=tag), rank, "to"), payload
+        return self._start(
+            lambda: dist.isend(payload, self.members[rank], tag=tag), rank, "to"
+        ), payload
 
     def receive(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
         """Start receiving into a contiguous buffer on the carrier; None when it is empty."""
         if buffer.numel() == 0:
             return None
-        return self._start(lambda: dist.irecv(_bytes_of(buffer), rank, tag=tag), rank, "from")
+        return self._start(
+            lambda: dist.irecv(_bytes_of(buffer), self.members[rank], tag=tag), rank, "from"
+        )
 
     def _start(self, call: Callable[[], Any], rank: int, direction: str) -> Any:
         try:
             return call()
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"rank {self.rank} has lost the way {direction} rank {rank}: {_first_line(error)}",
+                f"rank {self.own} has lost the way {direction} rank {self.members[rank]}: "
+                f"{_first_line(error)}",
                 hint="another rank has ended; its own message says why",
             ) from error
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """The tensor of one rank on all ranks; every rank passes one of the same shape.
 
-        Point to point: collectives of gloo run on threads that may outlive the interpreter.
+        Point to point: a collective of gloo runs on a thread, which must end before the interpreter
+        does (`replicas.Collectives`).
         """
         if self.rank == source:
             others = [rank for rank in range(self.size) if rank != source]
@@ -142,7 +150,7 @@ class Network:
             return tensor
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.carrier)
         started = self.receive(buffer, source, _RESULT_TAG)
-        self.finish(started, f"at {what} from rank {source}")
+        self.finish(started, f"at {what} from rank {self.members[source]}")
         return buffer.to(self.device)
 
     def share_scalar(self, scalar: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
@@ -177,12 +185,14 @@ class Network:
             self.finish(self.send(tensor, 0, _RESULT_TAG), f"sending {what}")
             return tensor
         self.finish(
-            self.receive(header, source, _RESULT_TAG), f"receiving {what} from rank {source}"
+            self.receive(header, source, _RESULT_TAG),
+            f"receiving {what} from rank {self.members[source]}",
         )
         number, dimensions, *sizes = header.tolist()
         buffer = torch.empty(sizes[:dimensions], dtype=DTYPES[number], device=self.carrier)
         self.finish(
-            self.receive(buffer, source, _RESULT_TAG), f"receiving {what} from rank {source}"
+            self.receive(buffer, source, _RESULT_TAG),
+            f"receiving {what} from rank {self.members[source]}",
         )
         return buffer.to(self.device)
 
@@ -192,10 +202,49 @@ class Network:
             work = started[0] if isinstance(started, tuple) else started
             self.wait(work, lambda: what)
 
-    def close(self) -> None:
-        """Leave the process group, if this network made it."""
-        if self.owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+    def sum(
+        self, tensor: torch.Tensor, what: str, numbers: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The sum of a tensor over ranks, in their order: the same bits on each of them.
+
+        Args:
+            numbers: the ranks that call this; None for all.
+        """
+        return self._reduced(tensor, torch.add, what, numbers or range(self.size))
+
+    def maximum(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The largest of each element over all ranks, on each of them; nan if one is nan."""
+        return self._reduced(tensor, torch.maximum, what, range(self.size))
+
+    def gathered(self, tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, ...]:
+        """The tensors of all ranks, in their order, on each of them; all of one shape."""
+        row = torch.zeros((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        row[self.rank] = tensor
+        return tuple(self.sum(row, what))
+
+    def _reduced(
+        self,
+        tensor: torch.Tensor,
+        reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        what: str,
+        numbers: Sequence[int],
+    ) -> torch.Tensor:
+        """Point to point, by way of the first, so that the order is always the same."""
+        first, *others = numbers
+        if self.rank != first:
+            self.finish(self.send(tensor, first, _SUM_TAG), f"sending {what}")
+            return self._received(tensor, first, what)
+        for rank in others:
+            tensor = reduce(tensor, self._received(tensor, rank, what).to(tensor.device))
+        for rank in others:
+            self.finish(self.send(tensor, rank, _SUM_TAG), f"sending {what}")
+        return tensor
+
+    def _received(self, like: torch.Tensor, source: int, what: str) -> torch.Tensor:
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.carrier)
+        started = self.receive(buffer, source, _SUM_TAG)
+        self.finish(started, f"receiving {what} from rank {self.members[source]}")
+        return buffer.to(self.device)
 
 
 class DistributedEndpoint:
@@ -255,7 +304,8 @@ class DistributedEndpoint:
         """Wait for a value."""
         work, buffer = self.posted.pop(transfer)
         if work is not None:
-            self.network.wait(work, lambda: f"at {_receiving(transfer, self.placement)}")
+            rank = self.network.members[self.placement[transfer.source]]
+            self.network.wait(work, lambda: f"at receive {transfer} from rank {rank}")
         return buffer.to(self.network.device)
 
     def exchange(self, total: SharedSum) -> None:
@@ -265,7 +315,7 @@ class DistributedEndpoint:
     def flush(self) -> None:
         """Wait until everything has left."""
         for work, _, transfer in self.sent:
-            rank = self.placement[transfer.target]
+            rank = self.network.members[self.placement[transfer.target]]
             self.network.wait(work, lambda t=transfer, r=rank: f"at send {t} to rank {r}")  # type: ignore[misc]  # defaults bind the loop's values
         self.sent.clear()
 
@@ -280,37 +330,9 @@ class DistributedEndpoint:
         return tag
 
 
-def sum_over_owners(
-    network: Network, ranks: Sequence[int], gradient: torch.Tensor, name: str
-) -> torch.Tensor:
-    """The sum of a tensor over some ranks, in their order, the same bits on each of them."""
-    first, *others = ranks
-    what = f"the gradient of {name}"
-    if network.rank != first:
-        network.finish(network.send(gradient, first, _SUM_TAG), f"sending {what} to rank {first}")
-        buffer = torch.empty(gradient.shape, dtype=gradient.dtype, device=network.carrier)
-        network.finish(
-            network.receive(buffer, first, _SUM_TAG), f"receiving {what} from rank {first}"
-        )
-        return buffer.to(network.device)
-    for rank in others:
-        buffer = torch.empty(gradient.shape, dtype=gradient.dtype, device=network.carrier)
-        network.finish(
-            network.receive(buffer, rank, _SUM_TAG), f"receiving {what} from rank {rank}"
-        )
-        gradient = gradient + buffer.to(gradient.device)
-    for rank in others:
-        network.finish(network.send(gradient, rank, _SUM_TAG), f"sending {what} to rank {rank}")
-    return gradient
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as a row of bytes: any dtype travels, whatever the backend knows."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _receiving(transfer: Transfer, placement: Sequence[int]) -> str:
-    return f"receive {transfer} from rank {placement[transfer.source]}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -142,7 +142,7 @@ class Keeper:
             except UsageError as error:
                 return None, error.problem, error.hint
 
-        ranks = Ranks(self.pipe._network)
+        ranks = Ranks(self.pipe.world)
         path, problem, hint = ranks.together("the checkpoint to go on from", lambda: None, look)
         if problem:
             raise UsageError(problem, hint=hint)

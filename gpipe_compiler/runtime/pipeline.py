@@ -26,6 +26,7 @@ from .inputs import Inputs, bind, rebuild, split
 from .job import Job, RandomKey, Values, Work
 from .joint import joint_stages
 from .programs import Prepared, prepare, spread
+from .replicas import Replicas
 from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
@@ -54,6 +55,8 @@ class Pipeline:
             given; `remat` is then that of every stage.
         seed: of dropout and the like, and of weights that are made here.
         transport: distributed under torchrun, local otherwise, unless given.
+        data_parallel: under torchrun, the replicas of the pipeline that train together, each with
+            its share of every mini-batch.
         timeout_s: seconds after which a value from another process is given up.
 
     Raises:
@@ -75,6 +78,7 @@ class Pipeline:
         precision: Precision | str | None = None,
         seed: int = 0,
         transport: TransportKind | str | None = None,
+        data_parallel: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
         self.spec = spec
@@ -84,13 +88,18 @@ class Pipeline:
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
         given = listed_devices(devices)
-        self._network: Network | None = None
+        self._replicas: Replicas | None = None
         if transport_kind(transport) is TransportKind.DISTRIBUTED:
-            self._network = Network.join(own_device(given), timeout_s)
+            self._replicas = Replicas.join(own_device(given), timeout_s, data_parallel)
+        elif data_parallel != 1:
+            raise UsageError(
+                f"{data_parallel} replicas need a process for every device of each",
+                hint="start them with torchrun --nproc-per-node",
+            )
         else:
             given = given or default_devices(len(spec.stages))
         self._devices = given
-        count = len(given) if self._network is None else self._network.size
+        count = len(given) if self.network is None else self.network.size
         self.placement = spread(len(spec.stages), count)
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
         self._mode = spec.loss is not None
@@ -102,35 +111,35 @@ class Pipeline:
         self._scales = Scales(spec, store, seed)
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
         self._runner = self._make_runner()
-        if self._network is not None and store is None:
+        if self.network is not None and store is None:
             self._share_initial()
         self.train(self._mode)
 
     def _build(self, store: Weights | None) -> dict[int, nn.Module]:
         """The stages that this process holds, with their weights."""
-        if self._network is None:
+        if self.network is None:
             where = {index: self._devices[d] for index, d in enumerate(self.placement)}
         else:
-            mine = [i for i, d in enumerate(self.placement) if d == self._network.rank]
-            where = dict.fromkeys(mine, self._network.device)
+            mine = [i for i, d in enumerate(self.placement) if d == self.network.rank]
+            where = dict.fromkeys(mine, self.network.device)
         stages = self.spec.stages
         return {i: build_stage(stages[i], store, device, self.seed) for i, device in where.items()}
 
     def _make_runner(self) -> Runner:
-        if self._network is None:
+        if self._replicas is None:
             return LocalRunner(self.spec, self.held.modules, self._devices, self.manner)
         shared = {item.name: item for item in self.held.shared}
-        return DistributedRunner(self.spec, self.held.modules, self._network, shared, self.manner)
+        return DistributedRunner(self.spec, self.held.modules, self._replicas, shared, self.manner)
 
     def _share_initial(self) -> None:
         """Tied weights that were made here are those of their first owner."""
-        assert self._network is not None
+        assert self.network is not None
         kept = {item.name: item for item in self.held.shared}
         for name, stages in self._owners.items():
             source = self.placement[stages[0]]
             shape = parameter_shape(self.spec.stages[stages[0]], name)
             mine = kept[name].canonical.detach() if name in kept else torch.empty(shape)
-            value = self._network.broadcast(mine, source, f"the initial {name}")
+            value = self.network.broadcast(mine, source, f"the initial {name}")
             if name in kept:
                 with torch.no_grad():
                     kept[name].canonical.copy_(value)
@@ -143,7 +152,17 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """This process's number; 0 for the only one."""
-        return 0 if self._network is None else self._network.rank
+        return 0 if self._replicas is None else self._replicas.world.rank
+
+    @property
+    def network(self) -> Network | None:
+        """The processes of this pipeline (of this replica of it); None in one process."""
+        return None if self._replicas is None else self._replicas.pipeline
+
+    @property
+    def world(self) -> Network | None:
+        """All processes, those of other replicas too; None in one process."""
+        return None if self._replicas is None else self._replicas.world
 
     @property
     def threads(self) -> int:
@@ -273,7 +292,7 @@ class Pipeline:
 
     def _agree(self, call: Call) -> Call:
         """Under torchrun: rank 0 tells the others what is coming."""
-        return agree(self._network, call, self.microbatches)
+        return agree(self.network, call, self.microbatches)
 
     def _loss(self, result: Result) -> torch.Tensor:
         if result.loss is None:
@@ -291,10 +310,10 @@ class Pipeline:
         Args:
             what: they are, for the message of a rank that waits for them in vain.
         """
-        if self._network is None:
+        if self.network is None:
             return tuple(numbers)
         row = torch.tensor(list(numbers), dtype=torch.float64)
-        return tuple(self._network.broadcast(row, 0, what).tolist())
+        return tuple(self.network.broadcast(row, 0, what).tolist())
 
     def loss_weight(self, inputs: Inputs = None, target: object = None) -> float:
         """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum.
@@ -330,9 +349,9 @@ class Pipeline:
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
-        if self._network is None:
+        if self.network is None:
             return self.state_dict()
-        return self._network.gather(self.state_dict())
+        return self.network.gather(self.state_dict())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
@@ -384,12 +403,12 @@ class Pipeline:
 
     def describe(self) -> str:
         """The pipeline in one line."""
-        if self._network is None:
+        if self.network is None:
             devices = ", ".join(dict.fromkeys(map(str, self._devices)))
             count = len(self._devices)
             where = f"{count} thread{'s' if count > 1 else ''} on {devices}"
         else:
-            where = f"{self._network.size} processes on {self._network.device.type}"
+            where = f"{self.network.size} processes on {self.network.device.type}"
         return (
             f"{self.spec.name}: {len(self.spec.stages)} stages, {self.microbatches} micro-batches, "
             f"{self.schedule.value}, {where}"

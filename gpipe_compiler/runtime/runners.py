@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from .choices import Manner
-from .distributed import DistributedEndpoint, Network, sum_over_owners
+from .distributed import DistributedEndpoint
 from .engine import Engine, Outcome
 from .inputs import join
 from .job import Job, Values
 from .local import Inbox, LocalEndpoint, Workers
 from .programs import Prepared
+from .replicas import Replicas
 from .schedule.actions import SharedSum
 from .shared import SharedParameter
 from .spec import PipelineSpec
@@ -124,16 +125,17 @@ class DistributedRunner:
         self,
         spec: PipelineSpec,
         modules: Mapping[int, nn.Module],
-        network: Network,
+        replicas: Replicas,
         shared: Mapping[str, SharedParameter],
         manner: Manner,
     ) -> None:
         self.spec = spec
-        self.network = network
+        self.replicas = replicas
+        self.network = replicas.pipeline
         self.threads = torch.get_num_threads()
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
-        self.engine = Engine(modules, network.device, loss, manner)
+        self.engine = Engine(modules, self.network.device, loss, manner)
         self.makers = makers(spec)
 
     def run(self, prepared: Prepared, job: Job) -> Result:
@@ -178,13 +180,13 @@ class DistributedRunner:
         ranks = sorted({prepared.placement[stage] for stage in total.stages})
 
         def over_ranks(name: str, gradient: torch.Tensor) -> torch.Tensor:
-            return sum_over_owners(self.network, ranks, gradient, name)
+            return self.network.sum(gradient, f"the gradient of {name}", ranks)
 
         self.shared[total.parameter].exchange(over_ranks)
 
     def close(self) -> None:
-        """Leave the process group."""
-        self.network.close()
+        """Leave the process groups."""
+        self.replicas.close()
 
 
 def default_devices(stages: int) -> tuple[torch.device, ...]:

@@ -59,7 +59,7 @@ def load_checkpoint(
         kept.append(_read(pipe, optimizer, Path(path), {"scheduler": scheduler, "scaler": scaler}))
         return kept[0].facts
 
-    Ranks(pipe._network).together("the reading of the checkpoint", read, _compare)
+    Ranks(pipe.world).together("the reading of the checkpoint", read, _compare)
     loaded = kept[0]
     pipe.load_state_dict(loaded.model)
     if optimizer is not None:

@@ -67,7 +67,7 @@ def save_checkpoint(
         raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
     progress = dataclasses.replace(progress, seed=pipe.seed, step_number=pipe.step_number)
     extra = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    saving = _Saving(pipe, optimizer, directory, Ranks(pipe._network))
+    saving = _Saving(pipe, optimizer, directory, Ranks(pipe.world))
     return saving.run(
         progress, {key: part for key, part in extra.items() if part is not None}, keep
     )

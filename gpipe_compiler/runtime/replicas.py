@@ -1,0 +1,143 @@
+"""Replicas of a pipeline under torchrun: which rank is which, and collectives among them.
+
+R replicas of a pipeline over K devices take R times K processes: rank `replica * K + device`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .distributed import Network
+from .errors import UsageError
+
+
+class Collectives:
+    """The process groups of this process, and collectives among some of its ranks.
+
+    Where the threads of gloo let go of the last tensor of a collective after the interpreter has
+    begun to end, they abort the process ("terminate called without an active exception"). They end
+    with the last reference to their group. So nobody else keeps one, and `close`, or at the latest
+    the beginning of the interpreter's end, drops it.
+
+    Args:
+        owns_world: whether the process group of all ranks is to be taken down too.
+    """
+
+    def __init__(self, *, owns_world: bool) -> None:
+        self._owns_world = owns_world
+        self._groups: list[dist.ProcessGroup] = []
+        self._finalizer = weakref.finalize(self, _leave, self._groups)
+
+    def join(self, groups: Sequence[Sequence[int]], own: int, timeout_s: float) -> None:
+        """Make the groups of these ranks; of the first with the rank `own`, this one is a member.
+
+        All ranks call it with the same groups.
+        """
+        for ranks in groups:
+            made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            if own in ranks:
+                self._groups.append(made)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Start to sum a tensor, in place, over the ranks of the group."""
+        return dist.all_reduce(tensor, group=self._groups[0], async_op=True)
+
+    def close(self) -> None:
+        """Leave the process groups, after all that was begun has ended."""
+        self._finalizer()
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """This process among the replicas of a pipeline.
+
+    Attributes:
+        world: all ranks.
+        pipeline: those of this replica, in the order of its devices.
+        peers: those that hold the same device in every replica, in the order of replicas.
+        collectives: among the peers.
+    """
+
+    world: Network
+    pipeline: Network
+    peers: Network
+    collectives: Collectives
+
+    @classmethod
+    def join(cls, device: torch.device | None, timeout_s: float, count: int) -> Replicas:
+        """Join the process group, making it unless the caller has; NCCL on GPUs, gloo elsewhere.
+
+        Args:
+            device: where this rank computes; None for the GPU of its local rank, if there are any.
+            count: how many replicas there are.
+
+        Raises:
+            UsageError: when the processes are no multiple of it.
+        """
+        owns = not dist.is_initialized()
+        size = int(os.environ.get("WORLD_SIZE", "1")) if owns else dist.get_world_size()
+        if count < 1 or size % count:
+            raise UsageError(
+                f"{size} process{'es' if size > 1 else ''} cannot be {count} replicas of a "
+                "pipeline",
+                hint="torchrun starts replicas times devices: --nproc-per-node times --nnodes",
+            )
+        device = device or _local_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if owns:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+        return cls.among(Network.of_all(device, timeout_s), count, owns_world=owns)
+
+    @classmethod
+    def among(cls, world: Network, count: int, *, owns_world: bool) -> Replicas:
+        """So many replicas, of equally many ranks of the world."""
+        devices = world.size // count
+        replica, own = divmod(world.rank, devices)
+        peers = [range(device, world.size, devices) for device in range(devices)]
+        collectives = Collectives(owns_world=owns_world)
+        if count > 1:
+            collectives.join(peers, world.rank, world.timeout_s)
+        pipeline = world.among(range(replica * devices, (replica + 1) * devices))
+        return cls(world, pipeline, world.among(peers[own]), collectives)
+
+    @property
+    def number(self) -> int:
+        """The number of this replica."""
+        return self.peers.rank
+
+    @property
+    def count(self) -> int:
+        """How many replicas there are."""
+        return self.peers.size
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self.collectives.close()
+
+
+def _local_device() -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", local % count) if count else torch.device("cpu")
+
+
+def _leave(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
