@@ -1,4 +1,4 @@
-"""Plans that recompute: predictions against arithmetic done here, choices against every other choice.
+"""Plans that recompute: predictions against arithmetic done here, choices against the others.
 
 Times are held against the definition: GPipe's step in closed form with a set-up of one forward
 before every backward but the first. Peaks are added up from what the stages hold.

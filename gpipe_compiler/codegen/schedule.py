@@ -20,7 +20,7 @@ from gpipe_compiler.ir import ByMode, Graph, Input, Ref, StateKind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule.actions import format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
-from gpipe_compiler.runtime.spec import Crossing
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat
 
 Item = TypeVar("Item")
 
@@ -43,7 +43,7 @@ def write_schedule(
     used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
-    from_spec = ["PipelineSpec", "ScheduleKind", "StageSpec", *names]
+    from_spec = ["PipelineSpec", "ScheduleKind", "StageSpec", *_manner_enums(plan), *names]
     return render(
         "schedule.py.jinja",
         name=plan.name,
@@ -57,6 +57,18 @@ def write_schedule(
         orders=_orders(plan),
         spec=text.splitlines(),
     )
+
+
+def _manner_enums(plan: Plan) -> list[str]:
+    """The types that say how the stages compute, where that is not as by default."""
+    found = []
+    if plan.batchnorm is not BatchNorm.MICRO:
+        found.append(BatchNorm.__name__)
+    if plan.precision is not Precision.FP32:
+        found.append(Precision.__name__)
+    if any(stage.remat is not Remat.NONE for stage in plan.stages):
+        found.append(Remat.__name__)
+    return found
 
 
 def _spec_import(names: Iterable[str]) -> list[str]:
@@ -106,9 +118,12 @@ def _pipeline(
     imports: Imports,
 ) -> Expression:
     inputs = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
+    written = [
+        _stage(stage, planned.remat) for stage, planned in zip(stages, plan.stages, strict=True)
+    ]
     options = {
         "name": _text(plan.name),
-        "stages": tuple_of([_stage(stage) for stage in stages], exploded=True),
+        "stages": tuple_of(written, exploded=True),
         "inputs": _all(inputs, lambda source: _input(source, imports)),
         "crossings": _all(plan.crossings, lambda crossing: _crossing(crossing, imports)),
         "outputs": _outputs(graph, imports),
@@ -127,10 +142,14 @@ def _pipeline(
     if aliases:
         pairs = [(_text(alias), _text(own)) for alias, own in aliases.items()]
         options["aliases"] = dict_of(pairs, exploded=True)
+    if plan.batchnorm is not BatchNorm.MICRO:
+        options["batchnorm"] = name(f"BatchNorm.{plan.batchnorm.name}")
+    if plan.precision is not Precision.FP32:
+        options["precision"] = name(f"Precision.{plan.precision.name}")
     return _call("PipelineSpec", options, exploded=True)
 
 
-def _stage(stage: StageSource) -> Expression:
+def _stage(stage: StageSource, remat: Remat) -> Expression:
     module = f"stage_{stage.index}"
     options = {
         "module": name(f"{module}.{stage.class_name}"),
@@ -144,6 +163,12 @@ def _stage(stage: StageSource) -> Expression:
         options["random_ops"] = _numbers(stage.random_ops)
     if stage.initial:
         options["initial"] = name(f"{module}.INITIAL")
+    if stage.writes:
+        options["writes"] = name(f"{module}.WRITES")
+    if stage.mixes:
+        options["mixes"] = name("True")
+    if remat is not Remat.NONE:
+        options["remat"] = name(f"Remat.{remat.name}")
     return _call("StageSpec", options, exploded=True)
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.body import Body, write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
+from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.constructors import state_of, state_table
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
-from gpipe_compiler.codegen.layout import WIDTH
+from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.templating import render
@@ -81,6 +82,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         written.append(_Written(method, write_body(graph, method, writer)))
     if any(method.arguments for method in methods) or outputs:
         imports.from_torch("Tensor")
+    writes = _writes(facts, ops, state.originals) if plan.training else ()
     initial = initial_steps(graph, state.originals.values())
     text = render(
         "stage.py.jinja",
@@ -93,6 +95,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
             for label, item in zip(("forward", "loss"), written, strict=False)
         ],
         state=state_table(state),
+        writes=_writes_lines(writes),
         initial=initial_lines(initial, imports),
     )
     return StageSource(
@@ -105,7 +108,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         state=state.originals,
         random_ops=facts.random_numbers(ops),
         initial=initial,
-        writes=_writes(facts, ops, state.originals) if plan.training else (),
+        writes=writes,
         mixes=plan.training and any(op.name in facts.mixing for op in ops),
     )
 
@@ -118,6 +121,14 @@ def _writes(facts: Facts, ops: Sequence[Op], own: Mapping[str, str]) -> tuple[st
         name
         for name, model in own.items()
         if model in written and state[model].kind is not StateKind.PARAMETER
+    )
+
+
+def _writes_lines(writes: Sequence[str]) -> list[str]:
+    if not writes:
+        return []
+    return lay_out(
+        tuple_of([name(quote(own)) for own in writes], exploded=True), prefix="WRITES = "
     )
 
 

@@ -37,12 +37,16 @@ SPEC = PipelineSpec(
             inputs=("images",),
             outputs=("stem_2", "blocks_0_conv2"),
             state=stage_0.STATE,
+            writes=stage_0.WRITES,
+            mixes=True,
         ),
         StageSpec(
             module=stage_1.Stage1,
             inputs=("blocks_0_conv2", "stem_2"),
             outputs=("blocks_0_relu_1", "blocks_1_conv2"),
             state=stage_1.STATE,
+            writes=stage_1.WRITES,
+            mixes=True,
         ),
         StageSpec(
             module=stage_2.Stage2,
@@ -50,6 +54,8 @@ SPEC = PipelineSpec(
             outputs=("head",),
             state=stage_2.STATE,
             loss_inputs=("head", "target"),
+            writes=stage_2.WRITES,
+            mixes=True,
         ),
     ),
     inputs=(

@@ -55,3 +55,13 @@ STATE = {
     "blocks_0_bn1.num_batches_tracked": "blocks.0.bn1.num_batches_tracked",
     "blocks_0_conv2.weight": "blocks.0.conv2.weight",
 }
+
+# Buffers, by the stage's own names, that a forward in train mode writes to.
+WRITES = (
+    "stem_1.running_mean",
+    "stem_1.running_var",
+    "stem_1.num_batches_tracked",
+    "blocks_0_bn1.running_mean",
+    "blocks_0_bn1.running_var",
+    "blocks_0_bn1.num_batches_tracked",
+)

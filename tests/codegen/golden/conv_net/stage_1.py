@@ -53,3 +53,13 @@ STATE = {
     "blocks_1_bn1.num_batches_tracked": "blocks.1.bn1.num_batches_tracked",
     "blocks_1_conv2.weight": "blocks.1.conv2.weight",
 }
+
+# Buffers, by the stage's own names, that a forward in train mode writes to.
+WRITES = (
+    "blocks_0_bn2.running_mean",
+    "blocks_0_bn2.running_var",
+    "blocks_0_bn2.num_batches_tracked",
+    "blocks_1_bn1.running_mean",
+    "blocks_1_bn1.running_var",
+    "blocks_1_bn1.num_batches_tracked",
+)

@@ -56,3 +56,10 @@ STATE = {
     "head.weight": "head.weight",
     "head.bias": "head.bias",
 }
+
+# Buffers, by the stage's own names, that a forward in train mode writes to.
+WRITES = (
+    "blocks_1_bn2.running_mean",
+    "blocks_1_bn2.running_var",
+    "blocks_1_bn2.num_batches_tracked",
+)
