@@ -180,8 +180,8 @@ class _Run:
         weight = self.job.loss_weights[batch.first]
         if kept.loss is not None and kept.loss.requires_grad and weight:
             roots.append(kept.loss)
-            # As autograd comes to it in the plain model, where the weighted loss is scaled: a 16-bit
-            # loss overflows here under a scale that it cannot hold, whatever its weight.
+            # As autograd comes to it when the plain model's weighted loss is scaled: where the loss
+            # is of 16 bits that cannot hold the scale it overflows, whatever its weight.
             gradients.append(torch.full_like(kept.loss, self.job.loss_scale) * weight)
         if roots:
             torch.autograd.backward(roots, gradients)

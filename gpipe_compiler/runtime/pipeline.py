@@ -19,6 +19,7 @@ from .choices import (
     own_device,
     transport_kind,
 )
+from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
 from .errors import UsageError
 from .held import HeldStages
@@ -28,6 +29,7 @@ from .joint import joint_stages
 from .programs import Prepared, prepare, spread
 from .replicas import Replicas
 from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
+from .scaler import PipelineScaler, check_weights
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from .weighing import Scales
@@ -109,7 +111,7 @@ class Pipeline:
         store = None if weights is None else Weights.open(Path(weights))
         self.held = HeldStages(spec, self._build(store))
         self._scales = Scales(spec, store, seed)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.scaler = self._make_scaler()
         self._runner = self._make_runner()
         if self.network is not None and store is None:
             self._share_initial()
@@ -124,6 +126,17 @@ class Pipeline:
             where = dict.fromkeys(mine, self.network.device)
         stages = self.spec.stages
         return {i: build_stage(stages[i], store, device, self.seed) for i, device in where.items()}
+
+    def _make_scaler(self) -> PipelineScaler:
+        enabled = self.manner.precision is Precision.FP16 and self.spec.loss is not None
+        if enabled:
+            check_weights(self.held.modules)
+        device = self._devices[0] if self.network is None else self.network.device
+        return PipelineScaler(device, enabled=enabled, over_ranks=self._over_ranks)
+
+    def _over_ranks(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over all processes, those of other replicas too."""
+        return tensor if self.world is None else self.world.sum(tensor, what)
 
     def _make_runner(self) -> Runner:
         if self._replicas is None:
@@ -264,7 +277,7 @@ class Pipeline:
             loss_weights=prepared.loss_weights(self._scales.shares(call.loss_weights, total)),
             kept=frozenset(made - {x.name for x in self.spec.inputs} if outputs else ()),
             random=RandomKey(self.seed, self.step_number),
-            loss_scale=weight,
+            loss_scale=weight * self.scaler.get_scale() if work is Work.TRAIN else 1.0,
         )
         return self._runner.run(prepared, job), bound
 
@@ -385,6 +398,30 @@ class Pipeline:
         """Forget the gradients."""
         for module in self.stages.values():
             module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; gives it as it was.
+
+        That of torch.nn.utils.clip_grad_norm_ on the whole model: over all stages, ranks and
+        devices, a tied parameter once. Every rank calls it and gets the same. Under fp16 after
+        `scaler.unscale_(optimizer)`.
+
+        Raises:
+            AgreedError: on every rank, when a gradient is sparse; when the norm is not finite and
+                `error_if_nonfinite`.
+        """
+        first = self._replicas is None or self._replicas.number == 0
+        clipping = NormClipping(
+            parameter_names(self.spec),
+            told_here(self.spec, self.stages) if first else frozenset(),
+            self._devices[0] if self.network is None else self.network.device,
+            first=self.rank == 0,
+            over_ranks=self._over_ranks,
+        )
+        parameters = dict(self.named_parameters())
+        return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def close(self) -> None:
         """End the threads, or leave the process group."""

@@ -13,16 +13,18 @@ import torch
 from torch import nn
 
 from .choices import Manner
+from .crossing_dtypes import crossing_dtypes
 from .distributed import DistributedEndpoint
 from .engine import Engine, Outcome
 from .inputs import join
 from .job import Job, Values
 from .local import Inbox, LocalEndpoint, Workers
+from .precision import run_of_devices
 from .programs import Prepared
 from .replicas import Replicas
 from .schedule.actions import SharedSum
 from .shared import SharedParameter
-from .spec import PipelineSpec
+from .spec import Crossing, PipelineSpec
 from .wiring import makers, output_leaves
 
 
@@ -65,6 +67,7 @@ class LocalRunner:
         manner: Manner,
     ) -> None:
         self.spec = spec
+        self.precision = manner.precision
         self.devices = tuple(devices)
         per_device = len(spec.stages) // len(devices)
         loss = spec.loss.value if spec.loss is not None else None
@@ -103,7 +106,8 @@ class LocalRunner:
             for inbox in inboxes:
                 inbox.put(None)
 
-        outcomes = self.workers.run(tasks, abort)
+        with run_of_devices(self.precision):
+            outcomes = self.workers.run(tasks, abort)
         losses = {m: loss for outcome in outcomes for m, loss in outcome.losses.items()}
         outputs = {}
         for leaf in output_leaves(self.spec.outputs):
@@ -133,6 +137,8 @@ class DistributedRunner:
         self.replicas = replicas
         self.network = replicas.pipeline
         self.threads = torch.get_num_threads()
+        self.precision = manner.precision
+        self.dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
         self.engine = Engine(modules, self.network.device, loss, manner)
@@ -143,20 +149,32 @@ class DistributedRunner:
         endpoint = DistributedEndpoint(
             self.network,
             prepared.placement,
-            prepared.crossings,
+            self._crossings(prepared),
             job.sizes,
             self.spec.microbatch_size,
             partial(self._sum, prepared),
         )
         rank = self.network.rank
-        outcome = self.engine.run(
-            prepared.steps[rank], prepared.wiring, _on(job, self.network.device), endpoint
-        )
+        with run_of_devices(self.precision):
+            outcome = self.engine.run(
+                prepared.steps[rank], prepared.wiring, _on(job, self.network.device), endpoint
+            )
         loss = None
         if job.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
             loss = self.network.share_scalar(_total(outcome.losses, job), source, "the loss")
         return Result(loss, self._gather(prepared, job, outcome))
+
+    def _crossings(self, prepared: Prepared) -> list[Crossing]:
+        """What is sent, in the types that it has in this precision."""
+        training = all(module.training for module in self.engine.modules.values())
+        if training not in self.dtypes:
+            kind = self.network.device.type
+            self.dtypes[training] = crossing_dtypes(
+                self.spec, self.precision, kind, training=training
+            )
+        dtypes = self.dtypes[training]
+        return [dataclasses.replace(one, dtype=dtypes[one.value]) for one in prepared.crossings]
 
     def _gather(self, prepared: Prepared, job: Job, outcome: Outcome) -> Values:
         """The outputs, on rank 0: one after another, in the same order on all ranks."""

@@ -12,6 +12,7 @@ from torch import nn
 from .batchnorm import DeferredStatistics, Gather
 from .choices import Manner
 from .job import Job, Values, Work
+from .precision import autocast, no_weight
 from .random import SeededRandom
 from .recompute import Received, WrittenBuffers, unwritten
 from .spec import BatchNorm, Remat
@@ -43,7 +44,10 @@ class StageRun:
         job: Job,
         loss_name: str | None,
         manner: Manner,
+        device: torch.device,
     ) -> None:
+        self._precision = manner.precision
+        self._device = device
         self._stage = stage
         self._module = module
         self._job = job
@@ -105,12 +109,15 @@ class StageRun:
         arguments = []
         for need, tensor in zip(self._stage.needs, received, strict=True):
             if need.gradient:
-                leaves[need.value] = tensor.detach().requires_grad_()
-            arguments.append(leaves.get(need.value, tensor))
+                leaf = leaves[need.value] = tensor.detach().requires_grad_()
+                arguments.append(no_weight(leaf, self._precision))
+            else:
+                arguments.append(tensor)
         with contextlib.ExitStack() as around:
             if self._deferred is not None:
                 around.enter_context(self._deferred.forward(microbatch, again=again))
             around.enter_context(self._random(microbatch))
+            around.enter_context(autocast(self._precision, self._device))
             result = self._module(*arguments[: self._stage.arguments])
             names = self._stage.spec.outputs
             outputs = dict(zip(names, (result,) if len(names) == 1 else result, strict=True))
