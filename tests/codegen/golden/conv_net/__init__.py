@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from .runtime import pipeline as _pipeline
-from .runtime.spec import ScheduleKind
+from .runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from .schedule import SPEC
 
 __all__ = ["SPEC", "WEIGHTS", "Pipeline"]
@@ -17,7 +17,8 @@ WEIGHTS: Path | None = Path(__file__).resolve().parent / "weights"
 class Pipeline(_pipeline.Pipeline):
     """conv_net in 3 stages; `runtime/pipeline.py` tells what it can do.
 
-    `loss = pipe.step(inputs, target)` leaves gradients in `.grad`; `pipe(inputs)` infers.
+    `loss = pipe.step(inputs, target)` leaves gradients in `.grad`; `pipe(inputs)` infers. How the
+    stages compute is as compiled, unless told otherwise.
     """
 
     def __init__(
@@ -27,8 +28,12 @@ class Pipeline(_pipeline.Pipeline):
         devices: Sequence[torch.device | str] | torch.device | str | None = None,
         microbatches: int | None = None,
         schedule: ScheduleKind | str | None = None,
+        remat: Remat | str | None = None,
+        batchnorm: BatchNorm | str | None = None,
+        precision: Precision | str | None = None,
         seed: int = 0,
         transport: _pipeline.TransportKind | str | None = None,
+        data_parallel: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
@@ -37,7 +42,11 @@ class Pipeline(_pipeline.Pipeline):
             devices=devices,
             microbatches=microbatches,
             schedule=schedule,
+            remat=remat,
+            batchnorm=batchnorm,
+            precision=precision,
             seed=seed,
             transport=transport,
+            data_parallel=data_parallel,
             timeout_s=timeout_s,
         )
