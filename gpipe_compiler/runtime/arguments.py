@@ -145,7 +145,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between passes over eval_data() (at the end of every pass)",
     )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="a line of JSON for every step")
+    parser.add_argument(
+        "--log-file", dest="log", type=Path, metavar="FILE", help="a line of JSON for every step"
+    )
     parser.add_argument(
         "--save", type=Path, metavar="PATH", help="write the weights: FILE.safetensors or a folder"
     )

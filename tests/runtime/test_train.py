@@ -80,7 +80,7 @@ class Run:
 
     def __call__(self, *words):
         self.saved.unlink(missing_ok=True)
-        given = ["train", "--log", str(self.log), "--save", str(self.saved), "--devices", "cpu"]
+        given = ["train", "--log-file", str(self.log), "--save", str(self.saved), "--devices", "cpu"]
         return main(self.spec, self.folder, str(self.hooks), [*given, *map(str, words)])
 
     @property
