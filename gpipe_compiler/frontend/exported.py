@@ -20,7 +20,7 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.errors import GPipeCompilerError, TraceError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes, refuse_fixed_batch
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
@@ -31,6 +31,7 @@ from gpipe_compiler.frontend.readable import make_readable, write_constants
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.cumulative import STAND_IN, with_a_momentum
 from gpipe_compiler.quiet import quiet
 
 SMALLEST_BATCH = 2
@@ -48,7 +49,8 @@ def trace_export(subject: Subject, training: bool) -> Graph:
     recorder = CallRecorder()
     with recorder.watching(entry.model, "model"), noting_fixed_sizes() as lines:
         numbers = NumbersOnMeta() if entry.states.on_meta else contextlib.nullcontext()
-        with numbers:
+        momentum = with_a_momentum(entry.model) if training else contextlib.nullcontext()
+        with numbers, momentum:
             program = export(entry)
     module = program.graph_module
     for region in regions(module):
@@ -57,6 +59,7 @@ def trace_export(subject: Subject, training: bool) -> Graph:
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
     relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, training))
+    _refuse_stand_in(graphs)
     write_constants(graphs, program.constants)
     make_readable(graphs)
     return lower(module.graph, module, entry)
@@ -137,6 +140,19 @@ def name_state(
         replace_by_state(module.graph, node, canonical.get(target, target))
     pull_state_into_regions(module)
     return inputs
+
+
+def _refuse_stand_in(graphs: Sequence[fx.Graph]) -> None:
+    """Layers with a momentum of None trace as calls of the module, or not at all."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if STAND_IN in (*node.args, *node.kwargs.values()):
+                raise TraceError(
+                    "BatchNorm with momentum=None averages by a count that torch.export cannot "
+                    "follow outside of a torch.nn module",
+                    location=node.meta["source"],
+                    hint="give the layer a momentum, or use the class of torch.nn itself",
+                )
 
 
 def find_sources(graphs: Sequence[fx.Graph]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, map_argument
+from gpipe_compiler.ir.cumulative import with_a_momentum
 from gpipe_compiler.ir.graph import (
     Autocast,
     Call,
@@ -131,7 +133,9 @@ class Interpreter:
             self._modules[path] = construct(spec)
         module = self._modules[path].train(self.training)
         own = {local: self.tensors[name] for local, name in spec.state.items()}
-        return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
+        empty = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in own.values())
+        with with_a_momentum(module) if empty else contextlib.nullcontext():
+            return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
 
 
 def enter(context: Context) -> contextlib.AbstractContextManager[Any]:

@@ -120,7 +120,6 @@ class DeferredStatistics:
                 running = buffers[name]
                 kept = (1 - layer.momentum) * running.double()
                 running.copy_(kept + layer.momentum * new)
-        self._layers = {}
 
 
 class _Watch(TorchFunctionMode):
