@@ -323,10 +323,10 @@ class Pipeline:
         Args:
             what: they are, for the message of a rank that waits for them in vain.
         """
-        if self.network is None:
+        if self.world is None:
             return tuple(numbers)
         row = torch.tensor(list(numbers), dtype=torch.float64)
-        return tuple(self.network.broadcast(row, 0, what).tolist())
+        return tuple(self.world.broadcast(row, 0, what).tolist())
 
     def loss_weight(self, inputs: Inputs = None, target: object = None) -> float:
         """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum.
