@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,18 +59,25 @@ class Engine:
         wiring: Sequence[StageWiring],
         job: Job,
         endpoint: Endpoint,
+        ended: Callable[[int], None] | None = None,
     ) -> Outcome:
         """Execute the program once.
+
+        Args:
+            ended: called with every stage whose last backward is done.
 
         Raises:
             StageError: when a stage raises; the message names stage, micro-batch and action.
             TransportError: when a value does not come.
         """
         run = _Run(self, wiring, job, endpoint)
+        last = {} if ended is None else _last_backwards(steps)
         gradients = torch.enable_grad() if job.work is Work.TRAIN else torch.no_grad()
         with gradients, run_of_device(self.manner.precision):
-            for step in steps:
+            for position, step in enumerate(steps):
                 run.execute(step)
+                if ended is not None and position in last:
+                    ended(last[position])
             endpoint.flush()
         for stage in run.stages.values():
             stage.finish(self.gather)
@@ -209,11 +216,21 @@ class _Run:
             self.endpoint.send(transfer, self.values[transfer.microbatch][transfer.value])
             return
         total = None
-        for stage in sorted(self.engine.modules):
+        for stage in sorted(self.engine.modules, reverse=True):
             key = transfer.value, stage, transfer.microbatch
             if key in self.gradients:
                 total = _sum(total, self.gradients.pop(key))
         self.endpoint.send(transfer, total)
+
+
+def _last_backwards(steps: Sequence[Step]) -> dict[int, int]:
+    """The stage whose last backward stands at each of these places in a program."""
+    places = {
+        step.action.stage: place
+        for place, step in enumerate(steps)
+        if isinstance(step.action, Compute) and step.action.phase is Phase.BACKWARD
+    }
+    return {place: stage for stage, place in places.items()}
 
 
 def _sum(total: torch.Tensor | None, summand: torch.Tensor | None) -> torch.Tensor | None:

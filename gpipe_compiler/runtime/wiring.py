@@ -239,11 +239,14 @@ def _need(name: str, stage: int, placement: Sequence[int], crossings: dict[str, 
 
 
 def _parts(crossing: Crossing, placement: Sequence[int]) -> tuple[Part, ...]:
-    """Summands in stage order, those of another device together in the place of its first stage."""
+    """Summands from the last stage to the first, as autograd comes to them in the plain model.
+
+    Those of another device stand together in the place of its first stage.
+    """
     home = placement[crossing.source]
     firsts = set(first_targets(crossing, placement))
     parts = []
-    for target in sorted(crossing.targets):
+    for target in sorted(crossing.targets, reverse=True):
         if placement[target] == home:
             parts.append(Part(target, remote=False))
         elif target in firsts:
