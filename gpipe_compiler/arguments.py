@@ -143,6 +143,12 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-validate", action="store_true", help="do not hold the package against the model"
     )
+    group.add_argument(
+        "--per-microbatch",
+        action="store_true",
+        help="accept a loss that pairs the samples of a batch, as a contrastive one: it is that of "
+        "each micro-batch by itself",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON document instead")
     group.add_argument(
         "--seed", type=int, default=0, help="of random weights and inputs (default %(default)s)"

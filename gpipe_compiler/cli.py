@@ -128,6 +128,7 @@ def _compile(arguments: argparse.Namespace) -> None:
             validate=not arguments.no_validate,
             force=arguments.force,
             seed=arguments.seed,
+            per_microbatch=arguments.per_microbatch,
         )
         compiled = compile_subject(subject, options, directory, progress)
     if arguments.json:

@@ -61,6 +61,8 @@ class CompileOptions:
         measured: time the ops on this machine, instead of estimating them.
         validate: hold the package against the model.
         force: replace a package that stands where this one goes.
+        per_microbatch: accept that the loss of a mini-batch is that of its micro-batches, one by
+            one, where they cannot give that of the whole.
     """
 
     stages: int
@@ -76,6 +78,7 @@ class CompileOptions:
     validate: bool = True
     force: bool = False
     seed: int = 0
+    per_microbatch: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -227,7 +230,10 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         if options.validate and not refused:
             progress("validating the package against the model")
             hold_against = validate_materialised if on_meta(graph) else validate
-            found.append(hold_against(subject, made, folder, seed=options.seed))
+            accepted = options.per_microbatch
+            found.append(
+                hold_against(subject, made, folder, seed=options.seed, per_microbatch=accepted)
+            )
             write_report(made, folder / "report.html", found[0])
             refuse_failed(found[0])
 
@@ -243,7 +249,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         )
     except ValidationError as error:
         left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
-        raise ValidationError(error.problem, hint=left) from error
+        hint = f"{error.hint}; {left}" if error.hint else left
+        raise ValidationError(error.problem, location=error.location, hint=hint) from error
     return Compiled(frontend, made, placed, found[0] if found else None, refused)
 
 

@@ -25,7 +25,6 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Reduction
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.check import intra_op_threads
 from gpipe_compiler.runtime.comparison import (
@@ -40,6 +39,7 @@ from gpipe_compiler.runtime.inputs import join
 from gpipe_compiler.runtime.random import SeededRandom
 from gpipe_compiler.runtime.spec import Leaf
 from gpipe_compiler.runtime.weights import save_file as save_weights
+from gpipe_compiler.splitting import Losses, explain, loss_shares
 
 _ISOLATED = """
 import runpy, sys
@@ -79,6 +79,7 @@ def validate(
     *,
     seed: int = 0,
     weights: Mapping[str, torch.Tensor] | None = None,
+    per_microbatch: bool = False,
 ) -> Validation:
     """Runs the package in `directory` against the subject's model.
 
@@ -86,13 +87,15 @@ def validate(
 
     Args:
         weights: what the package is to load first, by the model's names.
+        per_microbatch: take a loss that micro-batches cannot give for that of each by itself.
 
     Raises:
-        ValidationError: when the package cannot be run. Differences are reported, not raised.
+        ValidationError: when the package cannot be run, or micro-batches cannot give the loss of
+            the mini-batch. Other differences are reported, not raised.
     """
     threads = max(1, torch.get_num_threads() // len(plan.stages))
     with intra_op_threads(threads):
-        expected, notes = reference_of(subject, plan, seed)
+        expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
     with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
         reference, report = Path(scratch, "reference.safetensors"), Path(scratch, "report.json")
         save_file(pack(expected), reference)
@@ -117,7 +120,7 @@ LARGEST_MATERIALISED = 1 << 30
 
 
 def validate_materialised(
-    subject: Subject, plan: Plan, directory: Path, *, seed: int = 0
+    subject: Subject, plan: Plan, directory: Path, *, seed: int = 0, per_microbatch: bool = False
 ) -> Validation:
     """Runs the package of a model on meta against a copy of the model that has numbers.
 
@@ -125,16 +128,18 @@ def validate_materialised(
     compared too; otherwise it is given the copy's weights.
 
     Raises:
-        ValidationError: when the package cannot be run. Differences are reported, not raised.
+        ValidationError: as `validate` does.
     """
     real = materialised(subject, seed)
     if known(subject):
-        return validate(real, plan, directory, seed=seed)
+        return validate(real, plan, directory, seed=seed, per_microbatch=per_microbatch)
     assert plan.graph is not None
     graph = plan.graph
     used = {name for op in graph.ops for name in op.states(graph.modules)}
     weights = {name: tensor for name, tensor in weights_of(real).items() if name in used}
-    return validate(real, plan, directory, seed=seed, weights=weights)
+    return validate(
+        real, plan, directory, seed=seed, weights=weights, per_microbatch=per_microbatch
+    )
 
 
 def why_not_materialised(plan: Plan) -> str:
@@ -149,13 +154,38 @@ def why_not_materialised(plan: Plan) -> str:
     )
 
 
-def reference_of(subject: Subject, plan: Plan, seed: int) -> tuple[Tensors, tuple[str, ...]]:
-    """What the package of a plan must come to, by the model in plain PyTorch; and notes on it."""
-    expected, notes = _evaluate(make_entry(subject, training=False), plan)
+def reference_of(
+    subject: Subject, plan: Plan, seed: int, *, per_microbatch: bool = False
+) -> tuple[Tensors, tuple[str, ...]]:
+    """What the package of a plan must come to, by the model in plain PyTorch; and notes on it.
+
+    Raises:
+        ValidationError: when micro-batches cannot give the loss of the mini-batch, unless that is
+            accepted.
+    """
+    entry = make_entry(subject, training=False)
+    shares = _shares(entry, plan) if plan.training else ()
+    expected, notes, losses = _evaluate(entry, plan, shares)
+    if losses is not None and not losses.equal:
+        assert plan.graph is not None
+        error = explain(plan.graph, losses)
+        if not per_microbatch:
+            raise error
+        notes = (*notes, f"accepted with --per-microbatch: {error.problem}")
     if plan.training:
-        trained = _train_step(make_entry(subject, training=True), plan, seed)
+        trained = _train_step(make_entry(subject, training=True), plan, shares, seed)
         expected = {**expected, **trained}
     return expected, notes
+
+
+def _shares(entry: Entry, plan: Plan) -> tuple[float, ...]:
+    """The weight of each micro-batch's loss."""
+    assert plan.graph is not None
+    graph = plan.graph
+    names = [source.name for source in entry.signature.inputs]
+    parts = _split(entry, entry.signature.samples(plan.batch_size), plan)
+    states = {**graph.tensors, **dict(entry.model.named_buffers())}
+    return loss_shares(graph, states, [dict(zip(names, part, strict=True)) for part in parts])
 
 
 def _run_package(
@@ -188,41 +218,62 @@ def _device(subject: Subject) -> torch.device:
     return next((tensor.device for tensor in subject.model.parameters()), torch.device("cpu"))
 
 
-def _evaluate(entry: Entry, plan: Plan) -> tuple[Tensors, tuple[str, ...]]:
-    """The model's outputs in eval mode, for the whole batch where that equals its parts."""
+def _evaluate(
+    entry: Entry, plan: Plan, shares: Sequence[float]
+) -> tuple[Tensors, tuple[str, ...], Losses | None]:
+    """The model's outputs in eval mode, for the whole batch where that equals its parts.
+
+    And the losses of both, where there is a loss.
+    """
     with torch.no_grad():
         # Every run starts from the same inputs and buffers: a model may write to both.
         (whole,) = _runs(entry, [tuple(entry.signature.samples(plan.batch_size))])
-        parts = _runs(entry, _split(entry, entry.signature.samples(plan.batch_size), plan))
-    if not all(whole.keys() == part.keys() for part in parts):
+        parts = [whole]
+        if plan.microbatches > 1:
+            parts = _runs(entry, _split(entry, entry.signature.samples(plan.batch_size), plan))
+    losses = None
+    if whole.loss is not None and shares:
+        made = tuple(part.loss for part in parts if part.loss is not None)
+        losses = Losses(whole.loss, made, tuple(shares))
+    outputs = [part.outputs for part in parts]
+    if not all(whole.outputs.keys() == output.keys() for output in outputs):
         raise ValidationError("the model returns another structure for a micro-batch")
-    joined = {name: _join([part[name] for part in parts], whole[name]) for name in whole}
-    rows = compare({Kind.OUTPUT: joined}, {Kind.OUTPUT: whole})
+    joined = {
+        name: _join([output[name] for output in outputs], tensor)
+        for name, tensor in whole.outputs.items()
+    }
+    rows = compare({Kind.OUTPUT: joined}, {Kind.OUTPUT: whole.outputs})
     if all(row.passed for row in rows):
-        return {Kind.OUTPUT: whole}, ()
+        return {Kind.OUTPUT: whole.outputs}, (), losses
     note = (
         "the outputs of the model for a batch are not those of its micro-batches put together: "
         "it mixes samples, and the package is held against its outputs for the micro-batches"
     )
-    return {Kind.OUTPUT: joined}, (note,)
+    return {Kind.OUTPUT: joined}, (note,), losses
 
 
-def _runs(
-    entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]]
-) -> list[Mapping[str, torch.Tensor]]:
-    """The outputs of one call after the other; the buffers are afterwards what they were."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one call of the model gives; copies, for the next call may overwrite the originals."""
+
+    loss: torch.Tensor | None
+    outputs: Mapping[str, torch.Tensor]
+
+
+def _runs(entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]]) -> list[_Run]:
+    """One call after the other; the buffers are afterwards what they were."""
     before = [buffer.clone() for buffer in entry.model.buffers()]
-    found: list[Mapping[str, torch.Tensor]] = [_outputs(entry, inputs) for inputs in calls]
+    found = [_run(entry, inputs) for inputs in calls]
     for buffer, content in zip(entry.model.buffers(), before, strict=True):
         buffer.copy_(content)
     return found
 
 
-def _outputs(entry: Entry, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies, for the next call may overwrite what is an input or a buffer."""
+def _run(entry: Entry, inputs: Sequence[torch.Tensor]) -> _Run:
     leaves = entry(*inputs)
-    found = flat_tensors(entry.outputs(leaves[1:] if entry.has_loss else leaves))
-    return {name: tensor.clone() for name, tensor in found.items()}
+    loss = leaves.pop(0).clone() if entry.has_loss else None
+    found = flat_tensors(entry.outputs(leaves))
+    return _Run(loss, {name: tensor.clone() for name, tensor in found.items()})
 
 
 def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
@@ -246,10 +297,14 @@ def _split(
     ]
 
 
-def _train_step(entry: Entry, plan: Plan, seed: int) -> Tensors:
-    """Loss, gradients, buffers and weights of one step of plain PyTorch."""
+def _train_step(entry: Entry, plan: Plan, shares: Sequence[float], seed: int) -> Tensors:
+    """Loss, gradients, buffers and weights of one step of plain PyTorch.
+
+    Args:
+        shares: the weight of each micro-batch's loss; one of weight 0 may be nan, and does not
+            count.
+    """
     inputs = entry.signature.samples(plan.batch_size)
-    weight = 1 / plan.microbatches if entry.reduction is Reduction.MEAN else 1.0
     trainable = {
         name: tensor for name, tensor in entry.model.named_parameters() if tensor.requires_grad
     }
@@ -257,12 +312,14 @@ def _train_step(entry: Entry, plan: Plan, seed: int) -> Tensors:
     losses = []
     for microbatch, part in enumerate(_split(entry, inputs, plan)):
         with activations_kept(), SeededRandom(seed, 0, microbatch, numbers=()):
-            loss = entry(*part)[0] * weight
+            loss = entry(*part)[0] * shares[microbatch]
+        if not shares[microbatch]:
+            continue
         losses.append(loss.detach())
         for name, gradient in _gradients(loss, trainable).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return {
-        Kind.LOSS: {"loss": torch.stack(losses).sum()},
+        Kind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
         Kind.GRADIENT: gradients,
         Kind.BUFFER: dict(entry.model.named_buffers()),
         Kind.WEIGHT: {

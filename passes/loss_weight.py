@@ -26,6 +26,7 @@ from gpipe_compiler.ir import (
     Reduction,
     Ref,
     RegionCall,
+    ValueKind,
 )
 from gpipe_compiler.ir.arguments import choices, map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
@@ -34,11 +35,11 @@ from gpipe_compiler.passes.random_ops import random_ops
 
 _REARRANGED = frozenset(
     {
-        *("view", "reshape", "flatten", "contiguous", "clone", "detach", "squeeze", "unsqueeze"),
+        *("view", "reshape", "flatten", "contiguous", "detach", "squeeze", "unsqueeze"),
         *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
     }
 )
-"""What keeps all elements of a tensor, as long as it keeps their type."""
+"""What keeps all elements of a tensor, as long as it keeps their type and their memory."""
 
 
 def weigh_loss(graph: Graph) -> Graph:
@@ -82,6 +83,17 @@ def loss_weight(graph: Graph) -> LossWeight | None:
         # Only unguarded shares add up to one, so that constant terms count once.
         return dataclasses.replace(weight, floor=-math.inf, offset=0.0)
     return weight
+
+
+def different_means(graph: Graph) -> tuple[Op, ...]:
+    """The ops of a loss that adds up means over different things, one for each; () for others."""
+    terms, numbers = Terms(graph), _Numbers(graph)
+    found: dict[object, Op] = {}
+    for term in terms:
+        count = _count(terms, term)
+        if not isinstance(term, Constant) and term.op is not None:
+            found.setdefault(None if count is None else numbers.of(count), term.op)
+    return tuple(found.values()) if len(found) > 1 else ()
 
 
 _LAST = Ref("")
@@ -143,7 +155,7 @@ def _elements(graph: Graph, tensor: Argument) -> Argument:
         if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
             return tensor
         before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
-        if before.dtype != after.dtype:
+        if before.dtype != after.dtype or before.storage != after.storage:
             return tensor
         tensor = op.call.args[0]
     return tensor
@@ -285,12 +297,26 @@ def _weight(graph: Graph, count: _Count) -> LossWeight | None:
     if before is None:
         return None
     ops = (*before, *_own_ops(graph, count))
-    used = {name for op in ops for name in op.inputs}
-    sources = [source for source in graph.inputs if source.name in used]
-    if not any(source.batched for source in sources):
+    if not _reads_samples(graph, ops):
         return None
-    inputs = tuple(source.name for source in sources)
+    used = {name for op in ops for name in op.inputs}
+    inputs = tuple(source.name for source in graph.inputs if source.name in used)
     return LossWeight(count.what, inputs, ops, ops[-1].name, count.floor, count.offset)
+
+
+def _reads_samples(graph: Graph, ops: Iterable[Op]) -> bool:
+    """Whether what the last op gives depends on more than how many samples there are."""
+    data = {source.name for source in graph.inputs if source.batched}
+    for op in ops:
+        reads = not data.isdisjoint(op.inputs)
+        if reads:
+            data.update(name for name in op.outputs if _is_tensor(graph, name))
+    return reads
+
+
+def _is_tensor(graph: Graph, name: str) -> bool:
+    known = graph.values.get(name)
+    return known is None or known.kind is ValueKind.TENSOR
 
 
 def _own_ops(graph: Graph, count: _Count) -> list[Op]:

@@ -158,10 +158,12 @@ def test_package_may_not_lean_on_the_compiler(compiled: Compiled, tmp_path: Path
 def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stands where the package was to go; what failed stands beside it, named so."""
 
-    def spoil(subject: Subject, plan: Plan, folder: Path, *, seed: int) -> Validation:
+    def spoil(
+        subject: Subject, plan: Plan, folder: Path, *, seed: int, per_microbatch: bool
+    ) -> Validation:
         stage = folder / "stage_1.py"
         stage.write_text(stage.read_text().replace("x * 0.01", "x * 0.02"))
-        return validate(subject, plan, folder, seed=seed)
+        return validate(subject, plan, folder, seed=seed, per_microbatch=per_microbatch)
 
     # By its full name: `gpipe_compiler.compile` is the function.
     module = importlib.import_module("gpipe_compiler.compile")

@@ -1,0 +1,131 @@
+"""Whether the loss of a mini-batch is that of its micro-batches put together; and if not, why.
+
+Judged by the plain model in eval mode, without gradients, on the example. There are losses that
+micro-batches cannot give: one that compares every sample with every other, a sum of means that are
+taken over different things, the root of a mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_compiler.errors import SourceLocation, ValidationError
+from gpipe_compiler.ir import Graph, Op, Reduction, ValueKind
+from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.loss_weight import different_means
+from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.runtime.comparison import RELATIVE, ROUNDINGS
+
+
+def loss_shares(
+    graph: Graph,
+    states: Mapping[str, torch.Tensor],
+    parts: Sequence[Mapping[str, torch.Tensor]],
+) -> tuple[float, ...]:
+    """The weight of each micro-batch's loss in that of the mini-batch.
+
+    Args:
+        graph: with a loss, weighed by `passes.loss_weight`.
+        states: by canonical name, the buffers and constants that the weight reads.
+        parts: for each of the micro-batches, equal in size, the inputs by name.
+    """
+    loss = graph.loss
+    assert loss is not None
+    if loss.reduction is Reduction.SUM:
+        return (1.0,) * len(parts)
+    if loss.weight is None:
+        return (1 / len(parts),) * len(parts)
+    weight = loss.weight
+    apart = Interpreter(graph.replace(ops=weight.ops), states, training=False)
+    with torch.no_grad():
+        weights = [float(apart.run(part)[weight.value]) for part in parts]
+
+    def divisor(of: float) -> float:
+        return max(of, weight.floor) + weight.offset
+
+    whole = divisor(sum(weights))
+    return tuple(divisor(item) / whole if whole else 0.0 for item in weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The loss of a mini-batch, and those of its micro-batches with their shares in it."""
+
+    whole: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def together(self) -> float:
+        """What the micro-batches come to; one in which nothing counts may have a loss of nan."""
+        return math.fsum(self._weighted)
+
+    @property
+    def equal(self) -> bool:
+        """Whether that is the loss of the mini-batch, but for rounding.
+
+        A loss that is not finite shows nothing, and counts as equal.
+        """
+        whole = float(self.whole)
+        if not math.isfinite(whole):
+            return True
+        rounding = max(RELATIVE, ROUNDINGS * torch.finfo(self.whole.dtype).eps)
+        size = max(abs(whole), *map(abs, self._weighted))
+        return abs(self.together - whole) <= rounding * size
+
+    @property
+    def _weighted(self) -> list[float]:
+        pairs = zip(self.parts, self.shares, strict=True)
+        return [float(loss) * share for loss, share in pairs if share] or [0.0]
+
+
+def explain(graph: Graph, losses: Losses) -> ValidationError:
+    """The error for a loss that micro-batches do not give, with the line at fault if it is found.
+
+    Args:
+        graph: annotated by `passes.shapes`.
+    """
+    cause, location = _cause(graph)
+    return ValidationError(
+        f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "
+        f"{len(losses.parts)} micro-batches put together is {losses.together:.6g}: {cause}",
+        location=location,
+        hint="compile with --microbatches 1, or accept with --per-microbatch that every "
+        "micro-batch has a loss of its own, and the mini-batch their weighted mean",
+    )
+
+
+def _cause(graph: Graph) -> tuple[str, SourceLocation | None]:
+    assert graph.loss is not None
+    needed = graph.ancestors((graph.loss.value,))
+    for op in graph.ops:
+        unsplit = [name for name in op.outputs if _pairs_samples(graph, name)]
+        if op.name in needed and unsplit:
+            shape = "x".join(map(str, graph.values[unsplit[0]].shape))
+            text = f"{unsplit[0]} (shape {shape} for {graph.batch_size} samples)"
+            return f"{text} pairs samples with one another", op.source
+    # In eval mode, so that BatchNorm is not among them.
+    mixing = mixing_ops(graph.replace(loss=None))
+    for op in graph.ops:
+        if op.name in needed - graph.loss_only and op.name in mixing and not _is_scalar(graph, op):
+            return f"{op.name} takes the samples of a batch together", op.source
+    different = different_means(graph)
+    if different:
+        text = "it adds up means that are taken over different numbers of things"
+        return text, different[-1].source
+    kind = "sum" if graph.loss.reduction is Reduction.SUM else "mean"
+    maker = graph.producer.get(graph.loss.value)
+    return f"it is no {kind} over samples", maker.source if maker is not None else None
+
+
+def _pairs_samples(graph: Graph, value: str) -> bool:
+    known = graph.values.get(value)
+    return known is not None and known.kind is ValueKind.TENSOR and not known.splittable
+
+
+def _is_scalar(graph: Graph, op: Op) -> bool:
+    return all(not graph.values[name].shape for name in op.outputs)

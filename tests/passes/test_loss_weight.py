@@ -1,0 +1,411 @@
+"""What losses are means over, held against counts by hand and against losses of whole batches.
+
+The models are traced by every frontend. For random targets, some of them ignored, and random sizes
+of micro-batches, the micro-batches' losses, each with its share, come to the loss that the plain
+model gives for the whole batch at once, in double precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.frontend.auto import Frontend, trace
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph, Reduction
+from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.loss_weight import different_means, loss_weight, weigh_loss
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.splitting import loss_shares
+
+BATCH, LENGTH, CLASSES, WIDTH = 4, 3, 5, 4
+FRONTENDS = (Frontend.FX, Frontend.EXPORT)
+
+Parts = dict[str, Tensor]
+LossOf = Callable[["Tagger", Tensor, Tensor, Tensor], Tensor]
+
+
+class Tagger(nn.Module):
+    """Logits for every position, and a loss of one kind."""
+
+    def __init__(self, loss: LossOf) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.other = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("of_class", torch.tensor([1.0, 2.0, 0.5, 4.0, 0.25]))
+        self.register_buffer("seen", torch.ones(CLASSES))
+        self.learned = nn.Parameter(torch.rand(CLASSES))
+        self.criterion = nn.CrossEntropyLoss(torch.tensor([3.0, 1.0, 0.5, 0.0, 2.0]))
+        self.smooth = nn.CrossEntropyLoss(
+            torch.tensor([3.0, 1.0, 0.5, 1.0, 2.0]), ignore_index=2, label_smoothing=0.3
+        )
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self, x, labels, mask), "logits": self.head(x)}
+
+
+def rows(model: Tagger, x: Tensor) -> Tensor:
+    return model.head(x).flatten(0, 1)
+
+
+def nll(model: Tagger, x: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(x).transpose(1, 2)
+    return F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+
+
+def tokens(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(rows(model, x), labels.view(-1))
+
+
+def shifted(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """As causal language models of Hugging Face do."""
+    labels = F.pad(labels, (0, 1), value=-100)
+    following = labels[..., 1:].contiguous().view(-1)
+    logits = model.head(x).view(-1, CLASSES)
+    return F.cross_entropy(logits, following, ignore_index=-100, reduction="mean")
+
+
+def by_class(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    scores = F.log_softmax(model.head(x), dim=-1).transpose(1, 2)
+    return F.nll_loss(scores, labels, model.of_class)
+
+
+def module(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return model.criterion(rows(model, x), labels.flatten())
+
+
+def smoothed(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return model.smooth(rows(model, x), labels.masked_fill(labels == -100, 2).flatten())
+
+
+def scaled(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    loss = F.cross_entropy(rows(model, x), labels.flatten()).double()
+    return 0.0 + 0.3 * -(-loss / 7) * x.size(1) + 0.0
+
+
+def summed(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    count = (labels.flatten() != -100).sum()
+    return F.cross_entropy(rows(model, x), labels.flatten(), reduction="sum") / count
+
+
+def masked(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (nll(model, x, labels) * mask).sum() / mask.sum()
+
+
+def clamped(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (nll(model, x, labels) * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def guarded(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """As max(2 * sum, 1) + 0.5, out of order."""
+    total = torch.clamp(mask.sum() * 2 + 0.25, min=1.25) + 0.25
+    return torch.div((nll(model, x, labels) * mask).sum(), total)
+
+
+def mean_by_mean(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (nll(model, x, labels) * mask).mean() / torch.mean(mask)
+
+
+def inside(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (nll(model, x, labels) * mask / mask.sum()).sum()
+
+
+def edited(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    labels = labels.clone()
+    labels[labels == 0] = -100
+    return F.cross_entropy(rows(model, x), labels.view(-1))
+
+
+def alike(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Two heads with the same labels, and a regulariser."""
+    deep = F.cross_entropy(model.other(x).flatten(0, 1), labels.flatten())
+    return tokens(model, x, labels, mask) + 0.5 * deep + 0.01 * model.head.weight.square().sum()
+
+
+def stacked(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    deep = F.cross_entropy(model.other(x).flatten(0, 1), labels.flatten())
+    return torch.stack([tokens(model, x, labels, mask), deep]).mean()
+
+
+def linear(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The loss that torch fuses with the head."""
+    weight = model.head.weight
+    return F.linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten())
+
+
+WEIGHTED: dict[str, LossOf] = {
+    made.__name__: made
+    for made in (
+        *(tokens, shifted, by_class, module, smoothed, scaled, summed, masked, clamped, guarded),
+        *(mean_by_mean, inside, edited, alike, stacked),
+    )
+}
+
+LABELS = torch.tensor([[0, 1, 2], [-100, -100, 3], [4, 4, -100], [-100, -100, -100]])
+MASK = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.25, 1.0, 1.0], [0.0, 0.0, 0.125]])
+
+BY_HAND: dict[str, list[float]] = {
+    "tokens": [3, 1, 2, 0],
+    "shifted": [2, 1, 1, 0],
+    "by_class": [1 + 2 + 0.5, 4, 0.25 + 0.25, 0],
+    "module": [3 + 1 + 0.5, 0, 2 + 2, 0],
+    "smoothed": [3 + 1, 1, 2 + 2, 0],
+    "scaled": [3, 1, 2, 0],
+    "summed": [3, 1, 2, 0],
+    "masked": [1.5, 0, 2.25, 0.125],
+    "clamped": [1.5, 0, 2.25, 0.125],
+    "guarded": [1.5, 0, 2.25, 0.125],
+    "mean_by_mean": [1.5, 0, 2.25, 0.125],
+    "inside": [1.5, 0, 2.25, 0.125],
+    "edited": [2, 1, 2, 0],
+    "alike": [3, 1, 2, 0],
+    "stacked": [3, 1, 2, 0],
+}
+"""The weight of every single sample of LABELS and MASK."""
+
+
+def traced(loss: LossOf, frontend: Frontend) -> tuple[Graph, Tagger]:
+    torch.manual_seed(0)
+    model = Tagger(loss).double()
+    torch.nn.init.normal_(model.head.weight)
+    call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": MASK}
+    call = {name: tensor.double() if name == "mask" else tensor for name, tensor in call.items()}
+    subject = Subject("tagger", model, (), call)
+    return annotate(trace(subject, frontend), 2), model
+
+
+@functools.cache
+def weighed(label: str, frontend: Frontend) -> tuple[Graph, Tagger]:
+    graph, model = traced(WEIGHTED[label], frontend)
+    return weigh_loss(graph), model
+
+
+def weight_of(graph: Graph, part: Parts) -> float:
+    assert graph.loss is not None
+    weight = graph.loss.weight
+    assert weight is not None
+    given = {name: part[name] for name in weight.inputs}
+    apart = Interpreter(graph.replace(ops=weight.ops), graph.tensors, training=False)
+    return float(apart.run(given)[weight.value])
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("label", WEIGHTED)
+def test_weights_are_those_counted_by_hand(label: str, frontend: Frontend) -> None:
+    """Sample by sample; and the weight of all is the sum."""
+    graph, _ = weighed(label, frontend)
+
+    found = [
+        weight_of(graph, {"labels": LABELS[i : i + 1], "mask": MASK[i : i + 1].double()})
+        for i in range(BATCH)
+    ]
+
+    assert found == pytest.approx(BY_HAND[label])
+    whole = weight_of(graph, {"labels": LABELS, "mask": MASK.double()})
+    assert whole == pytest.approx(sum(BY_HAND[label]))
+    assert graph.loss is not None
+    assert graph.loss.reduction is Reduction.MEAN
+
+
+@pytest.mark.parametrize("label", ["tokens", "smoothed", "masked", "summed"])
+def test_only_what_it_takes_is_computed(label: str) -> None:
+    """From the labels or the mask, without flattening them, and from nothing else."""
+    graph, _ = weighed(label, Frontend.FX)
+    assert graph.loss is not None
+    weight = graph.loss.weight
+    assert weight is not None
+
+    assert weight.inputs == (("mask",) if label == "masked" else ("labels",))
+    assert not any("flatten" in op.name or "view" in op.name for op in weight.ops[1:])
+    assert len(weight.ops) <= 6
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Parts, list[int]]:
+    """A batch, of which labels are ignored at random, and sizes of micro-batches."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+    samples, share = sum(sizes), draw(st.sampled_from([0.0, 0.4, 0.8]))
+    shape = (samples, LENGTH)
+    labels = torch.randint(CLASSES, shape, generator=random)
+    labels[torch.rand(shape, generator=random) < share] = -100
+    mask = torch.rand(shape, generator=random).double()
+    mask[torch.rand(shape, generator=random) < share] = 0.0
+    nothing = draw(st.integers(-1, samples - 1))  # one sample, or none, in which nothing counts
+    if nothing >= 0:
+        labels[nothing], mask[nothing] = -100, 0.0
+    x = torch.randn(samples, LENGTH, WIDTH, generator=random).double()
+    return {"x": x, "labels": labels, "mask": mask}, sizes
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("label", WEIGHTED)
+@settings(max_examples=40, deadline=None)
+@given(drawn=batches())
+def test_micro_batches_come_to_the_whole(
+    label: str, frontend: Frontend, drawn: tuple[Parts, list[int]]
+) -> None:
+    """To 1e-12, whatever the sizes, also where nothing counts in some of them."""
+    inputs, sizes = drawn
+    graph, model = weighed(label, frontend)
+    pieces = {name: tensor.split(sizes) for name, tensor in inputs.items()}
+    parts = [{name: piece[m] for name, piece in pieces.items()} for m in range(len(sizes))]
+    with torch.no_grad():
+        whole = float(model(**inputs)["loss"])
+        losses = [float(model(**part)["loss"]) for part in parts]
+
+    shares = loss_shares(graph, graph.tensors, parts)
+
+    together = math.fsum(s * loss for s, loss in zip(shares, losses, strict=True) if s)
+    if math.isnan(whole):  # nothing counts in the whole batch
+        assert not any(shares)
+    else:
+        assert together == pytest.approx(whole, rel=1e-12, abs=1e-12)
+
+
+# --- what has no weight of its own ----------------------------------------------------------------
+
+
+def squares(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.mse_loss(model.head(x), model.other(x))
+
+
+def probabilities(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(rows(model, x), x.softmax(-1)[..., :1].expand(-1, -1, 5).flatten(0, 1))
+
+
+def total(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(rows(model, x), labels.view(-1), reduction="sum")
+
+
+def unlike(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Means over different labels."""
+    shorter = F.cross_entropy(rows(model, x[:, 1:]), labels[:, 1:].flatten())
+    return tokens(model, x, labels, mask) + shorter
+
+
+def with_auxiliary(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return tokens(model, x, labels, mask) + squares(model, x, labels, mask)
+
+
+def drawn_mask(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A mask that no other run can know."""
+    mask = torch.bernoulli(mask.clamp(max=1.0))
+    return (nll(model, x, labels) * mask).sum() / mask.sum()
+
+
+def confident(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A mask that depends on the weights."""
+    mask = (model.head(x).amax(-1) > 0).double()
+    return (nll(model, x, labels) * mask).sum() / mask.sum()
+
+
+def learned(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Class weights that training changes."""
+    weights = model.learned[labels.clamp(min=0)]
+    return (nll(model, x, labels) * weights).sum() / weights.sum()
+
+
+def counting(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Class weights that every forward changes."""
+    model.seen.add_(1.0)
+    return F.cross_entropy(rows(model, x), labels.flatten(), model.seen)
+
+
+def per_sample(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A mean over samples of means over positions."""
+    return ((nll(model, x, labels) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def contrast(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Every sample against all others: the targets come from the batch size alone."""
+    left, right = model.head(x).mean(1), model.other(x).mean(1)
+    return F.cross_entropy(left @ right.T, torch.arange(x.size(0)))
+
+
+def times_batch(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return tokens(model, x, labels, mask) * x.size(0)
+
+
+def sum_by_mean(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A sum over samples divided by a mean: no mean at all."""
+    return (nll(model, x, labels) * mask).sum() / mask.mean()
+
+
+def in_vain(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Divided by what is the same for all samples."""
+    return squares(model, x, labels, mask) / model.of_class.sum()
+
+
+UNWEIGHTED = (
+    *(squares, probabilities, total, unlike, with_auxiliary, drawn_mask, confident, learned),
+    *(counting, per_sample, contrast, times_batch, sum_by_mean, in_vain),
+)
+
+
+@pytest.mark.parametrize("loss", UNWEIGHTED)
+def test_others_go_by_samples(loss: LossOf) -> None:
+    """Where the weight cannot be known before the step, or there is more than one, or none."""
+    graph, _ = traced(loss, Frontend.FX)
+
+    assert loss_weight(graph) is None
+    assert weigh_loss(graph) is graph
+
+
+@pytest.mark.parametrize("loss", [unlike, with_auxiliary])
+def test_different_means_are_named(loss: LossOf) -> None:
+    """By the ops that take them."""
+    graph, _ = traced(loss, Frontend.FX)
+
+    assert len(different_means(graph)) == 2
+
+
+@pytest.mark.parametrize("loss", [tokens, alike, squares, total])
+def test_one_mean_is_not_different(loss: LossOf) -> None:
+    graph, _ = traced(loss, Frontend.FX)
+
+    assert different_means(graph) == ()
+
+
+def test_a_fused_loss_counts_its_targets() -> None:
+    graph, _ = traced(linear, Frontend.FX)
+
+    weight = loss_weight(graph)
+
+    assert weight is not None
+    assert weight.what == "the targets other than -100"
+
+
+def test_a_loss_function_beside_the_model() -> None:
+    """Its class weights are a constant of the graph."""
+    loss_fn = nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), ignore_index=1)
+    target = torch.tensor([0, 1, 2, 2])
+    subject = Subject("row", nn.Linear(4, 3), (torch.randn(4, 4),), {}, target, loss_fn)
+    graph = weigh_loss(annotate(trace(subject, Frontend.FX), 2))
+
+    assert weight_of(graph, {"target": target}) == 0.5 + 2 + 2
+
+
+def test_a_mean_is_never_taken_for_a_sum() -> None:
+    """Also where the second half of the example makes it look like one: nothing counts in it."""
+    mask = torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]).double()
+    model = Tagger(clamped).double()
+    call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": mask}
+    graph = annotate(trace(Subject("tagger", model, (), call), Frontend.FX), 2)
+    assert graph.loss is not None
+    assert graph.loss.reduction is Reduction.SUM
+
+    loss: Any = weigh_loss(graph).loss
+
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight.floor == 1.0
