@@ -14,21 +14,33 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import PipelineError
+from .errors import PipelineError, UsageError
 from .spec import Leaf, PipelineSpec, StageSpec
 
 BatchDims = Mapping[str, int | None]
 """The dimension of each value that grows with the micro-batch, None where none does."""
 
 
-def joint_stages(stages: Sequence[StageSpec]) -> frozenset[int]:
+def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[int]:
     """The stages that are joint in training with exact BatchNorm.
 
     Those that mix samples or write to buffers. If there are any in a model that draws random
     numbers, every stage is: a joint stage draws for the mini-batch at once, other stages would for
     each micro-batch, and the masks would depend on the cut.
+
+    Args:
+        replicas: of the pipeline, which share every mini-batch.
+
+    Raises:
+        UsageError: when several replicas have joint stages: none sees the whole mini-batch.
     """
     found = {i for i, stage in enumerate(stages) if stage.mixes or stage.writes}
+    if found and replicas > 1:
+        raise UsageError(
+            f"exact BatchNorm is over the whole mini-batch, and each of {replicas} replicas has "
+            "only its share of it",
+            hint="use --batchnorm deferred, or --data-parallel 1",
+        )
     if found and any(stage.random_ops for stage in stages):
         found = set(range(len(stages)))
     return frozenset(found)

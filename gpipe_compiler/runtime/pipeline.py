@@ -295,7 +295,8 @@ class Pipeline:
 
     def _programs(self, work: Work, microbatches: int) -> Prepared:
         exact = self.manner.batchnorm is BatchNorm.EXACT and self._mode
-        joint = joint_stages(self.spec.stages) if exact else frozenset()
+        replicas = 1 if self._replicas is None else self._replicas.count
+        joint = joint_stages(self.spec.stages, replicas) if exact else frozenset()
         key = work, microbatches, joint
         if key not in self._prepared:
             self._prepared[key] = prepare(

@@ -153,6 +153,9 @@ def test_which_stages_are_joint():
     assert joint_stages((plain, mixing, plain, writing)) == {1, 3}
     assert joint_stages((plain, mixing, random)) == {0, 1, 2}
     assert joint_stages((plain, random)) == frozenset()
+    assert joint_stages((plain, random), replicas=2) == frozenset()
+    with pytest.raises(UsageError, match=r"each of 2 replicas[\s\S]*--batchnorm deferred"):
+        joint_stages((plain, mixing), replicas=2)
 
 
 def test_other_stages_stay_pipelined():
