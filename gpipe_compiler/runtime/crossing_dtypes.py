@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from .errors import PipelineError
 from .precision import lower_dtype
 from .spec import PipelineSpec, Precision, StageSpec
+from .weights import put
 
 
 def crossing_dtypes(
@@ -97,14 +99,25 @@ class _FakeRun:
     def _outputs(
         self, stage: StageSpec, values: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        with torch.device("meta"):
-            module = stage.module()
-        module.requires_grad_(False).to_empty(device=self.device).train(self.training)
+        module = self._module(stage)
         arguments = [values[name] for name in stage.inputs]
         with _Autocast(self.precision, self.device.type):
             result = module(*arguments)
         single = len(stage.outputs) == 1
         return dict(zip(stage.outputs, (result,) if single else result, strict=True))
+
+    def _module(self, stage: StageSpec) -> nn.Module:
+        with torch.device("meta"):
+            module = stage.module()
+        for own, parameter in list(module.named_parameters(remove_duplicate=False)):
+            put(module, own, nn.Parameter(self._like(parameter), requires_grad=False))
+        for own, buffer in list(module.named_buffers(remove_duplicate=False)):
+            put(module, own, self._like(buffer))
+        return module.train(self.training)
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        size, stride = tensor.shape, tensor.stride()
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
 
 
 class _Autocast:

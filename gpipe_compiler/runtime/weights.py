@@ -161,9 +161,14 @@ def _replace(
             f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(old.shape)} in the "
             "stage"
         )
+    put(module, own, tensor)
+
+
+def put(module: nn.Module, own: str, tensor: torch.Tensor) -> None:
+    """Let a tensor take the place of the module's parameter or buffer of this name."""
     path, _, attribute = own.rpartition(".")
     holder = module.get_submodule(path)
-    if isinstance(old, nn.Parameter):
+    if isinstance(tensor, nn.Parameter):
         setattr(holder, attribute, tensor)  # a recurrent module takes note of it, too
     else:
         holder._buffers[attribute] = tensor
