@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 from tiny_pipelines import SAMPLES, WIDTH, data_for, norm_spec, skip_spec, tied_spec
+from torch.distributed.run import get_args_parser
 
+from gpipe_compiler.runtime.arguments import parser_for
 from gpipe_compiler.runtime.command import main
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.weights import load_file, save_file, save_weights
@@ -36,6 +38,16 @@ def package(tmp_path):
     save_file(values, tmp_path / "weights" / "example.safetensors")
     (tmp_path / "plan.json").write_text('{"prediction": {"step_s": 0.5}}')
     return tmp_path
+
+
+def test_torchrun_lets_the_options_through():
+    """Before Python 3.12 it refuses words that begin several options of its own, such as --log."""
+    theirs = get_args_parser()._option_string_actions
+    commands = parser_for(skip_spec())._subparsers._group_actions[0].choices
+    assert commands.keys() == {"train", "infer", "check", "bench", "export"}
+    for name, command in commands.items():
+        for option in command._option_string_actions:
+            assert sum(other.startswith(option) for other in theirs) <= 1, (name, option)
 
 
 def losses(text):

@@ -1,0 +1,118 @@
+"""The training command over processes, under the real torchrun with gloo.
+
+Held against the same command in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import BROKEN, EVALUATION, SHUFFLED, Run
+from tiny_pipelines import norm_spec, skip_spec
+
+from gpipe_compiler.runtime.checkpoint import latest
+
+SCRIPT = Path(__file__).with_name("train_rank.py")
+
+
+def started(name, run, *words, processes=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command += [f"--nproc-per-node={processes}", str(SCRIPT), name, str(run.folder), "train"]
+    command += ["--log-file", str(run.log), "--save", str(run.saved), "--timeout", "60"]
+    return subprocess.Popen(
+        [*command, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finished(process):
+    """The exit code, and what was printed."""
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.timeout(150)
+def test_processes_train_as_threads_do(tmp_path):
+    """Passes of data that rank 0 alone sees, evaluation, a checkpoint that one process resumes."""
+    hooks = SHUFFLED + EVALUATION + "TARGET = lambda x: None\n"
+    for name in ("ranks", "threads"):
+        (tmp_path / name).mkdir()
+    ranks = Run(tmp_path / "ranks", norm_spec(), hooks)
+    threads = Run(tmp_path / "threads", norm_spec(), hooks)
+    words = ("--accumulate", 2, "--checkpoint-dir", tmp_path / "kept")
+
+    code, out, err = finished(started("norm", ranks, "--epochs", 2, *words))
+    assert code == 0, err
+    assert out.count("evaluation after step") == 2
+    assert threads("--epochs", 2, "--accumulate", 2) == 0
+
+    torch.testing.assert_close(ranks.weights, threads.weights, rtol=1e-6, atol=1e-6)
+    for key in ("step", "lr", "samples"):
+        assert [line[key] for line in ranks.steps] == [line[key] for line in threads.steps]
+    for found, expected in zip(ranks.evaluations, threads.evaluations, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+    assert threads("--epochs", 3, "--accumulate", 2) == 0
+    whole = threads.weights
+    assert threads("--epochs", 3, *words, "--resume") == 0
+    torch.testing.assert_close(threads.weights, whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        (
+            BROKEN.format(value="nan"),
+            "error: the loss of step 3, batch 3 of pass 1 of train_data()",
+        ),
+        pytest.param(
+            "def train_data():\n    yield batch(8, 0)\n    1 / 0",
+            "ZeroDivisionError",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_ends_one_ends_all(tmp_path, hooks, message):
+    """Rank 0 tells why, the other ends without waiting for its timeout."""
+    run = Run(tmp_path, skip_spec(), hooks)
+    begun = time.monotonic()
+
+    code, _, err = finished(started("skip", run, "--steps", 9))
+
+    assert code != 0
+    assert err.count(": error: ") == err.count(message) == 1, err
+    assert "Traceback" not in err.split("ChildFailedError")[0]
+    assert time.monotonic() - begun < 60  # the timeout of a rank that waits
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_signal_to_torchrun(tmp_path):
+    """Every rank ends after the same step, with a checkpoint."""
+    run = Run(tmp_path, norm_spec(), SHUFFLED)
+    process = started("norm", run, "--steps", 10**6, "--checkpoint-dir", tmp_path / "kept")
+    while not run.log.exists() or len(run.log.read_text().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+
+    code, out, _ = finished(process)
+
+    assert code != 0
+    last = latest(tmp_path / "kept")
+    assert f"the checkpoint is {last}" in out
+    assert int(last.name.removeprefix("step_")) == run.steps[-1]["step"]

@@ -1,0 +1,16 @@
+"""What every rank of `test_train_ranks.py` runs: the command of a package, as `run.py` calls it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tiny_pipelines import SPECS
+
+from gpipe_compiler.runtime.command import main
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    name, folder, *words = sys.argv[1:]
+    sys.exit(main(SPECS[name](), Path(folder), str(Path(folder, "model.py")), words))
