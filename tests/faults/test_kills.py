@@ -1,0 +1,68 @@
+"""Ranks that die in the middle of training, against a run that nobody disturbs."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchrun import training
+
+pytestmark = pytest.mark.xdist_group("faults")
+
+STEPS = 60
+WORDS = ["--steps", str(STEPS), "--checkpoint-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(package, tmp_path_factory):
+    """The weights after all steps."""
+    with training(package, tmp_path_factory.mktemp("undisturbed"), WORDS) as running:
+        assert running.finish() == 0, running.said()
+        assert running.steps() == list(range(1, STEPS + 1))
+        return load_file(running.weights)
+
+
+def assert_same(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(2, 0), pytest.param(20, 1, marks=pytest.mark.slow)])
+def test_killed_ranks_lose_and_double_no_step(package, undisturbed, tmp_path, kills, seed):
+    """SIGKILL at random moments: the same weights, every step in the log once."""
+    draw = random.Random(seed)
+    with training(package, tmp_path, WORDS, restarts=kills) as running:
+        moments = sorted(draw.sample(range(1, STEPS - 5), kills))
+        for moment in moments:
+            running.wait_for(moment)
+            time.sleep(draw.uniform(0, 0.02))
+            running.kill(draw.randrange(2))
+        assert running.finish() == 0, running.said()
+        assert running.steps() == list(range(1, STEPS + 1))
+        assert_same(load_file(running.weights), undisturbed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_others_end_with_a_message(package, tmp_path, rank, how):
+    """Without restarts: the other rank says at which value it waited, and for whom."""
+    with training(package, tmp_path, ["--steps", "100000", "--timeout", "5"]) as running:
+        running.wait_for(5)
+        pid = running.ranks()[rank]
+        os.kill(pid, how)
+        running.wait_for_words("error:")
+        if how is signal.SIGSTOP:
+            os.kill(pid, signal.SIGKILL)
+        assert running.finish() == 1
+        said = running.said()
+    other = 1 - rank
+    waited = rf"rank {other}: error: rank {other} gave up [^\n]*rank {rank}"
+    assert re.search(waited, said), said
+    assert "Traceback" not in said
