@@ -443,6 +443,24 @@ def test_a_loss_that_is_not_finite(run, capsys, value, more):
         assert latest(folder) is None
 
 
+def test_steps_that_overflow_fp16_are_skipped(run, capsys):
+    """The weights and the learning rate stay; an error when nothing but that happens."""
+    schedule = "def make_scheduler(o):\n    return torch.optim.lr_scheduler.ExponentialLR(o, 0.5)\n"
+    trained = run(skip_spec(), BROKEN.format(value="inf") + schedule)
+
+    assert trained("--steps", 5, "--lr", 0.4, "--optimizer", "sgd", "--precision", "fp16") == 0
+    assert [line["skipped"] for line in trained.steps] == [False, False, True, False, False]
+    assert [line["lr"] for line in trained.steps] == [0.4, 0.2, 0.1, 0.1, 0.05]
+    assert [line["loss"] is None for line in trained.steps] == [False, False, True, False, False]
+    assert all(tensor.isfinite().all() for tensor in trained.weights.values())
+    assert "skipped: fp16 gradients overflow" in capsys.readouterr().out
+
+    words = ("--steps", 100, "--clip-norm", 1, "--precision", "fp16")
+    hopeless = run(skip_spec(), BROKEN.format(value="inf").replace("number == 2", "True"))
+    assert hopeless(*words) == 1
+    assert "the gradients overflow fp16 at every one of the last 50 steps" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("data", "code", "message"),
     [
