@@ -2,58 +2,122 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .distributed import Network
 from .errors import UsageError
 from .job import Work
+from .replicas import Replicas
 
 _WORKS = tuple(Work)
+_NUMBERS = 3
+"""In the header before sizes and weights: the work, the micro-batches, the bytes of a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call of the pipeline is about. No micro-batches: the inputs were refused.
+    """What a call of the pipeline is about, in this replica of it.
 
     Attributes:
-        sizes: samples in each micro-batch.
+        sizes: samples in each micro-batch; none where the inputs were refused, or where this
+            replica's share of the mini-batch is empty.
         loss_weights: of each micro-batch, what its loss's mean is taken over; () without a loss.
+        refusal: what is wrong with the inputs.
+        first: the number in the mini-batch of this replica's first micro-batch.
+        total: the loss weights of the mini-batch, over all replicas.
     """
 
     work: Work
     sizes: tuple[int, ...] = ()
     loss_weights: tuple[float, ...] = ()
+    refusal: UsageError | None = None
+    first: int = 0
+    total: float = 0.0
 
 
-def agree(network: Network | None, call: Call, most: int) -> Call:
-    """Rank 0's call, on every rank.
+def agree(replicas: Replicas | None, call: Call, most: int) -> Call:
+    """The call of this rank's replica, on every rank, with what it needs to know of the others'.
 
     Args:
-        call: what this rank knows of it; other ranks than 0 know the work alone.
-        most: micro-batches that a call has at most.
+        call: what this rank knows of it; all ranks but the first of each replica know the work
+            alone.
+        most: micro-batches that a replica has at most.
 
     Raises:
-        UsageError: when rank 0 has refused its inputs, or ranks do not make the same call.
+        UsageError: on every rank, when a replica has refused its inputs, when there are fewer
+            samples than replicas, or when ranks do not make the same call.
     """
-    if network is None:
-        return call
-    header = torch.zeros(2 + 2 * most, dtype=torch.float64)
-    count = len(call.sizes)
-    header[0], header[1] = _WORKS.index(call.work), count
-    header[2 : 2 + count] = torch.tensor(call.sizes)
-    if call.loss_weights:
-        header[2 + most : 2 + most + count] = torch.tensor(call.loss_weights, dtype=torch.float64)
-    numbers = network.broadcast(header, 0, "the call").tolist()
-    work, count = _WORKS[int(numbers[0])], int(numbers[1])
-    if work is not call.work:
-        raise UsageError(
-            f"rank {network.rank} and rank 0 do not make the same call: {call.work.value} here, "
-            f"{work.value} there",
-            hint="every rank calls step, or evaluate, or the pipeline itself",
+    if replicas is None:
+        if call.refusal is not None:
+            raise call.refusal
+        return dataclasses.replace(call, total=sum(call.loss_weights))
+    calls = _exchange(replicas, call, most)
+    firsts = range(0, replicas.world.size, replicas.pipeline.size)
+    for rank, (other, _) in zip(firsts, calls, strict=True):
+        if other.work is not call.work:
+            raise UsageError(
+                f"rank {replicas.world.rank} and rank {rank} do not make the same call: "
+                f"{call.work.value} here, {other.work.value} there",
+                hint="every rank calls step, or evaluate, or the pipeline itself",
+            )
+    for rank, (_, refused) in zip(firsts, calls, strict=True):
+        if refused:
+            _refuse(replicas, call.refusal, rank, refused)
+    if not all(other.sizes for other, _ in calls):
+        samples = sum(sum(other.sizes) for other, _ in calls)
+        raise UsageError(f"a batch of {samples} is too small for {replicas.count} replicas")
+    before = [other for other, _ in calls[: replicas.number]]
+    return dataclasses.replace(
+        calls[replicas.number][0],
+        first=sum(len(other.sizes) for other in before),
+        total=sum(sum(other.loss_weights) for other, _ in calls),
+    )
+
+
+def _exchange(replicas: Replicas, call: Call, most: int) -> list[tuple[Call, int]]:
+    """The calls of all replicas, with the length of their refusals, on every rank."""
+    rows = torch.zeros(replicas.count, _NUMBERS + 2 * most, dtype=torch.float64)
+    if replicas.pipeline.rank == 0:
+        rows = torch.stack(
+            replicas.peers.gathered(_header(call, most), "the calls of the replicas")
         )
-    if count == 0 and network.rank != 0:
-        raise UsageError("rank 0 refused its inputs; its own message says why")
-    weights = numbers[2 + most : 2 + most + count] if work.makes_loss else ()
-    return Call(work, tuple(map(int, numbers[2 : 2 + count])), tuple(weights))
+    rows = replicas.pipeline.broadcast(rows, 0, "the call")
+    found = []
+    for work, count, refused, *numbers in rows.tolist():
+        kind = _WORKS[int(work)]
+        sizes = tuple(map(int, numbers[: int(count)]))
+        weights = tuple(numbers[most : most + int(count)]) if kind.makes_loss else ()
+        found.append((Call(kind, sizes, weights), int(refused)))
+    return found
+
+
+def _header(call: Call, most: int) -> torch.Tensor:
+    header = torch.zeros(_NUMBERS + 2 * most, dtype=torch.float64)
+    count = len(call.sizes)
+    header[0], header[1], header[2] = _WORKS.index(call.work), count, len(_text(call.refusal))
+    _put(header, _NUMBERS, call.sizes)
+    _put(header, _NUMBERS + most, call.loss_weights)
+    return header
+
+
+def _put(header: torch.Tensor, start: int, numbers: Sequence[float]) -> None:
+    header[start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+
+
+def _refuse(replicas: Replicas, own: UsageError | None, rank: int, length: int) -> None:
+    """Raise the refusal of a rank, on every rank; one that has refused too raises its own."""
+    text = torch.zeros(length, dtype=torch.uint8)
+    if replicas.world.rank == rank:
+        text = torch.tensor(list(_text(own)), dtype=torch.uint8)
+    text = replicas.world.broadcast(text, rank, f"what rank {rank} refuses")
+    if own is not None:
+        raise own
+    problem, hint = bytes(text.tolist()).decode().split("\0")
+    raise UsageError(f"rank {rank} refused its inputs: {problem}", hint=hint)
+
+
+def _text(refusal: UsageError | None) -> bytes:
+    return b"" if refusal is None else f"{refusal.problem}\0{refusal.hint}".encode()

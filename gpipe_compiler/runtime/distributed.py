@@ -137,16 +137,23 @@ class Network:
                 hint="another rank has ended; its own message says why",
             ) from error
 
-    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
-        """The tensor of one rank on all ranks; every rank passes one of the same shape.
+    def broadcast(
+        self, tensor: torch.Tensor, source: int, what: str, targets: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The tensor of one rank on others; every one passes a tensor of the same shape.
+
+        Args:
+            targets: the others; None for all.
 
         Point to point: a collective of gloo runs on a thread, which must end before the interpreter
         does (`replicas.Collectives`).
         """
         if self.rank == source:
-            others = [rank for rank in range(self.size) if rank != source]
-            for started in [self.send(tensor, rank, _RESULT_TAG) for rank in others]:
-                self.finish(started, f"sending {what}")
+            if targets is None:
+                targets = [rank for rank in range(self.size) if rank != source]
+            sent = [(rank, self.send(tensor, rank, _RESULT_TAG)) for rank in targets]
+            for rank, started in sent:
+                self.finish(started, f"sending {what} to rank {self.members[rank]}")
             return tensor
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.carrier)
         started = self.receive(buffer, source, _RESULT_TAG)
@@ -181,8 +188,12 @@ class Network:
         if tensor is not None:
             facts = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
             header[: len(facts)] = torch.tensor(facts)
-            self.finish(self.send(header, 0, _RESULT_TAG), f"sending {what}")
-            self.finish(self.send(tensor, 0, _RESULT_TAG), f"sending {what}")
+            self.finish(
+                self.send(header, 0, _RESULT_TAG), f"sending {what} to rank {self.members[0]}"
+            )
+            self.finish(
+                self.send(tensor, 0, _RESULT_TAG), f"sending {what} to rank {self.members[0]}"
+            )
             return tensor
         self.finish(
             self.receive(header, source, _RESULT_TAG),
@@ -232,12 +243,16 @@ class Network:
         """Point to point, by way of the first, so that the order is always the same."""
         first, *others = numbers
         if self.rank != first:
-            self.finish(self.send(tensor, first, _SUM_TAG), f"sending {what}")
+            self.finish(
+                self.send(tensor, first, _SUM_TAG), f"sending {what} to rank {self.members[first]}"
+            )
             return self._received(tensor, first, what)
         for rank in others:
             tensor = reduce(tensor, self._received(tensor, rank, what).to(tensor.device))
         for rank in others:
-            self.finish(self.send(tensor, rank, _SUM_TAG), f"sending {what}")
+            self.finish(
+                self.send(tensor, rank, _SUM_TAG), f"sending {what} to rank {self.members[rank]}"
+            )
         return tensor
 
     def _received(self, like: torch.Tensor, source: int, what: str) -> torch.Tensor:

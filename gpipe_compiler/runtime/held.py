@@ -39,6 +39,14 @@ class HeldStages:
                     seen.add(name)
                     yield name, parameter
 
+    def unshared(self) -> dict[int, tuple[nn.Parameter, ...]]:
+        """The parameters of each stage that no other stage owns, by the stage's number."""
+        owned = {id(owner) for item in self.shared for owner in item.owners}
+        return {
+            index: tuple(x for x in module.parameters() if id(x) not in owned)
+            for index, module in self.modules.items()
+        }
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters, each once, and an empty one besides where none is trained."""
         found = [parameter for _, parameter in self.named_parameters()]

@@ -32,7 +32,7 @@ def bind(inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[s
     call = {"args": args, "kwargs": kwargs, "target": target}
     bound: Values = {}
     for source in spec.inputs:
-        item = _lookup(call, source.path)
+        item = look_up(call, source.path)
         if isinstance(item, torch.Tensor):
             _check(source, item)
             bound[source.name] = item.detach()
@@ -162,7 +162,8 @@ def describe_path(path: Sequence[str | int]) -> str:
     return text + "".join(f"[{key!r}]" for key in rest)
 
 
-def _lookup(call: Mapping[str, object], path: Sequence[str | int]) -> object:
+def look_up(call: Mapping[str, object], path: Sequence[str | int]) -> object:
+    """What stands at a path of a call; something that is no tensor where nothing does."""
     item: object = call
     for key in path:
         match item:

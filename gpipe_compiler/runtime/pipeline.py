@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,17 +24,19 @@ from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
 from .errors import UsageError
 from .held import HeldStages
-from .inputs import Inputs, bind, rebuild, split
+from .inputs import Inputs, batch_of, bind, rebuild, split
 from .job import Job, RandomKey, Values, Work
 from .joint import joint_stages
 from .programs import Prepared, prepare, spread
+from .reducer import Reducer, collected, share_initial
 from .replicas import Replicas
 from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
 from .scaler import PipelineScaler, check_weights
+from .sharding import share_of
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from .weighing import Scales
-from .weights import Weights, build_stage, parameter_kinds, parameter_shape
+from .weights import Weights, build_stage, parameter_kinds
 from .wiring import inputs_for, output_leaves
 
 __all__ = ["Pipeline", "TransportKind"]
@@ -112,9 +115,10 @@ class Pipeline:
         self.held = HeldStages(spec, self._build(store))
         self._scales = Scales(spec, store, seed)
         self.scaler = self._make_scaler()
+        self._reducer = self._make_reducer()
         self._runner = self._make_runner()
-        if self.network is not None and store is None:
-            self._share_initial()
+        if self._replicas is not None and store is None:
+            share_initial(self._replicas, self.spec, self.held, self._owners, self.placement)
         self.train(self._mode)
 
     def _build(self, store: Weights | None) -> dict[int, nn.Module]:
@@ -142,20 +146,18 @@ class Pipeline:
         if self._replicas is None:
             return LocalRunner(self.spec, self.held.modules, self._devices, self.manner)
         shared = {item.name: item for item in self.held.shared}
-        return DistributedRunner(self.spec, self.held.modules, self._replicas, shared, self.manner)
+        return DistributedRunner(
+            self.spec, self.held.modules, self._replicas, shared, self.manner, self._reducer
+        )
 
-    def _share_initial(self) -> None:
-        """Tied weights that were made here are those of their first owner."""
-        assert self.network is not None
-        kept = {item.name: item for item in self.held.shared}
-        for name, stages in self._owners.items():
-            source = self.placement[stages[0]]
-            shape = parameter_shape(self.spec.stages[stages[0]], name)
-            mine = kept[name].canonical.detach() if name in kept else torch.empty(shape)
-            value = self.network.broadcast(mine, source, f"the initial {name}")
-            if name in kept:
-                with torch.no_grad():
-                    kept[name].canonical.copy_(value)
+    def _make_reducer(self) -> Reducer | None:
+        if self._replicas is None or self._replicas.count == 1:
+            return None
+        owners = {
+            name: tuple(sorted({self.placement[stage] for stage in stages}))
+            for name, stages in self._owners.items()
+        }
+        return Reducer(self._replicas, self.held.unshared(), self.held.shared, owners)
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
@@ -176,6 +178,21 @@ class Pipeline:
     def world(self) -> Network | None:
         """All processes, those of other replicas too; None in one process."""
         return None if self._replicas is None else self._replicas.world
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the pipeline train together."""
+        return 1 if self._replicas is None else self._replicas.count
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this process belongs to."""
+        return 0 if self._replicas is None else self._replicas.number
+
+    @property
+    def feeds(self) -> bool:
+        """Whether this process passes inputs: the first of each replica does."""
+        return self.network is None or self.network.rank == 0
 
     @property
     def threads(self) -> int:
@@ -214,14 +231,8 @@ class Pipeline:
         outputs: bool = True,
     ) -> tuple[torch.Tensor, object]:
         """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
-        for shared in self.held.shared:
-            shared.spread()
-            shared.begin()
-        try:
+        with collected(self.held.shared, self._reducer):
             result, bound = self._run(Work.TRAIN, inputs, target, outputs, weight)
-        finally:
-            for shared in self.held.shared:
-                shared.finish()
         self.step_number += 1
         return self._loss(result), self._outputs(result, bound) if outputs else None
 
@@ -255,31 +266,38 @@ class Pipeline:
         self._check_call(work)
         for shared in self.held.shared:
             shared.spread()
-        call, bound = Call(work), Values()
-        parts: list[Values] = []
-        if self.rank == 0:
-            try:
-                bound = bind(inputs, target, self.spec, inputs_for(self.spec, work))
-                parts, sizes = split(bound, self.spec, self.microbatches)
-            except UsageError:
-                self._agree(call)
-                raise
-            weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
-            call = Call(work, sizes, weights)
-        call = self._agree(call)
-        total = sum(call.loss_weights)
+        call, bound, parts = Call(work), Values(), list[Values]()
+        if self.feeds:
+            call, bound, parts = self._offered(work, inputs, target)
+        call = agree(self._replicas, call, self.microbatches)
         made = {leaf.value for leaf in output_leaves(self.spec.outputs)}
         prepared = self._programs(work, len(call.sizes))
+        shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
         job = Job(
             work=work,
             sizes=call.sizes,
             inputs=parts,
-            loss_weights=prepared.loss_weights(self._scales.shares(call.loss_weights, total)),
+            # The mean over the replicas' losses and gradients is the sum of their shares.
+            loss_weights=tuple(self.replicas * share for share in shares),
             kept=frozenset(made - {x.name for x in self.spec.inputs} if outputs else ()),
-            random=RandomKey(self.seed, self.step_number),
+            random=RandomKey(self.seed, self.step_number, call.first),
             loss_scale=weight * self.scaler.get_scale() if work is Work.TRAIN else 1.0,
         )
         return self._runner.run(prepared, job), bound
+
+    def _offered(
+        self, work: Work, inputs: Inputs, target: object
+    ) -> tuple[Call, Values, list[Values]]:
+        """What this process's inputs come to: the call, and its tensors whole and split."""
+        try:
+            bound = bind(inputs, target, self.spec, inputs_for(self.spec, work))
+            if self.replicas > 1 and batch_of(bound, self.spec) == 0:
+                return Call(work), bound, []
+            parts, sizes = split(bound, self.spec, self.microbatches)
+        except UsageError as error:
+            return Call(work, refusal=error), {}, []
+        weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
+        return Call(work, sizes, weights), bound, parts
 
     def _check_call(self, work: Work) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -297,6 +315,11 @@ class Pipeline:
         exact = self.manner.batchnorm is BatchNorm.EXACT and self._mode
         replicas = 1 if self._replicas is None else self._replicas.count
         joint = joint_stages(self.spec.stages, replicas) if exact else frozenset()
+        if joint and self.replicas > 1:
+            raise UsageError(
+                "exact BatchNorm normalises over the mini-batch, which is not in one replica",
+                hint="use --batchnorm deferred or micro, or one replica",
+            )
         key = work, microbatches, joint
         if key not in self._prepared:
             self._prepared[key] = prepare(
@@ -304,17 +327,13 @@ class Pipeline:
             )
         return self._prepared[key]
 
-    def _agree(self, call: Call) -> Call:
-        """Under torchrun: rank 0 tells the others what is coming."""
-        return agree(self.network, call, self.microbatches)
-
     def _loss(self, result: Result) -> torch.Tensor:
         if result.loss is None:
             raise UsageError(f"{self.spec.name} made no loss")
         return result.loss
 
     def _outputs(self, result: Result, bound: Values) -> object:
-        if self.rank != 0:
+        if not self.feeds:
             return None
         return rebuild(self.spec.outputs, {**bound, **result.outputs})
 
@@ -365,7 +384,7 @@ class Pipeline:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
         if self.network is None:
             return self.state_dict()
-        return self.network.gather(self.state_dict())
+        return self.network.gather(self.state_dict()) if self.replica == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
@@ -378,6 +397,35 @@ class Pipeline:
         """
         self.held.load_state_dict(state, strict=strict)
         self._scales.load(state)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around steps that accumulate gradients: they are not averaged over replicas yet.
+
+        The next step outside averages all that has been accumulated. Every rank uses it alike.
+        Without it the gradients are the same, but are averaged after every step.
+        """
+        if self._reducer is None:
+            yield
+            return
+        before, self._reducer.paused = self._reducer.paused, True
+        try:
+            yield
+        finally:
+            self._reducer.paused = before
+
+    def shard(self, inputs: Inputs = None, target: object = None) -> tuple[Inputs, object]:
+        """This replica's share of a mini-batch that every replica has whole: consecutive samples.
+
+            loss = pipe.step(*pipe.shard(inputs, target))
+
+        Replicas then do together what one pipeline with `replicas` times the micro-batches does.
+        A batch with fewer samples than replicas leaves some none, which `step` refuses.
+        """
+        if self.replicas == 1 or not self.feeds:
+            return inputs, target
+        call = inputs, target
+        return share_of(self.spec, call, self.replica, self.replicas, self.microbatches)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put every stage into training mode."""
@@ -447,6 +495,8 @@ class Pipeline:
             where = f"{count} thread{'s' if count > 1 else ''} on {devices}"
         else:
             where = f"{self.network.size} processes on {self.network.device.type}"
+        if self.replicas > 1:
+            where = f"{self.replicas} replicas of {where}"
         return (
             f"{self.spec.name}: {len(self.spec.stages)} stages, {self.microbatches} micro-batches, "
             f"{self.schedule.value}, {where}"

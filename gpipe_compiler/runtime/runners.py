@@ -21,6 +21,7 @@ from .job import Job, Values
 from .local import Inbox, LocalEndpoint, Workers
 from .precision import run_of_devices
 from .programs import Prepared
+from .reducer import Reducer, share_buffers, written
 from .replicas import Replicas
 from .schedule.actions import SharedSum
 from .shared import SharedParameter
@@ -132,20 +133,22 @@ class DistributedRunner:
         replicas: Replicas,
         shared: Mapping[str, SharedParameter],
         manner: Manner,
+        reducer: Reducer | None,
     ) -> None:
         self.spec = spec
         self.replicas = replicas
+        self.reducer = reducer
         self.network = replicas.pipeline
         self.threads = torch.get_num_threads()
         self.precision = manner.precision
         self.dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
-        self.engine = Engine(modules, self.network.device, loss, manner)
+        self.engine = Engine(modules, self.network.device, loss, manner, self._statistics)
         self.makers = makers(spec)
 
     def run(self, prepared: Prepared, job: Job) -> Result:
-        """Execute this rank's program once; the loss comes to all ranks, outputs to rank 0."""
+        """Execute this rank's program once; the loss comes to all ranks, outputs to the first."""
         endpoint = DistributedEndpoint(
             self.network,
             prepared.placement,
@@ -157,13 +160,37 @@ class DistributedRunner:
         rank = self.network.rank
         with run_of_devices(self.precision):
             outcome = self.engine.run(
-                prepared.steps[rank], prepared.wiring, _on(job, self.network.device), endpoint
+                prepared.steps[rank],
+                prepared.wiring,
+                _on(job, self.network.device),
+                endpoint,
+                None if self.reducer is None else self.reducer.stage_ended,
             )
+        if self.replicas.count > 1:
+            share_buffers(self.replicas.peers, written(self.spec, self.engine.modules))
         loss = None
         if job.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
-            loss = self.network.share_scalar(_total(outcome.losses, job), source, "the loss")
+            loss = self.network.share_scalar(self._loss(outcome.losses, job), source, "the loss")
         return Result(loss, self._gather(prepared, job, outcome))
+
+    def _loss(self, losses: Mapping[int, torch.Tensor], job: Job) -> torch.Tensor | None:
+        """The loss of the mini-batch, over all replicas; None where none is made."""
+        total = _total(losses, job)
+        if total is None or self.replicas.count == 1:
+            return total
+        # A replica in whose share nothing counts has no loss, and adds nothing.
+        counts = any(job.loss_weights)
+        row = torch.stack([total if counts else torch.zeros_like(total), total.new_tensor(counts)])
+        value, replicas = self.replicas.peers.sum(row.double(), "the loss")
+        mean = value / self.replicas.count
+        return torch.where(replicas > 0, mean, torch.nan).to(total.dtype)
+
+    def _statistics(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Those of all replicas."""
+        if self.replicas.count == 1:
+            return (own,)
+        return self.replicas.peers.gathered(own, "the statistics of the replicas")
 
     def _crossings(self, prepared: Prepared) -> list[Crossing]:
         """What is sent, in the types that it has in this precision."""
