@@ -8,6 +8,7 @@ How close is close enough stands in `runtime/comparison.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
@@ -26,6 +28,7 @@ from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.reference import MiniBatchStatistics, autocast, takes_whole_batch
 from gpipe_compiler.runtime.check import intra_op_threads
 from gpipe_compiler.runtime.comparison import (
     Kind,
@@ -37,7 +40,8 @@ from gpipe_compiler.runtime.comparison import (
 )
 from gpipe_compiler.runtime.inputs import join
 from gpipe_compiler.runtime.random import SeededRandom
-from gpipe_compiler.runtime.spec import Leaf
+from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
+from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
 from gpipe_compiler.runtime.weights import save_file as save_weights
 from gpipe_compiler.splitting import Losses, explain, loss_shares
 
@@ -106,7 +110,7 @@ def validate(
         _run_package(
             directory,
             options,
-            devices=[_device(subject)] * len(plan.stages),
+            devices=[_device(subject.model)] * len(plan.stages),
             threads=threads,
         )
         rows = tuple(
@@ -213,9 +217,9 @@ def _run_package(
         )
 
 
-def _device(subject: Subject) -> torch.device:
+def _device(model: nn.Module) -> torch.device:
     """Where the model stands."""
-    return next((tensor.device for tensor in subject.model.parameters()), torch.device("cpu"))
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
 
 
 def _evaluate(
@@ -227,10 +231,11 @@ def _evaluate(
     """
     with torch.no_grad():
         # Every run starts from the same inputs and buffers: a model may write to both.
-        (whole,) = _runs(entry, [tuple(entry.signature.samples(plan.batch_size))])
+        (whole,) = _runs(entry, [tuple(entry.signature.samples(plan.batch_size))], plan)
         parts = [whole]
         if plan.microbatches > 1:
-            parts = _runs(entry, _split(entry, entry.signature.samples(plan.batch_size), plan))
+            inputs = entry.signature.samples(plan.batch_size)
+            parts = _runs(entry, _split(entry, inputs, plan), plan)
     losses = None
     if whole.loss is not None and shares:
         made = tuple(part.loss for part in parts if part.loss is not None)
@@ -260,17 +265,18 @@ class _Run:
     outputs: Mapping[str, torch.Tensor]
 
 
-def _runs(entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]]) -> list[_Run]:
+def _runs(entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]], plan: Plan) -> list[_Run]:
     """One call after the other; the buffers are afterwards what they were."""
     before = [buffer.clone() for buffer in entry.model.buffers()]
-    found = [_run(entry, inputs) for inputs in calls]
+    found = [_run(entry, inputs, plan) for inputs in calls]
     for buffer, content in zip(entry.model.buffers(), before, strict=True):
         buffer.copy_(content)
     return found
 
 
-def _run(entry: Entry, inputs: Sequence[torch.Tensor]) -> _Run:
-    leaves = entry(*inputs)
+def _run(entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan) -> _Run:
+    with autocast(plan.precision, _device(entry.model)):
+        leaves = entry(*inputs)
     loss = leaves.pop(0).clone() if entry.has_loss else None
     found = flat_tensors(entry.outputs(leaves))
     return _Run(loss, {name: tensor.clone() for name, tensor in found.items()})
@@ -304,20 +310,33 @@ def _train_step(entry: Entry, plan: Plan, shares: Sequence[float], seed: int) ->
         shares: the weight of each micro-batch's loss; one of weight 0 may be nan, and does not
             count.
     """
-    inputs = entry.signature.samples(plan.batch_size)
+    parts = _split(entry, entry.signature.samples(plan.batch_size), plan)
+    if takes_whole_batch(plan):
+        parts, shares = [tuple(entry.signature.samples(plan.batch_size))], (1.0,)
+    statistics = MiniBatchStatistics(entry.model)
+    deferred = plan.batchnorm is BatchNorm.DEFERRED
+    scale = LOSS_SCALE if plan.precision is Precision.FP16 else 1.0
     trainable = {
         name: tensor for name, tensor in entry.model.named_parameters() if tensor.requires_grad
     }
     gradients: dict[str, torch.Tensor] = {}
     losses = []
-    for microbatch, part in enumerate(_split(entry, inputs, plan)):
-        with activations_kept(), SeededRandom(seed, 0, microbatch, numbers=()):
-            loss = entry(*part)[0] * shares[microbatch]
+    for microbatch, part in enumerate(parts):
+        with contextlib.ExitStack() as around:
+            around.enter_context(activations_kept())
+            around.enter_context(SeededRandom(seed, 0, microbatch, numbers=()))
+            around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
+            around.enter_context(autocast(plan.precision, _device(entry.model)))
+            loss = entry(*part)[0]
+        loss = loss * shares[microbatch]
         if not shares[microbatch]:
             continue
         losses.append(loss.detach())
-        for name, gradient in _gradients(loss, trainable).items():
+        for name, gradient in _gradients(loss * scale, trainable).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    if deferred:
+        statistics.commit()
+    gradients = {name: gradient / scale for name, gradient in gradients.items()}
     return {
         Kind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
         Kind.GRADIENT: gradients,
