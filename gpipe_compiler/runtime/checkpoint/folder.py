@@ -61,11 +61,8 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Write it into the folder, down to the disk."""
-        content = {
-            "format": FORMAT,
-            "torch": str(torch.__version__),
-            **dataclasses.asdict(self),
-        }
+        content = {"format": FORMAT, "torch": str(torch.__version__), **dataclasses.asdict(self)}
+        content["crc"] = _crc(content)
         with (folder / INDEX).open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(content) + "\n")
             sync(stream)
@@ -82,15 +79,18 @@ class Index:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["format"]
-            if version != FORMAT:
-                raise CheckpointError(
-                    f"{folder} has format {version}, this package reads format {FORMAT}",
-                    hint="read it with the version of the package that wrote it",
-                )
-            return cls(**{name.name: content[name.name] for name in dataclasses.fields(cls)})
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            version, crc = content["format"], content.pop("crc")
+            known = {name.name: content[name.name] for name in dataclasses.fields(cls)}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is broken: {described(error)}") from error
+        if crc != _crc(content):
+            raise CheckpointError(f"{path} is broken: it is not what was written")
+        if version != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {version}, this package reads format {FORMAT}",
+                hint="read it with the version of the package that wrote it",
+            )
+        return cls(**known)
 
     def check(self, folder: Path) -> None:
         """Whether every file is there in full.
@@ -209,6 +209,10 @@ def _named(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _crc(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:

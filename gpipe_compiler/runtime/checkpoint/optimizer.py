@@ -148,7 +148,8 @@ def state_for(
         for index, parameter in zip(numbers, group["params"], strict=True):
             name = naming.names.get(id(parameter))
             if name in states:
-                result["state"][index] = states[name]
+                slots = states[name].items()
+                result["state"][index] = {key: _laid(value, parameter) for key, value in slots}
         count += len(group["params"])
         result["param_groups"].append({**kept, **saved, "params": list(numbers)})
     return result
@@ -240,6 +241,15 @@ def shown(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + more
+
+
+def _laid(value: object, parameter: nn.Parameter) -> object:
+    """A tensor of the parameter's shape, lying in memory as it does: fused steps want that."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _plain(value: object) -> bool:
