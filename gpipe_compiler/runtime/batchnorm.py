@@ -56,12 +56,23 @@ class _Layer:
     Attributes:
         names: the running mean and variance, by the stage's own names.
         momentum: the weight of this mini-batch in the running statistics.
-        parts: for each micro-batch the values per channel, their mean and their variance.
+        counts: for each micro-batch the values per channel.
+        means, variances: of these values, by channel.
     """
 
     names: tuple[str, str]
     momentum: float
-    parts: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    means: list[torch.Tensor] = field(default_factory=list)
+    variances: list[torch.Tensor] = field(default_factory=list)
+
+    def rows(self) -> torch.Tensor:
+        """For each micro-batch a row: count, means, sums of squared deviations; in float64."""
+        means = torch.stack(self.means).double()
+        counts = means.new_tensor(self.counts)[:, None]
+        squares = torch.stack(self.variances).double() * (counts - 1)
+        # One value alone has no variance; torch's is nan.
+        return torch.cat([counts, means, squares.where(counts > 1, 0.0)], 1)
 
 
 class DeferredStatistics:
@@ -107,12 +118,12 @@ class DeferredStatistics:
         layers = list(self._layers.values())
         if not layers:
             return
-        own = [_combine(torch.stack([_packed(*part) for part in layer.parts])) for layer in layers]
-        sizes = [packed.numel() for packed in own]
+        own = [_combine(layer.rows()) for layer in layers]
+        sizes = [row.numel() for row in own]
         replicas = [torch.split(joined, sizes) for joined in gather(torch.cat(own))]
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        for layer, *packed in zip(layers, *replicas, strict=True):
-            total = _combine(torch.stack(packed))
+        for layer, *rows in zip(layers, *replicas, strict=True):
+            total = _combine(torch.stack(rows))
             channels = total.numel() // 2
             mean, squares = total[1 : 1 + channels], total[1 + channels :]
             unbiased = squares / (total[0] - 1)
@@ -195,23 +206,19 @@ class _Watch(TorchFunctionMode):
         layer = self._layers.get((names[0], call))
         if layer is None:
             layer = self._layers[names[0], call] = _Layer((names[0], names[1]), momentum)
-        layer.parts.append((given.numel() // mean.numel(), mean, variance))
+        layer.counts.append(given.numel() // mean.numel())
+        layer.means.append(mean)
+        layer.variances.append(variance)
 
 
-def _packed(count: int, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """Count, means and sums of squared deviations in one row of float64."""
-    squares = variance.double() * (count - 1) if count > 1 else torch.zeros_like(mean).double()
-    return torch.cat([mean.new_tensor([count], dtype=torch.float64), mean.double(), squares])
-
-
-def _combine(parts: torch.Tensor) -> torch.Tensor:
-    """The row (as of `_packed`) of all samples together, from those of disjoint sets of them.
+def _combine(rows: torch.Tensor) -> torch.Tensor:
+    """The row of all samples together, from those of disjoint sets of them.
 
     The deviations of the sets' means join those inside the sets (Chan, Golub and LeVeque, 1979):
     no difference of large numbers is taken.
     """
-    channels = parts.shape[1] // 2
-    count, means, squares = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    channels = rows.shape[1] // 2
+    count, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
     total = count.sum()
     mean = (count * means).sum(0) / total
     between = (count * (means - mean).square()).sum(0)

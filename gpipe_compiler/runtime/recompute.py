@@ -40,11 +40,11 @@ class WrittenBuffers:
 
     def copies(self) -> Copies:
         """The values of now. Names of one tensor get one copy."""
-        made: dict[int, torch.Tensor] = {}
-        for buffer in self._held():
-            if id(buffer) not in made:
-                made[id(buffer)] = buffer.detach().clone()
-        return tuple(made[id(buffer)] for buffer in self._held())
+        held = self._held()
+        buffers = {id(buffer): buffer for buffer in held}
+        made = {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
+        _copy(list(made.values()), list(buffers.values()))
+        return tuple(made[id(buffer)] for buffer in held)
 
     @contextlib.contextmanager
     def replaced(self, copies: Copies) -> Iterator[None]:
@@ -67,9 +67,7 @@ class WrittenBuffers:
         self._place(self.copies())
         try:
             yield
-            with torch.no_grad():
-                for buffer, written in zip(before, self._held(), strict=True):
-                    buffer.copy_(written)
+            _copy(before, self._held())
         finally:
             self._place(before)
 
@@ -79,6 +77,18 @@ class WrittenBuffers:
     def _place(self, tensors: Copies) -> None:
         for (module, key), tensor in zip(self._places, tensors, strict=True):
             module._buffers[key] = tensor
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies tensors in few kernels: a stage may have hundreds of tiny buffers."""
+    kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, out_of = kinds.setdefault(target.dtype, ([], []))
+        into.append(target)
+        out_of.append(source)
+    for into, out_of in kinds.values():
+        torch._foreach_copy_(into, out_of)
 
 
 @dataclass(frozen=True, slots=True)
