@@ -106,6 +106,7 @@ class Plan:
         batch_size: samples in the mini-batch planned for; `microbatches` divides it.
         orders: each device's compute actions.
         cost_source: how op times were found, in words.
+        joint: the stages that take all micro-batches as one, for exact BatchNorm.
         precision: that which shapes, bytes and times are for.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -123,6 +124,7 @@ class Plan:
     prediction: Prediction
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
+    joint: tuple[int, ...] = ()
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -199,6 +201,7 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "schedule": ScheduleKind(fields["schedule"]),
         "batchnorm": BatchNorm(fields.get("batchnorm", BatchNorm.MICRO.value)),
         "precision": Precision(fields.get("precision", Precision.FP32.value)),
+        "joint": tuple(fields.get("joint", ())),
         "orders": tuple(parse_order(order) for order in fields["orders"]),
         "cluster": Cluster(
             Device(**fields["cluster"]["device"]), Link(**fields["cluster"]["link"])

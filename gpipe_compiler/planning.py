@@ -15,12 +15,16 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS, Cut, StepKind, cut
 from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
 from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.prediction import in_flight, peak_bytes, predict
+from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule import lower, prove
 from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.runtime.spec import Crossing, Remat
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Remat
 from gpipe_compiler.simulate import StageTimes
 
 
@@ -58,7 +62,9 @@ def make_plan(
         facts, problem_of(facts), step, stages, microbatches, cluster, most_down_sets
     )
     draft = drafting.choose(policy.remat if training else RematChoice.NONE)
-    _prove(graph, draft.stages, draft.table, drafting.orders)
+    exact = policy.batchnorm is BatchNorm.EXACT and training and microbatches > 1
+    joint = _joint(graph, draft.stages) if exact else ()
+    _prove(graph, draft.stages, draft.table, drafting.orders, joint)
     return Plan(
         name=graph.name,
         stages=draft.stages,
@@ -70,9 +76,10 @@ def make_plan(
         orders=drafting.orders,
         cluster=cluster,
         cost_source=costs.source,
-        prediction=predict(graph, draft.stages, drafting.orders, draft.found),
+        prediction=predict(graph, draft.stages, drafting.orders, draft.found, joint),
         batchnorm=policy.batchnorm,
         precision=policy.precision,
+        joint=joint,
         graph=graph,
     )
 
@@ -207,7 +214,22 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             )
 
 
-def _prove(graph: Graph, stages: Sequence[Stage], table: StageTable, orders: Orders) -> None:
+def _joint(graph: Graph, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The stages that exact BatchNorm computes on the whole mini-batch."""
+    whole = mixing_ops(graph) | effects(graph).state_writes.keys()
+    found = joint_of(
+        [not whole.isdisjoint(stage.ops) for stage in stages], random=bool(random_ops(graph))
+    )
+    return tuple(sorted(found))
+
+
+def _prove(
+    graph: Graph,
+    stages: Sequence[Stage],
+    table: StageTable,
+    orders: Orders,
+    joint: Sequence[int],
+) -> None:
     """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
 
     Raises:
@@ -220,7 +242,8 @@ def _prove(graph: Graph, stages: Sequence[Stage], table: StageTable, orders: Ord
                 owners.setdefault(name, []).append(stage.index)
     shared = {name: indices for name, indices in owners.items() if len(indices) > 1}
     placement = range(len(stages))
-    prove(lower(orders, placement, table.crossings, shared), placement, table.crossings)
+    programs = lower(orders, placement, table.crossings, shared, joint)
+    prove(programs, placement, table.crossings, joint)
 
 
 def microbatch_size(batch_size: int, microbatches: int) -> int:

@@ -13,6 +13,8 @@ The cost model, which the cut minimises and the report quotes:
 - A stage that recomputes runs its forward again before a backward, as soon as its device is free:
   it has what it received, and need not wait for the gradient. `recomputed` says before which
   backwards.
+- A joint stage starts when it has received all micro-batches, and hands nothing on before it has
+  computed all of them; it takes as long for each as it would alone.
 
 So one micro-batch passes the machines receive 0, forward 0, receive 1, forward 1, ... and then
 backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the order of every device.
@@ -20,7 +22,7 @@ backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,6 +31,8 @@ import numpy.typing as npt
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
+from gpipe_compiler.runtime.schedule.clock import NOTHING_JOINT
+from gpipe_compiler.runtime.schedule.together import Joint
 from gpipe_compiler.runtime.schedule.waiting import waiting
 
 
@@ -109,7 +113,7 @@ class Simulation:
         return 1.0 - sum(self.busy_s) / whole if whole > 0 else 0.0
 
 
-def topological(orders: Orders) -> tuple[tuple[int, Compute], ...]:
+def topological(orders: Orders, joint: Joint = NOTHING_JOINT) -> tuple[tuple[int, Compute], ...]:
     """All (device, action) pairs, every action after those it waits for.
 
     Raises:
@@ -126,7 +130,7 @@ def topological(orders: Orders) -> tuple[tuple[int, Compute], ...]:
             while position[device] < len(order):
                 action = order[position[device]]
                 needed = _needed(action, last_stage)
-                if needed is not None and needed not in done:
+                if needed is not None and joint.awaited(action.stage, needed) not in done:
                     break
                 done.add(action)
                 found.append((device, action))
@@ -149,7 +153,7 @@ def _needed(action: Compute, last_stage: int) -> Compute | None:
     return Compute(stage + 1, Phase.BACKWARD, microbatch)
 
 
-def recomputed(orders: Orders) -> frozenset[Compute]:
+def recomputed(orders: Orders, joint: Collection[int] = ()) -> frozenset[Compute]:
     """The backwards before which a stage under full remat runs its forward again.
 
     Not those that do not wait, such as GPipe's for the last micro-batch (`schedule.waiting`).
@@ -157,57 +161,86 @@ def recomputed(orders: Orders) -> frozenset[Compute]:
     return frozenset(
         Compute(stage, Phase.BACKWARD, microbatch)
         for order in orders
-        for stage, microbatch in waiting(order)
+        for stage, microbatch in waiting(order, joint)
     )
 
 
-def simulate(orders: Orders, times: Sequence[StageTimes]) -> Simulation:
+def simulate(
+    orders: Orders, times: Sequence[StageTimes], joint: Collection[int] = ()
+) -> Simulation:
     """Works out when every action of a schedule starts and ends.
 
     Args:
         orders: each device's actions; devices may hold several stages, which then share it.
         times: one per stage; transfers between stages of one device are up to the caller to
             count as nothing.
+        joint: the stages that take all micro-batches as one.
 
     Raises:
         PlanError: when some device would wait for ever.
     """
-    device_free = [0.0] * len(orders)
-    busy = [0.0] * len(orders)
-    receive_free = [0.0] * len(times)
-    gradient_free = [0.0] * len(times)
-    ready: dict[Compute, float] = {}
-    timeline: list[Span] = []
-    last_stage = len(times) - 1
-    again = recomputed(orders)
-    for device, action in topological(orders):
-        stage = times[action.stage]
-        needed = _needed(action, last_stage)
-        arrival = ready[needed] if needed is not None else 0.0
+    run = _Run(times, len(orders), Joint.of(joint, orders))
+    again = recomputed(orders, joint)
+    for device, action in topological(orders, run.joint):
+        arrival = run.arrive(device, action)
+        run.compute(device, action, arrival, again=action in again)
+    step = max((span.end_s for span in run.timeline), default=0.0)
+    return Simulation(step, tuple(run.busy), tuple(run.timeline))
+
+
+class _Run:
+    """The devices and ports while a schedule is simulated, action by action."""
+
+    def __init__(self, times: Sequence[StageTimes], devices: int, joint: Joint) -> None:
+        self.times = times
+        self.joint = joint
+        self.busy = [0.0] * devices
+        self.timeline: list[Span] = []
+        self._device_free = [0.0] * devices
+        self._receive_free = [0.0] * len(times)
+        self._gradient_free = [0.0] * len(times)
+        self._ready: dict[Compute, float] = {}
+
+    def arrive(self, device: int, action: Compute) -> float:
+        """When all that the action waits for has come through its stage's port."""
+        stage = action.stage
+        receive_s = self.times[stage].receive_s if action.phase is Phase.FORWARD else 0.0
+        arrival = 0.0
+        for microbatch in self.joint.begun(action):
+            needed = _needed(Compute(stage, action.phase, microbatch), len(self.times) - 1)
+            came = self._ready[needed] if needed is not None else 0.0
+            if receive_s > 0:
+                start = max(came, self._receive_free[stage])
+                came = self._receive_free[stage] = start + receive_s
+                received = Compute(stage, action.phase, microbatch)
+                self.timeline.append(Span(Lane.RECEIVE, device, received, start, came))
+            arrival = max(arrival, came)
+        return arrival
+
+    def compute(self, device: int, action: Compute, arrival: float, *, again: bool) -> None:
+        """Run the action, and its forward again before it where it has to be."""
+        stage = self.times[action.stage]
+        recompute_s = stage.recompute_s * len(self.joint.begun(action)) if again else 0.0
+        if recompute_s > 0:
+            self._work(device, action, self._device_free[device], recompute_s, recompute=True)
         forward = action.phase is Phase.FORWARD
-        if forward and stage.receive_s > 0:
-            start = max(arrival, receive_free[action.stage])
-            arrival = receive_free[action.stage] = start + stage.receive_s
-            timeline.append(Span(Lane.RECEIVE, device, action, start, arrival))
-        if action in again and stage.recompute_s > 0:
-            start = device_free[device]
-            device_free[device] = start + stage.recompute_s
-            busy[device] += stage.recompute_s
-            timeline.append(
-                Span(Lane.DEVICE, device, action, start, device_free[device], recompute=True)
-            )
-        duration = stage.forward_s if forward else stage.backward_s
-        start = max(arrival, device_free[device])
-        end = device_free[device] = start + duration
-        busy[device] += duration
-        timeline.append(Span(Lane.DEVICE, device, action, start, end))
-        if not forward and stage.gradient_s > 0:
-            start = max(end, gradient_free[action.stage])
-            end = gradient_free[action.stage] = start + stage.gradient_s
-            timeline.append(Span(Lane.GRADIENT, device, action, start, end))
-        ready[action] = end
-    step = max((span.end_s for span in timeline), default=0.0)
-    return Simulation(step, tuple(busy), tuple(timeline))
+        start = max(arrival, self._device_free[device])
+        self._work(device, action, start, stage.forward_s if forward else stage.backward_s)
+        for microbatch in self.joint.completed(action):
+            made = Compute(action.stage, action.phase, microbatch)
+            end = self._device_free[device]
+            if not forward and stage.gradient_s > 0:
+                start = max(end, self._gradient_free[action.stage])
+                end = self._gradient_free[action.stage] = start + stage.gradient_s
+                self.timeline.append(Span(Lane.GRADIENT, device, made, start, end))
+            self._ready[made] = end
+
+    def _work(
+        self, device: int, action: Compute, start: float, seconds: float, *, recompute: bool = False
+    ) -> None:
+        end = self._device_free[device] = start + seconds
+        self.busy[device] += seconds
+        self.timeline.append(Span(Lane.DEVICE, device, action, start, end, recompute=recompute))
 
 
 def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -18,6 +18,7 @@ from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import ByMode, Graph, Input, Ref, StateKind
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat
@@ -91,7 +92,8 @@ def _module_import(count: int, weight: WeightSource | None) -> list[str]:
 
 def _drawing(plan: Plan) -> list[str]:
     """The diagram of the schedule, cut off at the right where it is too wide."""
-    lines = diagram(plan.orders, needs_of(plan.crossings)).splitlines()
+    joint = Joint.of(plan.joint, plan.orders)
+    lines = diagram(plan.orders, needs_of(plan.crossings, joint)).splitlines()
     room = WIDTH - 8
     if max(map(len, lines)) <= room:
         return lines

@@ -103,4 +103,4 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
 
 def timeline(plan: Plan) -> Simulation:
     """When every action of the plan is expected to start and end."""
-    return simulate(plan.orders, stage_times(plan))
+    return simulate(plan.orders, stage_times(plan), plan.joint)

@@ -34,16 +34,29 @@ def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[in
     Raises:
         UsageError: when several replicas have joint stages: none sees the whole mini-batch.
     """
-    found = {i for i, stage in enumerate(stages) if stage.mixes or stage.writes}
+    found = joint_of(
+        [stage.mixes or bool(stage.writes) for stage in stages],
+        random=any(stage.random_ops for stage in stages),
+    )
     if found and replicas > 1:
         raise UsageError(
             f"exact BatchNorm is over the whole mini-batch, and each of {replicas} replicas has "
             "only its share of it",
             hint="use --batchnorm deferred, or --data-parallel 1",
         )
-    if found and any(stage.random_ops for stage in stages):
-        found = set(range(len(stages)))
-    return frozenset(found)
+    return found
+
+
+def joint_of(whole: Sequence[bool], *, random: bool) -> frozenset[int]:
+    """The stages that are joint.
+
+    Args:
+        whole: for every stage, whether it mixes samples or writes to buffers.
+        random: whether any stage draws random numbers.
+    """
+    if not any(whole):
+        return frozenset()
+    return frozenset(index for index, needed in enumerate(whole) if needed or random)
 
 
 def batch_dims(spec: PipelineSpec, leaves: Sequence[Leaf]) -> BatchDims:
