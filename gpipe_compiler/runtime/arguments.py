@@ -138,6 +138,13 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clip-norm", type=_positive_real, metavar="X", help="of all gradients together (none)"
     )
+    parser.add_argument(
+        "--data-parallel",
+        type=_positive,
+        default=1,
+        metavar="R",
+        help="replicas of the pipeline that share every batch, under torchrun (1)",
+    )
     parser.add_argument("--input", type=Path, metavar="FILE", help="safetensors to train on")
     parser.add_argument(
         "--evaluate-every",

@@ -166,6 +166,14 @@ class Batches:
         )
 
 
+def disagreement(batches: Batches) -> PipelineError:
+    """What a replica tells whose data ends elsewhere than that of the first."""
+    return PipelineError(
+        f"{batches.source.name} gives other batches here than on rank 0",
+        hint="every replica reads the same data and takes its share of each batch",
+    )
+
+
 def located(error: UsageError, batch: Batch) -> UsageError:
     """The error of a batch with its place in the data, where that is known."""
     problem = f"{batch.place}: {error.problem}" if batch.place else error.problem

@@ -90,6 +90,7 @@ def _run(
         batchnorm=arguments.batchnorm,
         precision=arguments.precision,
         seed=arguments.seed,
+        data_parallel=1 if options is None else arguments.data_parallel,
         timeout_s=arguments.timeout,
     ) as pipe:
         if arguments.load is not None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .batches import NOTHING, Batches, Source, located
+from .batches import NOTHING, Batches, Source, disagreement, located
 from .data import samples_of
 from .errors import UsageError
 from .generators import undisturbed
 from .hooks import UserHooks
 from .lockstep import decided
 from .pipeline import Pipeline
+from .ranks import Ranks
 from .spec import Reduction
 
 
@@ -22,7 +23,7 @@ class Evaluated:
 
     Attributes:
         loss: over all of the data, as one mini-batch would have it.
-        metrics: the user's own by name, means over samples; on rank 0 only.
+        metrics: the user's own by name, means over samples.
     """
 
     loss: float
@@ -53,7 +54,7 @@ def evaluate(pipe: Pipeline, hooks: UserHooks) -> Evaluated:
 
 
 class _Pass:
-    """The sums of one pass over the evaluation data."""
+    """The sums of one pass over the evaluation data; those of metrics over this replica's share."""
 
     def __init__(self, pipe: Pipeline, hooks: UserHooks) -> None:
         assert hooks.eval_data is not None
@@ -61,6 +62,7 @@ class _Pass:
         self.hooks = hooks
         self.batches = Batches(Source(f"eval_data() of {hooks.name}", hooks.eval_data))
         self.batch = NOTHING
+        self.share: tuple[object, object] = (None, None)
         self.found: tuple[float, object] | None = None
         self.loss = self.weight = 0.0
         self.metrics: dict[str, float] = {}
@@ -70,13 +72,16 @@ class _Pass:
         """Evaluate every batch."""
         while True:
             going, loss = decided(self.pipe, self._next, 2, "the next batch of evaluation")
+            if self.pipe.rank != 0 and self.pipe.feeds:
+                self._next()
+                if bool(going) != (self.batch is not NOTHING):
+                    raise disagreement(self.batches)
             if not going:
-                metrics = {name: total / self.samples for name, total in self.metrics.items()}
-                return Evaluated(loss, metrics)
+                return Evaluated(loss, self._metrics())
             self.found = self._evaluate()
 
     def _next(self) -> tuple[float, float]:
-        """Whether there is another batch, and the loss of all those before; on rank 0."""
+        """Whether there is another batch, and the loss of all those before."""
         if self.found is not None:
             self._add(*self.found)
         self.batch = next(iter(self.batches.take(1)), NOTHING)
@@ -88,23 +93,34 @@ class _Pass:
             return self.loss
         return self.loss / self.weight if self.weight else math.nan
 
+    def _metrics(self) -> dict[str, float]:
+        """The means over the samples of all replicas."""
+
+        def mean(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+            samples = sum(count for _, count in parts)
+            names = dict.fromkeys(name for sums, _ in parts for name in sums)
+            return {name: sum(sums.get(name, 0.0) for sums, _ in parts) / samples for name in names}
+
+        if self.hooks.metrics is None:
+            return {}
+        found = self.metrics, self.samples
+        return Ranks(self.pipe.world).together("the metrics", lambda: found, mean)
+
     def _evaluate(self) -> tuple[float, object]:
-        batch, outputs = self.batch, self.hooks.metrics is not None
+        outputs = self.hooks.metrics is not None
         try:
-            loss, output = self.pipe.evaluate_with_outputs(
-                batch.inputs, batch.target, outputs=outputs
-            )
+            self.share = self.pipe.shard(self.batch.inputs, self.batch.target)
+            loss, output = self.pipe.evaluate_with_outputs(*self.share, outputs=outputs)
         except UsageError as error:
-            raise located(error, batch) from error
+            raise located(error, self.batch) from error
         return float(loss), output
 
     def _add(self, loss: float, output: object) -> None:
-        batch = self.batch
-        weight = self.pipe.loss_weight(batch.inputs, batch.target)
+        weight = self.pipe.loss_weight(self.batch.inputs, self.batch.target)
         if weight:
             self.loss += loss * weight
             self.weight += weight
-        samples = samples_of(self.pipe.spec, self.pipe.microbatches, batch.inputs, batch.target)
-        for name, number in self.hooks.measured(output, batch.target).items():
+        samples = samples_of(self.pipe.spec, self.pipe.microbatches, *self.share)
+        for name, number in self.hooks.measured(output, self.share[1]).items():
             self.metrics[name] = self.metrics.get(name, 0.0) + number * samples
         self.samples += samples

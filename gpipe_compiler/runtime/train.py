@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .batches import NOTHING, Batch, Batches, Source
+from .batches import NOTHING, Batch, Batches, Source, disagreement
 from .data import InputChoice, call_on
-from .errors import AgreedError, PipelineError, StageError
+from .errors import AgreedError, StageError
 from .evaluation import evaluate
 from .hooks import UserHooks
 from .keeping import CheckpointOptions, Keeper
@@ -94,7 +94,7 @@ class _Training:
         self.options = options
         self.signals = signals
         self.batches: Batches | None = None
-        self._on_rank_0(lambda: self._open(directory), "the data")
+        self._where_data_is_read(lambda: self._open(directory), "the data")
         optimizer = make_optimizer(pipe, hooks, options.optimizer)
         steps = self._steps_in_all()
         self.rate = Rate(optimizer, make_scheduler(optimizer, hooks, options.rate, steps))
@@ -179,16 +179,12 @@ class _Training:
             self.keeper.save(self._progress())
 
     def _same(self, count: int) -> list[Batch]:
-        """What another rank than 0 takes for a step: replicas read the same data."""
+        """What another rank than 0 takes for a step: all replicas read the same data."""
         if self.batches is None:
             return [NOTHING] * count
         taken = self.batches.take(max(1, count))
         if len(taken) != count:
-            raise PipelineError(
-                f"{self.batches.source.name} gives other batches on rank {self.pipe.rank} than on "
-                "rank 0",
-                hint="shuffle by a generator of a fixed seed, or by torch's own",
-            )
+            raise disagreement(self.batches)
         return taken
 
     def _evaluate(self) -> None:
@@ -223,16 +219,13 @@ class _Training:
         if progress is None:
             return
         self.step, self.passes = progress.step, progress.epoch
-        self._on_rank_0(lambda: self._go_to(progress), "the place in the data")
-        if self.pipe.rank != 0:
-            self._go_to(progress)
+        self._where_data_is_read(lambda: self._go_to(progress), "the place in the data")
 
     def _go_to(self, progress: Progress) -> None:
-        if self.batches is not None:
-            self.batches.go_to(progress)
+        assert self.batches is not None
+        self.batches.go_to(progress)
 
     def _open(self, directory: Path) -> None:
-        """The data, where this rank reads any."""
         hooks, choice = self.hooks, self.options.input
         if hooks.train_data is not None and choice.file is None:
             source = Source(f"train_data() of {hooks.name}", hooks.train_data)
@@ -259,6 +252,12 @@ class _Training:
 
         (steps,) = decided(self.pipe, count, 1, "the number of steps")
         return int(steps) or None
+
+    def _where_data_is_read(self, act: Callable[[], None], what: str) -> None:
+        """Act on the first rank of every replica; an error on rank 0 ends the others."""
+        self._on_rank_0(act, what)
+        if self.pipe.feeds and self.pipe.rank != 0:
+            act()
 
     def _on_rank_0(self, act: Callable[[], None], what: str) -> None:
         """Act on rank 0; an error there ends the others."""

@@ -26,7 +26,7 @@ class Stepped:
     Attributes:
         loss: the mean over its mini-batches.
         rate: the learning rate that it was made with.
-        samples: in its mini-batches; 0 on ranks that read no data.
+        samples: in its mini-batches, over all replicas; 0 on ranks that read no data.
         gradient_norm: over all stages, before clipping; None unless gradients are clipped.
         skipped: whether the weights stayed, because fp16 gradients have overflowed.
     """
@@ -75,7 +75,10 @@ class Update:
             UsageError: when a batch does not fit the pipeline, with its place in the data.
         """
         self.pipe.zero_grad()
-        losses = [self._accumulate(batch, 1 / len(batches), step) for batch in batches]
+        weight = 1 / len(batches)
+        with self.pipe.no_sync():
+            losses = [self._accumulate(batch, weight, step) for batch in batches[:-1]]
+        losses.append(self._accumulate(batches[-1], weight, step))
         rate = self.rate.now
         norm = self._clip(step)
         skipped = self._step()
@@ -87,7 +90,8 @@ class Update:
 
     def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
         try:
-            loss = float(self.pipe.step(batch.inputs, batch.target, weight=weight))
+            share = self.pipe.shard(batch.inputs, batch.target)
+            loss = float(self.pipe.step(*share, weight=weight))
         except UsageError as error:
             raise located(error, batch) from error
         if not math.isfinite(loss) and not self.pipe.scaler.is_enabled():

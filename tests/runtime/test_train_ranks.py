@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import BROKEN, EVALUATION, SHUFFLED, Run
+from test_train import BROKEN, EVALUATION, METRICS, PLAIN, SHUFFLED, Run, plain_loop
 from tiny_pipelines import norm_spec, skip_spec
 
 from gpipe_compiler.runtime.checkpoint import latest
@@ -69,6 +69,30 @@ def test_processes_train_as_threads_do(tmp_path):
     whole = threads.weights
     assert threads("--epochs", 3, *words, "--resume") == 0
     torch.testing.assert_close(threads.weights, whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.timeout(150)
+def test_replicas_share_every_batch(tmp_path):
+    """Also the smaller ones, accumulated and clipped, and those of evaluation."""
+    for name in ("ranks", "threads"):
+        (tmp_path / name).mkdir()
+    hooks = PLAIN + EVALUATION + METRICS.replace('"samples": len(target)', '"seen": 1')
+    ranks = Run(tmp_path / "ranks", skip_spec(), hooks)
+    threads = Run(tmp_path / "threads", skip_spec(), hooks)
+    words = ("--epochs", 2, "--accumulate", 2, "--clip-norm", 0.2)
+
+    code, _, err = finished(started("skip", ranks, *words, "--data-parallel", 2))
+    assert code == 0, err
+    assert threads(*words) == 0
+
+    weights, told = plain_loop(skip_spec(), ranks.initial(), passes=2, accumulate=2, clip=0.2)
+    torch.testing.assert_close(ranks.weights, weights, rtol=1e-5, atol=1e-6)
+    for number, (line, other) in enumerate(zip(ranks.steps, threads.steps, strict=True)):
+        assert line["loss"] == pytest.approx(told[number][0], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(told[number][2], rel=1e-5)
+        assert line["samples"] == other["samples"]
+    for found, expected in zip(ranks.evaluations, threads.evaluations, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.timeout(150)
