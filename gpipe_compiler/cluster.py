@@ -23,6 +23,8 @@ class Device:
         memory_bandwidth: bytes/s it sustains reading and writing memory.
         memory: bytes it holds.
         launch_s: seconds that any op costs, however small.
+        half_flops: arithmetic on large matrix products in bf16 and fp16, FLOP/s; None where that
+            is not known to be faster.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Device:
     memory_bandwidth: float
     memory: int
     launch_s: float
+    half_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,16 @@ NVLINK4 = Link(bandwidth=450e9, latency_s=1e-5)
 
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {
-        "h200": Cluster(Device("H200", 66.9e12, 4.8e12, 141 * _GB, _LAUNCH_S), NVLINK4),
-        "h100": Cluster(Device("H100", 66.9e12, 3.35e12, 80 * _GB, _LAUNCH_S), NVLINK4),
-        "a100": Cluster(Device("A100", 19.5e12, 2.039e12, 80 * _GB, _LAUNCH_S), NVLINK3),
-        "v100": Cluster(Device("V100", 15.7e12, 0.9e12, 32 * _GB, _LAUNCH_S), NVLINK2),
+        "h200": Cluster(Device("H200", 66.9e12, 4.8e12, 141 * _GB, _LAUNCH_S, 989e12), NVLINK4),
+        "h100": Cluster(Device("H100", 66.9e12, 3.35e12, 80 * _GB, _LAUNCH_S, 989e12), NVLINK4),
+        "a100": Cluster(Device("A100", 19.5e12, 2.039e12, 80 * _GB, _LAUNCH_S, 312e12), NVLINK3),
+        "v100": Cluster(Device("V100", 15.7e12, 0.9e12, 32 * _GB, _LAUNCH_S, 125e12), NVLINK2),
         "p40": Cluster(Device("P40", 11.76e12, 0.346e12, 24 * _GB, _LAUNCH_S), PCIE3),
     }
 )
-"""Built-in machines by name: fp32 without tensor cores, bandwidth and memory as NVIDIA's data
-sheets give them for the SXM modules (the P40 is a PCIe card)."""
+"""Built-in machines by name: fp32 without tensor cores, 16 bits with them (dense), bandwidth and
+memory as NVIDIA's data sheets give them for the SXM modules (the P40 is a PCIe card, and slow in
+16 bits)."""
 
 DEFAULT_HOST = Device("host", flops=5e10, memory_bandwidth=1e10, memory=16 * 2**30, launch_s=5e-6)
 """A modest processor core, for plans that must not depend on the machine they are made on."""
@@ -130,10 +134,12 @@ def _measure(device: torch.device) -> Device:
     on_gpu = device.type == "cuda"
     side, length = (8192, 2**28) if on_gpu else (512, 2**22)
     a = torch.ones(side, side, device=device)
+    half = a.bfloat16() if on_gpu else None
     source, target = torch.ones(length, device=device), torch.empty(length, device=device)
     one = torch.ones(1, device=device)
     with torch.no_grad():
         product_s = _best_seconds(lambda: torch.mm(a, a), device)
+        half_s = None if half is None else _best_seconds(lambda: torch.mm(half, half), device)
         copy_s = _best_seconds(lambda: target.copy_(source), device)
         launch_s = _best_seconds(lambda: [one.add_(1) for _ in range(100)], device) / 100
     return Device(
@@ -142,6 +148,7 @@ def _measure(device: torch.device) -> Device:
         memory_bandwidth=2 * length * source.element_size() / copy_s,
         memory=_memory(device),
         launch_s=launch_s,
+        half_flops=None if half_s is None else 2 * side**3 / half_s,
     )
 
 

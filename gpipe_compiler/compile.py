@@ -177,7 +177,7 @@ def plan(
     count = default_microbatches(batch_size, stages) if microbatches is None else microbatches
     size = microbatch_size(batch_size, count)
     cluster = cluster or local_cluster()
-    graph = check(weigh_loss(annotate(graph, size)), after="loss_weight")
+    graph = check(weigh_loss(annotate(graph, size, policy.precision)), after="loss_weight")
     costs = measure(graph, cluster.device) if measured else roofline(graph, cluster.device)
     return make_plan(
         graph,

@@ -120,7 +120,7 @@ def estimate(lone: Lone, device: Device) -> OpCost:
     forward, backward = KernelCount(device), KernelCount(device)
     with run.mode, torch.set_grad_enabled(run.training):
         arguments = copies(lone.inputs, _like)
-        with forward:
+        with run.autocast(), forward:
             returned = run.interpreter.call(lone.op.call, arguments.environment)
         results = differentiable(returned)
         trained = [state for state in lone.states.values() if state.requires_grad]
@@ -160,7 +160,14 @@ class KernelCount(DispatchWatch):
         self.flops += flops
         self.bytes += size
         device = self._device
-        self.seconds += device.launch_s + max(flops / device.flops, size / device.memory_bandwidth)
+        speed = device.flops
+        if device.half_flops is not None and all(map(_is_half, tensors_in((args, returned)))):
+            speed = device.half_flops
+        self.seconds += device.launch_s + max(flops / speed, size / device.memory_bandwidth)
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _is_view(func: Any) -> bool:

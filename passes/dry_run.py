@@ -5,6 +5,7 @@ The passes that ask what an op does (shapes, effects, saved tensors, cost) watch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.precision import autocast
 
 RunOp = Callable[[], Any]
 Observer = Callable[[Op, RunOp], Any]
@@ -93,8 +95,16 @@ class DryRun:
 
         inputs = self.inputs(batch_size)
         # What torch has to say about the model it has said when the model ran.
-        with self.mode, torch.set_grad_enabled(self.training), quiet():
+        with self.mode, torch.set_grad_enabled(self.training), self.autocast(), quiet():
             return self.interpreter.run(inputs, watched)
+
+    def autocast(self, on: torch.device = _HOST) -> contextlib.AbstractContextManager[object]:
+        """The precision that ops run in; on the host unless they run for real elsewhere.
+
+        What autocast makes of some ops depends on the kind of device. Types may differ there: the
+        runtime finds out for itself.
+        """
+        return autocast(self.graph.precision, on)
 
 
 def modes(graph: Graph) -> tuple[bool, ...]:

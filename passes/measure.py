@@ -91,7 +91,7 @@ def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> t
     while len(forwards) <= REPEATS:
         # Anew every time, as the op may write in place.
         arguments = copies(originals, lambda tensor: tensor.detach().clone())
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), lone.run.autocast(on):
             seconds, returned = _clocked(partial(call, arguments.environment), on)
         forwards.append(seconds)
         results = differentiable(returned)

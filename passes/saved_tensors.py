@@ -10,6 +10,7 @@ import torch
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -19,7 +20,8 @@ class SavedTensors:
     """The storages that autograd keeps, at the graph's batch size.
 
     Counted whole: a saved view keeps all of the storage that it looks into. The model's own
-    parameters, buffers and constants are not counted, as they are there anyway. Not seen: what a
+    parameters, buffers and constants are not counted, as they are there anyway, nor are the copies
+    that autocast casts of them, as all micro-batches share those. Not seen: what a
     kernel allocates while it runs, and what a custom autograd function hides in its `ctx` without
     `save_for_backward`.
 
@@ -48,7 +50,7 @@ def saved_tensors(graph: Graph) -> SavedTensors:
     if graph.loss is None:
         return SavedTensors()
     run = DryRun.of(graph, training=True)
-    own = {storage_key(tensor) for tensor in run.states.values()}
+    own = _OwnStorages(run.states.values())
     # Every storage is kept to the end, for its key to stay its own. It holds no memory.
     storages: dict[int, torch.UntypedStorage] = {}
     saved: set[int] = set()
@@ -56,7 +58,7 @@ def saved_tensors(graph: Graph) -> SavedTensors:
     def pack(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        if key not in own:
+        if key not in own.keys:
             storages[key] = storage
             saved.add(key)
 
@@ -64,7 +66,7 @@ def saved_tensors(graph: Graph) -> SavedTensors:
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
         saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked):
+        with own, torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked):
             returned = execute()
         if saved:
             by_op[op.name] = frozenset(saved)
@@ -79,6 +81,24 @@ def saved_tensors(graph: Graph) -> SavedTensors:
     )
     del environment
     return table
+
+
+class _OwnStorages(DispatchWatch):
+    """The storages of the model's state, and of what is cast of them to another type."""
+
+    def __init__(self, states: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.keys = {storage_key(tensor) for tensor in states}
+        self._casts: list[torch.Tensor] = []  # kept alive, for their keys to stay their own
+
+    def saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
+    ) -> None:
+        """Takes note of a cast."""
+        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self.keys:
+            assert isinstance(returned, torch.Tensor)
+            self.keys.add(storage_key(returned))
+            self._casts.append(returned)
 
 
 def _never_unpacked(packed: None) -> torch.Tensor:

@@ -14,9 +14,10 @@ from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.own_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.precedence import must_run_in_place
+from gpipe_compiler.runtime.spec import Precision
 
 
-def annotate(graph: Graph, batch_size: int) -> Graph:
+def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP32) -> Graph:
     """The graph with `values` filled in for `batch_size` samples.
 
     It runs on fake tensors with `batch_size` and with twice as many samples. A dimension that
@@ -30,10 +31,12 @@ def annotate(graph: Graph, batch_size: int) -> Graph:
     Args:
         graph: with an example of every input; what `values` holds is replaced.
         batch_size: samples, at least 1. It is typically a micro-batch, but any size will do.
+        precision: in which this and all further analyses run the ops.
 
     Raises:
         ModelError: naming the op that cannot run on so many samples.
     """
+    graph = graph.replace(precision=precision)
     observed: dict[str, _Pair] = {}
     numbers = _StorageNumbers()
     for training in modes(graph):
@@ -51,7 +54,7 @@ def annotate(graph: Graph, batch_size: int) -> Graph:
     found = effects(annotated)
     written = written_inputs(annotated, found)
     if written:
-        return annotate(own_inputs(graph, written), batch_size)
+        return annotate(own_inputs(graph, written), batch_size, precision)
     held = must_run_in_place(annotated, found)
     return check(annotated.replace(held=held), after="shapes")
 

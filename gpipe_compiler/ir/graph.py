@@ -20,7 +20,7 @@ from torch import nn
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.arguments import state_names as state_names_of
-from gpipe_compiler.runtime.spec import Input, Reduction, Steps
+from gpipe_compiler.runtime.spec import Input, Precision, Reduction, Steps
 
 
 class Mode(Enum):
@@ -315,6 +315,7 @@ class Graph:
             and dtype, and its dimension 0 is the batch where the input is batched.
         held: ops that serve only the loss and yet have to run in their place among the others,
             because a write in place orders them; filled in by `passes.shapes`.
+        precision: under which the analyses run the ops; that of `values`.
     """
 
     name: str
@@ -329,6 +330,7 @@ class Graph:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
     example: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
     held: frozenset[str] = frozenset()
+    precision: Precision = Precision.FP32
 
     @cached_property
     def op_of(self) -> Mapping[str, Op]:
