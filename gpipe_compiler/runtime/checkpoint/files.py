@@ -66,6 +66,8 @@ class Stored:
         if index is not None:
             index.check(folder)
             _verify_whole(folder, index, METADATA)
+        elif (folder / TRAINER).exists():
+            raise CheckpointError(f"{folder / INDEX} is missing")
         elif not (folder / METADATA).is_file():
             raise CheckpointError(
                 f"{folder} is no checkpoint: it has no {INDEX} and no {METADATA}",

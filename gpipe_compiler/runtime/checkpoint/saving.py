@@ -142,7 +142,8 @@ class _Saving:
             return results, checksums(folder, results)
         except (OSError, RuntimeError) as error:
             file = folder / f"__{self.ranks.rank}_0.distcp"
-            raise CheckpointError(f"cannot write {file}: {described(error)}") from error
+            reason = described(_system_error(error) or error)
+            raise CheckpointError(f"cannot write {file}: {reason}") from error
 
     def _finish(
         self,
@@ -180,3 +181,11 @@ class _Saving:
         final = commit(folder)
         prune(self.directory, keep)
         return final
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The system's own error behind one of torch, which buries it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found

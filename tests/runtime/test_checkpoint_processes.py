@@ -1,0 +1,87 @@
+"""Checkpoints of several processes under the real torchrun, and of processes that are killed.
+
+The truths: threads in one process, bit for bit; and numbers that a checkpoint is filled with, so
+that two saves mixed up would show.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import Run, equal
+
+from gpipe_compiler.runtime.checkpoint import latest, read_checkpoint
+
+SCRIPT = Path(__file__).with_name("checkpoint_runs.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+
+
+def python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_and_threads_read_each_other(processes, tmp_path):
+    """With four processes one of them trains nothing."""
+    torch.set_num_threads(1)
+    run = Run("tied", "groups", 4, seed=11)
+    run.train(2)
+    given = run.save(tmp_path / "threads")
+    truth = run.state()
+    run.close()
+    given.rename(tmp_path / "given")
+
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    python(*launch, f"--nproc-per-node={processes}", SCRIPT, "ranks", tmp_path)
+
+    for rank in range(processes):
+        loaded = torch.load(tmp_path / f"loaded-{rank}.pt")
+        assert equal(loaded, {name: truth[name] for name in loaded})
+        last = processes - 1
+        unwritten = (tmp_path / f"unwritten-{rank}").read_text()
+        assert f"rank {last}: cannot write" in unwritten
+        assert f"__{last}_0.distcp: No space left on device" in unwritten
+        assert "earlier checkpoints" in unwritten
+        assert (
+            f"rank {last}: {tmp_path / 'nowhere'} is no folder"
+            in (tmp_path / f"unread-{rank}").read_text()
+        )
+    loaded_names = [set(torch.load(tmp_path / f"loaded-{r}.pt")) for r in range(processes)]
+    assert set().union(*loaded_names) == set(truth)
+    written = tmp_path / "written"
+    assert sorted(path.name for path in written.iterdir()) == ["step_00000003", "step_00000006"]
+    files = sorted(path.name for path in (written / "step_00000003").glob("*.distcp"))
+    assert len(files) == (2 if processes == 2 else 3)
+
+    other = Run("tied", "groups", 2, seed=4)
+    other.load(written / "step_00000003")
+    other.train(6)
+    state = other.state()
+    for rank in range(processes):
+        found = torch.load(tmp_path / f"truth-{rank}.pt")
+        assert equal(found, {name: state[name] for name in found})
+    other.load(latest(written))
+    assert equal(other.state(), state)
+    other.close()
+    assert read_checkpoint(latest(written)).kind == "AdamW"
+
+
+def test_a_kill_at_any_touch_of_a_file_loses_nothing(tmp_path):
+    killed = int(python(SCRIPT, "kill_everywhere", tmp_path).split()[1])
+
+    assert killed > 40
+
+
+@pytest.mark.slow
+def test_kills_at_random_times_lose_nothing(tmp_path):
+    assert int(python(SCRIPT, "kill_sometime", tmp_path).split()[1]) > 1
