@@ -13,8 +13,8 @@ from .job import Work
 from .replicas import Replicas
 
 _WORKS = tuple(Work)
-_NUMBERS = 3
-"""In the header before sizes and weights: the work, the micro-batches, the bytes of a refusal."""
+_NUMBERS = 4
+"""In the header before sizes and weights: work, mode, micro-batches, the bytes of a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Call:
     """What a call of the pipeline is about, in this replica of it.
 
     Attributes:
+        training: whether the stages are in training mode.
         sizes: samples in each micro-batch; none where the inputs were refused, or where this
             replica's share of the mini-batch is empty.
         loss_weights: of each micro-batch, what its loss's mean is taken over; () without a loss.
@@ -31,6 +32,7 @@ class Call:
     """
 
     work: Work
+    training: bool
     sizes: tuple[int, ...] = ()
     loss_weights: tuple[float, ...] = ()
     refusal: UsageError | None = None
@@ -42,8 +44,8 @@ def agree(replicas: Replicas | None, call: Call, most: int) -> Call:
     """The call of this rank's replica, on every rank, with what it needs to know of the others'.
 
     Args:
-        call: what this rank knows of it; all ranks but the first of each replica know the work
-            alone.
+        call: what this rank knows of it; all ranks but the first of each replica know no more
+            than the work and the mode.
         most: micro-batches that a replica has at most.
 
     Raises:
@@ -57,12 +59,7 @@ def agree(replicas: Replicas | None, call: Call, most: int) -> Call:
     calls = _exchange(replicas, call, most)
     firsts = range(0, replicas.world.size, replicas.pipeline.size)
     for rank, (other, _) in zip(firsts, calls, strict=True):
-        if other.work is not call.work:
-            raise UsageError(
-                f"rank {replicas.world.rank} and rank {rank} do not make the same call: "
-                f"{call.work.value} here, {other.work.value} there",
-                hint="every rank calls step, or evaluate, or the pipeline itself",
-            )
+        _check_same(replicas.world.rank, call, rank, other)
     for rank, (_, refused) in zip(firsts, calls, strict=True):
         if refused:
             _refuse(replicas, call.refusal, rank, refused)
@@ -86,18 +83,35 @@ def _exchange(replicas: Replicas, call: Call, most: int) -> list[tuple[Call, int
         )
     rows = replicas.pipeline.broadcast(rows, 0, "the call")
     found = []
-    for work, count, refused, *numbers in rows.tolist():
+    for work, training, count, refused, *numbers in rows.tolist():
         kind = _WORKS[int(work)]
         sizes = tuple(map(int, numbers[: int(count)]))
         weights = tuple(numbers[most : most + int(count)]) if kind.makes_loss else ()
-        found.append((Call(kind, sizes, weights), int(refused)))
+        found.append((Call(kind, bool(training), sizes, weights), int(refused)))
     return found
+
+
+def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
+    if other.work is not own.work:
+        raise UsageError(
+            f"rank {own_rank} and rank {rank} do not make the same call: {own.work.value} here, "
+            f"{other.work.value} there",
+            hint="every rank calls step, or evaluate, or the pipeline itself",
+        )
+    if other.training is not own.training:
+        modes = {True: "training", False: "evaluation"}
+        raise UsageError(
+            f"rank {own_rank} is in {modes[own.training]} mode, and rank {rank} in "
+            f"{modes[other.training]} mode",
+            hint="every rank calls train() and eval()",
+        )
 
 
 def _header(call: Call, most: int) -> torch.Tensor:
     header = torch.zeros(_NUMBERS + 2 * most, dtype=torch.float64)
     count = len(call.sizes)
-    header[0], header[1], header[2] = _WORKS.index(call.work), count, len(_text(call.refusal))
+    facts = (_WORKS.index(call.work), call.training, count, len(_text(call.refusal)))
+    _put(header, 0, facts)
     _put(header, _NUMBERS, call.sizes)
     _put(header, _NUMBERS + most, call.loss_weights)
     return header

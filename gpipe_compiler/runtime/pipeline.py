@@ -266,7 +266,7 @@ class Pipeline:
         self._check_call(work)
         for shared in self.held.shared:
             shared.spread()
-        call, bound, parts = Call(work), Values(), list[Values]()
+        call, bound, parts = Call(work, self._mode), Values(), list[Values]()
         if self.feeds:
             call, bound, parts = self._offered(work, inputs, target)
         call = agree(self._replicas, call, self.microbatches)
@@ -292,12 +292,12 @@ class Pipeline:
         try:
             bound = bind(inputs, target, self.spec, inputs_for(self.spec, work))
             if self.replicas > 1 and batch_of(bound, self.spec) == 0:
-                return Call(work), bound, []
+                return Call(work, self._mode), bound, []
             parts, sizes = split(bound, self.spec, self.microbatches)
         except UsageError as error:
-            return Call(work, refusal=error), {}, []
+            return Call(work, self._mode, refusal=error), {}, []
         weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
-        return Call(work, sizes, weights), bound, parts
+        return Call(work, self._mode, sizes, weights), bound, parts
 
     def _check_call(self, work: Work) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -313,13 +313,7 @@ class Pipeline:
 
     def _programs(self, work: Work, microbatches: int) -> Prepared:
         exact = self.manner.batchnorm is BatchNorm.EXACT and self._mode
-        replicas = 1 if self._replicas is None else self._replicas.count
-        joint = joint_stages(self.spec.stages, replicas) if exact else frozenset()
-        if joint and self.replicas > 1:
-            raise UsageError(
-                "exact BatchNorm normalises over the mini-batch, which is not in one replica",
-                hint="use --batchnorm deferred or micro, or one replica",
-            )
+        joint = joint_stages(self.spec.stages, self.replicas) if exact else frozenset()
         key = work, microbatches, joint
         if key not in self._prepared:
             self._prepared[key] = prepare(

@@ -15,6 +15,7 @@ from tiny_pipelines import SAMPLES, WIDTH, cross, spec_of, states
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import BatchNorm, Input, Leaf, LossSpec, Reduction, StageSpec
 
@@ -174,6 +175,17 @@ def trained(spec, samples, **choices):
     return found
 
 
+def differ(directory):
+    """One rank forgets to leave training mode; the others lose it, and do not hang."""
+    with Pipeline(joint_spec(), None, timeout_s=20) as pipe:
+        if pipe.rank == 1:
+            pipe.eval()
+        try:
+            pipe.step(*joint_data(8) if pipe.rank == 0 else (None, None))
+        except PipelineError as error:
+            (directory / f"differ-{pipe.rank}").write_text(str(error))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -182,4 +194,5 @@ if __name__ == "__main__":
             found = trained(joint_spec(normed), 11, remat=remat)
             if torch.distributed.get_rank() == 0:
                 torch.save(found, Path(sys.argv[1]) / f"{name}-{remat}.pt")
+    differ(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()

@@ -321,3 +321,5 @@ def test_processes_do_what_threads_do(tmp_path):
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 close(tensor, found[key], key)
+    told = (tmp_path / "differ-1").read_text()
+    assert "rank 1 is in evaluation mode, and rank 0 in training mode" in told
