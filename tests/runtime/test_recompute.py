@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import torch
+from norm_pipeline import data, net_spec
 from stateful_pipeline import F64, Averaged, Head, stateful_data, stateful_spec
 from tiny_pipelines import (
     MSE,
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from gpipe_compiler.runtime.errors import StageError
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.recompute import WrittenBuffers
-from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, Remat, StageSpec
+from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec
 
 MICROBATCHES = 5
 SCHEDULES = ("gpipe", "1f1b")
@@ -135,6 +136,32 @@ def test_recomputing_changes_no_bit(schedule, mode):
         spec = stateful_spec(microbatches=MICROBATCHES)
         with Pipeline(spec, None, schedule=schedule, remat=remat) as pipe:
             found.append(bits(pipe.train(mode), (x,), target))
+    assert_same_bits(*found)
+
+
+def test_autocast_is_the_same_in_the_second_forward():
+    """Casts of weights that a first forward has left behind lose no gradient."""
+    inputs, target, _ = data_for("skip", 2 * MICROBATCHES)
+    found = []
+    for remat in Remat:
+        spec = SPECS["skip"](microbatches=MICROBATCHES)
+        with Pipeline(spec, None, devices="cpu", remat=remat, precision="bf16") as pipe:
+            found.append(bits(pipe, inputs, target))
+    assert all(gradient.abs().sum() > 0 for gradient in found[1][1].values())
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("batchnorm", list(BatchNorm))
+def test_every_batchnorm_recomputes(batchnorm, workers):
+    """Counters and running statistics included, whenever they change."""
+    x, target = data(4 * MICROBATCHES)
+    found = []
+    for remat in Remat:
+        spec = net_spec(microbatches=MICROBATCHES)
+        choices = {"remat": remat, "batchnorm": batchnorm}
+        with Pipeline(spec, None, devices=["cpu"] * workers, **choices) as pipe:
+            found.append(bits(pipe, (x,), target))
     assert_same_bits(*found)
 
 
