@@ -31,7 +31,7 @@ from .programs import Prepared, prepare, spread
 from .reducer import Reducer, collected, share_initial
 from .replicas import Replicas
 from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
-from .scaler import PipelineScaler, check_weights
+from .scaler import OverRanks, PipelineScaler, alone, check_weights
 from .sharding import share_of
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
@@ -138,9 +138,10 @@ class Pipeline:
         device = self._devices[0] if self.network is None else self.network.device
         return PipelineScaler(device, enabled=enabled, over_ranks=self._over_ranks)
 
-    def _over_ranks(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum over all processes, those of other replicas too."""
-        return tensor if self.world is None else self.world.sum(tensor, what)
+    @property
+    def _over_ranks(self) -> OverRanks:
+        """The sum over all processes, those of other replicas too. No reference to the pipeline."""
+        return alone if self.world is None else self.world.sum
 
     def _make_runner(self) -> Runner:
         if self._replicas is None:
