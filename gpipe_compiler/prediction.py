@@ -10,7 +10,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
-from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.runtime.spec import Precision, Remat
 from gpipe_compiler.simulate import simulate
 
 
@@ -60,8 +60,11 @@ def peak_bytes(graph: Graph, stage: Stage, flying: int, *, whole: bool = False) 
     """
     states = [graph.state[name] for name in stage.state]
     fixed = sum(state.bytes for state in states)
+    trained = sum(state.bytes for state in states if state.requires_grad)
     if graph.loss is not None:
-        fixed += sum(state.bytes for state in states if state.requires_grad)
+        fixed += trained
+        if graph.precision is not Precision.FP32:
+            fixed += trained // 2  # a run keeps 16-bit copies of its weights
     if stage.remat is Remat.FULL and flying > 1 and not whole:
         return fixed + flying * stage.input_bytes + stage.saved_bytes
     return fixed + flying * stage.saved_bytes

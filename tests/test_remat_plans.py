@@ -162,6 +162,39 @@ def test_where_nothing_fits_the_plan_says_so(graph: Graph) -> None:
     assert f"{(worst - 1024) / 1024:.3g} KiB" in text
 
 
+class Normalised(nn.Module):
+    """BatchNorm in the first half alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]  # as above
+
+
+def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
+    """It has all micro-batches whole for its backward, so AUTO lets only the other recompute."""
+    graph = trace(Normalised(), torch.randn(64, 4), frontend=Frontend.FX)
+    exact = Policy(batchnorm=BatchNorm.EXACT)
+    none = planned(graph, exact, stages=2)
+    assert none.joint == (0,)
+
+    auto = planned(graph, dataclasses.replace(exact, remat=RematChoice.AUTO), 1024, stages=2)
+    full = planned(graph, dataclasses.replace(exact, remat=RematChoice.FULL), stages=2)
+
+    assert [stage.remat for stage in auto.stages] == [Remat.NONE, Remat.FULL]
+    running = 2 * 4 * 64 + 8
+    whole = M * full.stages[0].saved_bytes
+    assert full.prediction.peak_bytes[0] == fixed_bytes(full, 0) + running + whole
+    for made in (none, auto, full):
+        simulated = simulate(made.orders, stage_times(made), made.joint)
+        assert made.prediction.step_s == simulated.step_s
+        assert made.prediction.lower_bound_s <= planned(graph, Policy(), stages=2).prediction.step_s
+        assert not made.prediction.proved
+
+
 def test_inference_recomputes_nothing() -> None:
     graph = trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX, training=False)
 

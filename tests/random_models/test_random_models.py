@@ -109,7 +109,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     if layout.cut is None:
         return make_plan(graph, **options)
     chosen = random_cut(layout.cut)
-    with mock.patch("gpipe_compiler.planning.cut", chosen):
+    with mock.patch("gpipe_compiler.drafting.cut", chosen):
         return make_plan(graph, **options)
 
 

@@ -1,0 +1,245 @@
+"""Cuts a graph into stages that recompute as asked, and says what to expect of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.cut import Cut, StepKind, cut
+from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
+from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.plan import Prediction, Stage
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.prediction import in_flight, peak_bytes, predict
+from gpipe_compiler.runtime.joint import joint_of
+from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Remat
+from gpipe_compiler.simulate import StageTimes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A cut, what its stages hold, and what to expect of them.
+
+    Attributes:
+        joint: the stages that take all micro-batches as one.
+    """
+
+    found: Cut
+    table: StageTable
+    stages: tuple[Stage, ...]
+    joint: tuple[int, ...]
+    prediction: Prediction
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        """For every stage, whether it recomputes."""
+        return tuple(stage.remat is Remat.FULL for stage in self.stages)
+
+    def bounded_by(self, other: Draft) -> Draft:
+        """The same, of which no more is known than the lower bound of the other."""
+        known = dataclasses.replace(
+            self.prediction,
+            lower_bound_s=min(other.prediction.lower_bound_s, self.prediction.step_s),
+            proved=False,
+        )
+        return dataclasses.replace(self, prediction=known)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What every draft of a graph is made from.
+
+    Attributes:
+        whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
+        random: whether the model draws random numbers.
+    """
+
+    facts: Facts
+    problem: CutProblem
+    step: StepKind
+    count: int
+    microbatches: int
+    cluster: Cluster
+    most_down_sets: int
+    whole: frozenset[str]
+    random: bool
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        costs: Costs,
+        cluster: Cluster,
+        stages: int,
+        microbatches: int,
+        policy: Policy,
+        most_down_sets: int,
+    ) -> Drafting:
+        """The problem of an annotated graph.
+
+        Raises:
+            ModelError: naming an op that cannot run.
+        """
+        training = graph.loss is not None
+        facts = Facts.of(graph, costs)
+        whole: frozenset[str] = frozenset()
+        if policy.batchnorm is BatchNorm.EXACT and training and microbatches > 1:
+            whole = mixing_ops(graph) | facts.effects.state_writes.keys()
+        return cls(
+            facts,
+            problem_of(facts),
+            StepKind(policy.schedule.value) if training else StepKind.INFERENCE,
+            stages,
+            microbatches,
+            cluster,
+            most_down_sets,
+            whole,
+            bool(whole and random_ops(graph)),
+        )
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Each device's actions."""
+        return self.step.orders(self.count, self.microbatches)
+
+    def choose(self, choice: RematChoice) -> Draft:
+        """The cut into stages that recompute as asked.
+
+        AUTO cuts as if nothing were recomputed. Where a stage does not fit its device, and would
+        hold less if it recomputed, it is to recompute, and the cut is made anew, until those that
+        do not recompute fit. Of these cuts, each with as few stages that recompute as it needs,
+        it takes the one with the shortest step among those that come closest to fitting.
+
+        The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
+        of stages which do neither.
+        """
+        plain = self._cut((False,) * self.count)
+        if choice is RematChoice.NONE:
+            return plain
+        if choice is RematChoice.FULL:
+            full = self._cut((True,) * self.count)
+            return full.bounded_by(plain) if full.joint else full
+        asked = self._too_large(plain)
+        if not any(asked):
+            return plain
+        drafts = [self._with_recompute(plain, asked)]
+        while True:
+            draft = self._cut(asked)
+            needed = self._too_large(draft)
+            drafts.append(self._with_recompute(draft, needed))
+            wanted = tuple(map(operator.or_, needed, asked))
+            if wanted == asked:
+                break
+            asked = wanted
+        return min(drafts, key=self._merit).bounded_by(plain)
+
+    def _merit(self, draft: Draft) -> tuple[int, float]:
+        """How far a draft is from fitting its devices, and its step; less is better."""
+        memory = self.cluster.device.memory
+        over = sum(max(0, peak - memory) for peak in draft.prediction.peak_bytes)
+        return over, draft.prediction.step_s
+
+    def _too_large(self, draft: Draft) -> tuple[bool, ...]:
+        """For every stage, whether it does not fit its device, and recomputing makes it smaller."""
+        flying = in_flight(self.orders, self.count)
+        found = []
+        for stage, count in zip(draft.stages, flying, strict=True):
+            whole, part = (
+                peak_bytes(
+                    self.facts.graph,
+                    dataclasses.replace(stage, remat=remat),
+                    count,
+                    whole=stage.index in draft.joint,
+                )
+                for remat in (Remat.NONE, Remat.FULL)
+            )
+            found.append(whole > self.cluster.device.memory and part < whole)
+        return tuple(found)
+
+    def _cut(self, recompute: tuple[bool, ...]) -> Draft:
+        """The best cut found into stages of which these recompute."""
+        found = cut(
+            self.problem,
+            stages=self.count,
+            microbatches=self.microbatches,
+            step=self.step,
+            link=self.cluster.link,
+            recompute=recompute,
+            most_down_sets=self.most_down_sets,
+        )
+        pairs = zip(self.problem.nodes, found.stage_of, strict=True)
+        stage_of = {node.name: stage for node, stage in pairs}
+        table = tabulate(self.facts, stage_of, self.count)
+        stages = tuple(
+            _stage(self.facts, table, index, found.times[index], again)
+            for index, again in enumerate(recompute)
+        )
+        return self._draft(found, table, stages)
+
+    def _with_recompute(self, draft: Draft, recompute: Sequence[bool]) -> Draft:
+        """The same cut, of whose stages these recompute."""
+        stages = tuple(
+            dataclasses.replace(stage, remat=Remat.FULL if again else Remat.NONE)
+            for stage, again in zip(draft.stages, recompute, strict=True)
+        )
+        return self._draft(draft.found, draft.table, stages)
+
+    def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Draft:
+        needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]
+        joint = tuple(sorted(joint_of(needed, random=self.random)))
+        expected = predict(self.facts.graph, stages, self.orders, found, joint)
+        return Draft(found, table, stages, joint, expected)
+
+
+def _stage(
+    facts: Facts, table: StageTable, index: int, times: StageTimes, recompute: bool
+) -> Stage:
+    graph = facts.graph
+    ops = table.ops[index]
+    names = dict.fromkeys(name for op in ops for name in graph.op_of[op].states(graph.modules))
+    if index == 0:
+        names.update(dict.fromkeys(_unread(graph)))
+    states = [graph.state[name] for name in names]
+    received = [crossing for crossing in table.crossings if index in crossing.targets]
+    return Stage(
+        index=index,
+        ops=ops,
+        duplicates=table.duplicates[index],
+        inputs=table.inputs[index],
+        outputs=table.outputs[index],
+        state=tuple(names),
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        receive_bytes=_bytes(graph, received),
+        gradient_bytes=_bytes(graph, [crossing for crossing in received if crossing.gradient]),
+        parameter_bytes=sum(s.bytes for s in states if s.kind is StateKind.PARAMETER),
+        parameter_count=sum(
+            s.bytes // s.dtype.itemsize for s in states if s.kind is StateKind.PARAMETER
+        ),
+        saved_bytes=facts.saved.saved_bytes(ops) if graph.loss is not None else 0,
+        input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
+        remat=Remat.FULL if recompute else Remat.NONE,
+    )
+
+
+def _unread(graph: Graph) -> list[str]:
+    """The parameters and buffers that no op reads: the model's state all the same, so kept."""
+    read = {name for op in graph.ops for name in op.states(graph.modules)}
+    return [
+        name
+        for name, state in graph.state.items()
+        if name not in read and state.kind is not StateKind.CONSTANT
+    ]
+
+
+def _bytes(graph: Graph, crossings: Sequence[Crossing]) -> int:
+    return sum(graph.values[crossing.value].bytes for crossing in crossings)
