@@ -73,8 +73,9 @@ def schedule_for(optimizer):
 class Run:
     """A pipeline with optimizer and schedule."""
 
-    def __init__(self, name, kind, devices=None, seed=0):
-        count = {} if devices is None else {"devices": ["cpu"] * devices}
+    def __init__(self, name, kind, devices=None, seed=0, **count):
+        if devices is not None:
+            count["devices"] = ["cpu"] * devices
         self.name = name
         self.pipe = Pipeline(SPECS[name](), None, seed=seed, **count)
         self.optimizer = OPTIMIZERS[kind](self.pipe.parameters())
@@ -85,7 +86,8 @@ class Run:
         while self.step < until:
             inputs, target, _ = data_for(self.name, 8, seed=self.step)
             self.optimizer.zero_grad()
-            self.pipe.step(*((inputs, target) if self.pipe.rank == 0 else (None, None)))
+            share = self.pipe.shard(inputs, target)
+            self.pipe.step(*(share if self.pipe.feeds else (None, None)))
             self.optimizer.step()
             self.schedule.step()
             self.step += 1
@@ -161,6 +163,21 @@ def fail(run: Run, directory: Path, rank: int) -> None:
         (directory / f"unread-{rank}").write_text(str(error))
     assert equal(state, run.state())
     run.save(directory / "written")
+
+
+def replicas(directory: Path) -> None:
+    """Two replicas over two devices each: they write one checkpoint, and read it alike."""
+    rank = int(os.environ["RANK"])
+    run = Run("tied", "groups", data_parallel=2)
+    run.train(2)
+    path = run.save(directory / "written")
+    torch.save(run.state(), directory / f"saved-{rank}.pt")
+    run.train(4)
+    other = Run("tied", "groups", data_parallel=2, seed=5)
+    other.load(path)
+    other.train(4)
+    assert equal(run.state(), other.state())
+    run.close()
 
 
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
@@ -269,5 +286,9 @@ def kill_sometime(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    work = {"ranks": ranks, "kill_everywhere": kill_everywhere, "kill_sometime": kill_sometime}
-    work[sys.argv[1]](Path(sys.argv[2]))
+    {
+        "ranks": ranks,
+        "replicas": replicas,
+        "kill_everywhere": kill_everywhere,
+        "kill_sometime": kill_sometime,
+    }[sys.argv[1]](Path(sys.argv[2]))

@@ -30,6 +30,11 @@ def python(*arguments):
     return done.stdout
 
 
+def launch(processes, what, directory):
+    options = ["--standalone", "--nnodes=1", f"--nproc-per-node={processes}"]
+    python("-m", "torch.distributed.run", *options, SCRIPT, what, directory)
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_and_threads_read_each_other(processes, tmp_path):
     """With four processes one of them trains nothing."""
@@ -41,8 +46,7 @@ def test_processes_and_threads_read_each_other(processes, tmp_path):
     run.close()
     given.rename(tmp_path / "given")
 
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    python(*launch, f"--nproc-per-node={processes}", SCRIPT, "ranks", tmp_path)
+    launch(processes, "ranks", tmp_path)
 
     for rank in range(processes):
         loaded = torch.load(tmp_path / f"loaded-{rank}.pt")
@@ -74,6 +78,22 @@ def test_processes_and_threads_read_each_other(processes, tmp_path):
     assert equal(other.state(), state)
     other.close()
     assert read_checkpoint(latest(written)).kind == "AdamW"
+
+
+@pytest.mark.slow
+def test_replicas_write_one_checkpoint(tmp_path):
+    """The first replica writes; the state of either is in it."""
+    launch(4, "replicas", tmp_path)
+
+    path = latest(tmp_path / "written")
+    assert {path.name for path in path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    run = Run("tied", "groups", 4, seed=4)
+    run.load(path)
+    state = run.state()
+    run.close()
+    for rank in range(4):
+        found = torch.load(tmp_path / f"saved-{rank}.pt")
+        assert equal(found, {name: state[name] for name in found})
 
 
 def test_a_kill_at_any_touch_of_a_file_loses_nothing(tmp_path):

@@ -27,7 +27,7 @@ from .folder import INDEX, METADATA, TRAINER, Index, checksum, sync
 
 
 class Writer(FileSystemWriter):
-    """Writes one file per rank, down to the disk.
+    """Writes one file per rank.
 
     Nothing is copied ahead: torch would wait for the copies from one GPU only, and this process
     may hold stages on several.
@@ -52,6 +52,7 @@ class Stored:
         self.folder = folder
         self.index = index
         self.metadata = metadata
+        self._recorded = {} if index is None else index.recorded()
 
     @classmethod
     def open(cls, folder: Path) -> Stored:
@@ -145,12 +146,11 @@ class Stored:
         """Hold the checksums of what is to be read against the files."""
         if self.index is None:
             return
-        recorded = self.index.recorded()
         for key in keys:
             for info in self._places(key):
                 path = self.folder / info.relative_path
                 place = info.relative_path, info.offset, info.length
-                if recorded.get(place) != checksum(path, info.offset, info.length):
+                if self._recorded.get(place) != checksum(path, info.offset, info.length):
                     raise _damaged(path, key)
 
 

@@ -180,9 +180,9 @@ def make_temporary(directory: Path, step: int) -> Path:
 def commit(temporary: Path) -> Path:
     """Give a complete checkpoint its name, down to the disk."""
     final = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".partial"))
-    sync_folder(temporary)
+    sync_path(temporary)
     temporary.rename(final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
     return final
 
 
@@ -236,9 +236,9 @@ def sync(stream: IO[Any]) -> None:
     os.fsync(stream.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Down to the disk with the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Down to the disk with a file that was written, or with the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

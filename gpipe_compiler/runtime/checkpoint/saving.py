@@ -28,6 +28,7 @@ from .folder import (
     entries,
     make_temporary,
     prune,
+    sync_path,
 )
 from .optimizer import Groups, Naming, merged, named_groups, named_states
 
@@ -47,8 +48,9 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into a folder of checkpoints. Every rank calls it, between two steps.
 
-    Each rank writes what it holds into the one folder; gradients are not written. The checkpoint
-    appears when it is complete, and older ones beyond `keep` go afterwards.
+    Each rank writes what it holds into the one folder, of several replicas those of the first;
+    gradients are not written. The checkpoint appears when it is complete, and older ones beyond
+    `keep` go afterwards.
 
     Args:
         directory: on several hosts, on a file system that they share.
@@ -92,7 +94,7 @@ class _Saving:
         together = self.ranks.together
         folder, groups = together(
             "the groups of the optimizer",
-            lambda: named_groups(self.optimizer, self.naming),
+            self._groups,
             lambda found: (make_temporary(self.directory, progress.step), merged(found)),
         )
         try:
@@ -113,17 +115,24 @@ class _Saving:
             hint = error.hint or f"earlier checkpoints in {self.directory} are as they were"
             raise CheckpointError(error.problem, hint=hint) from error.__cause__
 
-    def _plan(self, writer: Writer, groups: Groups) -> SavePlan:
+    def _groups(self) -> Groups:
+        return [] if self.pipe.replica else named_groups(self.optimizer, self.naming)
+
+    def _tree(self, groups: Groups) -> dict[str, Any]:
+        """What this rank has to write: what the first replica's ranks hold, and no other's."""
+        if self.pipe.replica:
+            return {}
         aliases = self.pipe.spec.aliases
         tensors = self.pipe.state_dict()
-        tree: dict[str, Any] = {
-            "model": {name: tensor for name, tensor in tensors.items() if name not in aliases},
-            "optimizer": {"state": named_states(self.optimizer, self.naming)},
-        }
+        optimizer: dict[str, Any] = {"state": named_states(self.optimizer, self.naming)}
+        if self.ranks.rank == 0:
+            optimizer["param_groups"] = groups
+        model = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+        return {"model": model, "optimizer": optimizer}
+
+    def _plan(self, writer: Writer, groups: Groups) -> SavePlan:
         first = self.ranks.rank == 0
-        if first:
-            tree["optimizer"]["param_groups"] = groups
-        self.planner.set_up_planner(tree, is_coordinator=first)
+        self.planner.set_up_planner(self._tree(groups), is_coordinator=first)
         writer.set_up_storage_writer(first)
         plan: SavePlan = writer.prepare_local_plan(self.planner.create_local_plan())
         return plan
@@ -137,11 +146,12 @@ class _Saving:
         plan = self.planner.finish_plan(plan)
         if not plan.items:
             return [], []
+        file = folder / f"__{self.ranks.rank}_0.distcp"
         try:
             results: list[WriteResult] = writer.write_data(plan, self.planner).wait()
+            sync_path(file)
             return results, checksums(folder, results)
         except (OSError, RuntimeError) as error:
-            file = folder / f"__{self.ranks.rank}_0.distcp"
             reason = described(_system_error(error) or error)
             raise CheckpointError(f"cannot write {file}: {reason}") from error
 
@@ -161,6 +171,7 @@ class _Saving:
         }
         metadata, results = with_aliases(self.metadata, results, aliases)
         writer.finish(metadata, [results])
+        sync_path(folder / METADATA)  # torch does so before its buffer is empty
         states = {key: part.state_dict() for key, part in others.items() if key != "optimizer"}
         write_trainer(folder, {**items_of(progress), **states})
         sums = {found[0].storage_data.relative_path: sums for found, sums in written if found}
