@@ -9,6 +9,7 @@ from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.spec import Remat
 
 
 def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, weights: bool) -> str:
@@ -22,11 +23,24 @@ def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, wei
         microbatches=plan.microbatches,
         microbatch_size=plan.microbatch_size,
         batch_size=plan.batch_size,
+        manner=_manner(plan),
         parameters=f"{graph.parameter_count:,}",
         stages=[_stage_row(graph, stage) for stage in stages],
         count=len(stages),
         inputs=[f"`{source.name}`: {value_text(graph, source.name)}" for source in graph.inputs],
     )
+
+
+def _manner(plan: Plan) -> str:
+    """How the stages compute, as planned, in words."""
+    again = [str(stage.index) for stage in plan.stages if stage.remat is Remat.FULL]
+    if not again:
+        remat = "none"
+    elif len(again) == len(plan.stages):
+        remat = "full"
+    else:
+        remat = f"full on stage{'s' if len(again) > 1 else ''} {', '.join(again)}"
+    return f"remat {remat}, BatchNorm {plan.batchnorm.value}, precision {plan.precision.value}"
 
 
 def _stage_row(graph: Graph, stage: StageSource) -> str:
