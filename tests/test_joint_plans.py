@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_compiler.codegen.schedule import _drawing
+from gpipe_compiler.codegen.schedule import _drawing, _together
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
@@ -136,8 +136,9 @@ def test_the_stage_with_batchnorm_is_joint() -> None:
     assert made.prediction.step_s > pipelined.prediction.step_s
     assert not made.prediction.proved
     assert made.prediction.lower_bound_s <= made.prediction.step_s
-    drawn, usual = "\n".join(_drawing(made)), "\n".join(_drawing(pipelined))
-    assert len(drawn.splitlines()[0]) > len(usual.splitlines()[0])
+    assert len(_drawing(made)[0]) > len(_drawing(pipelined)[0])
+    assert f"Stage {holder[0]} takes all micro-batches as one" in " ".join(_together(made))
+    assert _together(pipelined) == []
 
 
 def test_with_dropout_every_stage_is() -> None:

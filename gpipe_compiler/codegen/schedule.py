@@ -51,6 +51,7 @@ def write_schedule(
         stages=len(stages),
         microbatches=plan.microbatches,
         kind=plan.schedule.value,
+        together=_together(plan),
         drawing=_drawing(plan),
         imports=imports.lines(),
         spec_import=_spec_import(from_spec),
@@ -88,6 +89,23 @@ def _module_import(count: int, weight: WeightSource | None) -> list[str]:
     if len(flat) <= WIDTH:
         return [flat]
     return ["from . import (", *(f"    {item}," for item in names), ")"]
+
+
+def _together(plan: Plan) -> list[str]:
+    """What to know of the stages that take all micro-batches as one."""
+    if not plan.joint:
+        return []
+    numbers = ", ".join(map(str, plan.joint))
+    text = (
+        f"Stage {numbers} takes all micro-batches as one, for exact BatchNorm: it starts when they "
+        "have all come, and hands on nothing before they are all done."
+    )
+    if len(plan.joint) > 1:
+        text = (
+            f"Stages {numbers} take all micro-batches as one, for exact BatchNorm: they start when "
+            "these have all come, and hand on nothing before they are all done."
+        )
+    return textwrap.wrap(text, WIDTH)
 
 
 def _drawing(plan: Plan) -> list[str]:

@@ -127,9 +127,8 @@ def _writes(facts: Facts, ops: Sequence[Op], own: Mapping[str, str]) -> tuple[st
 def _writes_lines(writes: Sequence[str]) -> list[str]:
     if not writes:
         return []
-    return lay_out(
-        tuple_of([name(quote(own)) for own in writes], exploded=True), prefix="WRITES = "
-    )
+    names = [name(quote(own)) for own in writes]
+    return lay_out(tuple_of(names, exploded=len(names) > 1), prefix="WRITES = ")
 
 
 @dataclass(frozen=True, slots=True)
