@@ -252,13 +252,14 @@ def test_four_stages_learn_to_read_digits(tmp_path: Path) -> None:
     plain = digits.make_optimizer(model.parameters())
     with Pipeline() as pipe:
         optimizer = digits.make_optimizer(pipe.parameters())
-        for pixels, labels in digits.train_data():
-            optimizer.zero_grad()
-            plain.zero_grad()
-            pipe.step(pixels, labels)
-            digits.loss_fn(model(pixels), labels).backward()
-            optimizer.step()
-            plain.step()
+        for _ in range(digits.EPOCHS):
+            for pixels, labels in digits.train_data():
+                optimizer.zero_grad()
+                plain.zero_grad()
+                pipe.step(pixels, labels)
+                digits.loss_fn(model(pixels), labels).backward()
+                optimizer.step()
+                plain.step()
         pixels, labels = digits.test_set()
         accuracy = (pipe.eval()(pixels).argmax(dim=1) == labels).float().mean()
         state = pipe.state_dict()

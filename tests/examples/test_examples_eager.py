@@ -97,10 +97,11 @@ def test_digits_are_learnt_by_the_plain_loop() -> None:
     digits = load("mlp_digits")
     model = digits.build_model()
     optimizer = digits.make_optimizer(model.parameters())
-    for pixels, labels in digits.train_data():
-        optimizer.zero_grad()
-        digits.loss_fn(model(pixels), labels).backward()
-        optimizer.step()
+    for _ in range(digits.EPOCHS):
+        for pixels, labels in digits.train_data():
+            optimizer.zero_grad()
+            digits.loss_fn(model(pixels), labels).backward()
+            optimizer.step()
     pixels, labels = digits.test_set()
 
     assert (model(pixels).argmax(dim=1) == labels).float().mean() > 0.95
