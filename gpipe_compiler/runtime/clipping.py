@@ -117,7 +117,7 @@ class NormClipping:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
         for name, parameter in parameters.items():
             gradient = parameter.grad
-            if gradient is None or name not in self.told:
+            if gradient is None or not gradient.numel() or name not in self.told:
                 continue
             place = self.places[name]
             if gradient.layout is not torch.strided:
