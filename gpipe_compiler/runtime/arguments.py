@@ -220,7 +220,7 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         choices=[kind.value for kind in Precision],
         help=f"({spec.precision.value})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of dropout and new weights (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of dropout, data, new weights (0)")
     parser.add_argument("--batch-size", type=_positive, metavar="N", help="of the example data")
     parser.add_argument(
         "--load",

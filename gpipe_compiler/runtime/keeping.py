@@ -96,7 +96,7 @@ class Keeper:
 
     def resume(self) -> Progress | None:
         """Take over the checkpoint that is to be resumed; None where there is none."""
-        path = self._agreed()
+        path, newest = self._agreed()
         if path is None:
             if self.options.resume == LATEST and self.pipe.rank == 0:
                 print(
@@ -112,9 +112,13 @@ class Keeper:
             scaler=self.pipe.scaler,
         )
         self.last = path
-        self._saved = progress.step, progress.epoch
         if self.pipe.rank == 0:
             print(f"resumed from {path}, step {progress.step}")
+        if newest:
+            self._saved = progress.step, progress.epoch
+        else:
+            # Of several branches in one directory, a restart must find this one.
+            self.save(progress)
         return progress
 
     def save(self, progress: Progress) -> None:
@@ -133,17 +137,21 @@ class Keeper:
         )
         self._saved = place
 
-    def _agreed(self) -> Path | None:
-        """Rank 0 looks which it is, every rank reads that."""
+    def _agreed(self) -> tuple[Path | None, bool]:
+        """Rank 0 looks which it is, and whether a restart would find it; every rank reads that."""
 
-        def look(_: object) -> tuple[Path | None, str, str]:
+        def look(_: object) -> tuple[Path | None, bool, str, str]:
             try:
-                return to_resume(self.options, again=restarted()), "", ""
+                path = to_resume(self.options, again=restarted())
             except UsageError as error:
-                return None, error.problem, error.hint
+                return None, False, error.problem, error.hint
+            directory = self.options.directory
+            newest = path is not None and directory is not None and path == latest(directory)
+            return path, newest, "", ""
 
-        ranks = Ranks(self.pipe.world)
-        path, problem, hint = ranks.together("the checkpoint to go on from", lambda: None, look)
+        path, newest, problem, hint = Ranks(self.pipe.world).together(
+            "the checkpoint to go on from", lambda: None, look
+        )
         if problem:
             raise UsageError(problem, hint=hint)
-        return path
+        return path, newest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,15 +16,20 @@ ALONE_S = 10.0
 """Seconds after which a rank that was told to stop knows that rank 0 was not."""
 
 _EXIT = 128
+_STDERR = 2
 
 
 class StopSignals:
     """Notes the first signal down; the second acts as it would have without this.
 
     Handlers are installed inside `with`, in the main thread only.
+
+    Args:
+        quiet: whether the user is not told.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
         self.received = 0
         self._since = 0.0
         self._before: dict[int, object] = {}
@@ -46,6 +52,10 @@ class StopSignals:
         self.received = number
         self._since = time.monotonic()
         self._restore()
+        if not self.quiet:
+            # The main thread may be inside print: what it writes through cannot be entered again.
+            name = signal.Signals(number).name
+            os.write(_STDERR, f"\n{name}: stopping after this step; again: at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

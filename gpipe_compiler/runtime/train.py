@@ -64,7 +64,7 @@ def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: TrainOptio
         PipelineError: when the user's code or another process fails.
     """
     pipe.train()
-    with StopSignals() as signals:
+    with StopSignals(quiet=pipe.rank != 0) as signals:
         training = _Training(pipe, directory, hooks, options, signals)
         try:
             return training.run()

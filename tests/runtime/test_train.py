@@ -80,7 +80,15 @@ class Run:
 
     def __call__(self, *words):
         self.saved.unlink(missing_ok=True)
-        given = ["train", "--log-file", str(self.log), "--save", str(self.saved), "--devices", "cpu"]
+        given = [
+            "train",
+            "--log-file",
+            str(self.log),
+            "--save",
+            str(self.saved),
+            "--devices",
+            "cpu",
+        ]
         return main(self.spec, self.folder, str(self.hooks), [*given, *map(str, words)])
 
     @property
@@ -343,6 +351,21 @@ def test_checkpoints_every_so_many_steps(run):
         assert torch.equal(kept.weights[name], tensor), name
 
 
+def test_going_back_to_an_earlier_checkpoint(run, monkeypatch):
+    """A restart by torchrun, before the next checkpoint, stays on the new branch."""
+    kept = run(norm_spec(), SHUFFLED)
+    folder = kept.folder / "kept"
+    words = ("--checkpoint-dir", folder, "--checkpoint-every", 2, "--keep-checkpoints", 9)
+    assert kept("--steps", 6, *words) == 0
+
+    assert kept("--steps", 2, *words, "--resume", folder / "step_00000002") == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert kept("--steps", 3, *words) == 0
+
+    assert [line["step"] for line in kept.steps] == [1, 2, 3]
+    assert latest(folder).name == "step_00000003"
+
+
 def test_checkpoints_at_the_end_of_every_pass(run):
     kept = run(norm_spec(), SHUFFLED)
     assert kept("--epochs", 2, "--checkpoint-dir", kept.folder / "kept") == 0
@@ -458,7 +481,9 @@ def test_steps_that_overflow_fp16_are_skipped(run, capsys):
     words = ("--steps", 100, "--clip-norm", 1, "--precision", "fp16")
     hopeless = run(skip_spec(), BROKEN.format(value="inf").replace("number == 2", "True"))
     assert hopeless(*words) == 1
-    assert "the gradients overflow fp16 at every one of the last 50 steps" in capsys.readouterr().err
+    assert (
+        "the gradients overflow fp16 at every one of the last 50 steps" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
