@@ -1,5 +1,15 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and validation without processes."""
 
+import contextlib
+import importlib
+import io
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
 from hypothesis import settings
 
 # The same examples in every run, so that a run that passed passes again. Looking for new ones:
@@ -7,3 +17,27 @@ from hypothesis import settings
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=500)
 settings.load_profile("suite")
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `run.py check` run here, with modules of its own."""
+
+    def check(
+        directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], threads: int
+    ) -> None:
+        before = set(sys.modules)
+        words = [directory / "run.py", "check", *options, "--devices", ",".join(map(str, devices))]
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+            patch.setattr(sys, "argv", [str(word) for word in words])
+            try:
+                with pytest.raises(SystemExit) as ended:
+                    runpy.run_path(str(words[0]), run_name="__main__")
+            finally:
+                for name in set(sys.modules) - before:
+                    del sys.modules[name]
+
+        assert ended.value.code in (0, 3)
+
+    # By its full name: `gpipe_compiler.validate` may be the function.
+    monkeypatch.setattr(importlib.import_module("gpipe_compiler.validate"), "_run_package", check)

@@ -4,14 +4,9 @@ Starting a process takes seconds, so most packages are checked in this one; that
 in which this compiler cannot be imported, and that its crash is told, is tested apart.
 """
 
-import contextlib
 import dataclasses
 import importlib
-import io
-import runpy
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -66,30 +61,6 @@ def subject(model: nn.Module | None = None) -> Subject:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return compile_subject(subject(), OPTIONS, tmp_path_factory.mktemp("out") / "residual_x2")
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `run.py check` run here, with modules of its own."""
-
-    def check(
-        directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], threads: int
-    ) -> None:
-        before = set(sys.modules)
-        words = [directory / "run.py", "check", *options, "--devices", ",".join(map(str, devices))]
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-            patch.setattr(sys, "argv", [str(word) for word in words])
-            try:
-                with pytest.raises(SystemExit) as ended:
-                    runpy.run_path(str(words[0]), run_name="__main__")
-            finally:
-                for name in set(sys.modules) - before:
-                    del sys.modules[name]
-
-        assert ended.value.code in (0, 3)
-
-    # By its full name: `gpipe_compiler.validate` may be the function.
-    monkeypatch.setattr(importlib.import_module("gpipe_compiler.validate"), "_run_package", check)
 
 
 def edited(compiled: Compiled, tmp_path: Path, file: str, old: str, new: str) -> Validation:
@@ -178,7 +149,10 @@ def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("in_process")
 def test_model_that_mixes_samples_is_explained(tmp_path: Path) -> None:
-    """Outputs that depend on the other samples are those of the micro-batch; the notes say so."""
+    """Outputs that depend on the other samples are those of the micro-batch; the notes say so.
+
+    Its loss is no mean over samples, which is told apart (`test_splitting.py`).
+    """
 
     class Contrast(nn.Module):
         def __init__(self) -> None:
@@ -194,7 +168,7 @@ def test_model_that_mixes_samples_is_explained(tmp_path: Path) -> None:
         dataclasses.replace(
             subject(Contrast()), loss_fn=lambda output, target: output.square().mean()
         ),
-        OPTIONS,
+        dataclasses.replace(OPTIONS, per_microbatch=True),
         tmp_path / "mixes",
     )
 
