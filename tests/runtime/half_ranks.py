@@ -1,0 +1,93 @@
+"""What every rank of the tests of 16 bits runs; each leaves what it sees in a file of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from half_pipelines import half_data, half_spec
+from tiny_pipelines import data_for, tied_spec
+
+from gpipe_compiler.runtime.errors import AgreedError
+from gpipe_compiler.runtime.pipeline import Pipeline
+
+STEPS = 4
+OVERFLOWS = 1
+"""The step in which a gradient of one rank overflows."""
+
+CLIP = 0.05
+SCALE = 2.0**8
+
+
+def run(replicas, precision, remat, guilty):
+    """Steps with clipping and scaling; a gradient overflows on the rank `guilty`."""
+    spec = half_spec(microbatches=4 // replicas)
+    seen = {"losses": [], "norms": [], "scales": [], "same": []}
+    more = {"schedule": "1f1b", "remat": remat, "precision": precision}
+    with Pipeline(spec, None, data_parallel=replicas, **more) as pipe:
+        seen["before"] = pipe.gather_state_dict()
+        seen["before"] = {name: tensor.clone() for name, tensor in seen["before"].items()}
+        if pipe.scaler.is_enabled():
+            pipe.scaler.update(SCALE)
+            pipe.scaler.set_growth_interval(2)
+        step = 0
+        first = next(p for p in pipe.parameters() if p.requires_grad)
+        if pipe.rank == guilty and precision == "fp16":
+            first.register_hook(lambda g: g * torch.inf if step == OVERFLOWS else g)
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        for step in range(STEPS):
+            pipe.zero_grad()
+            before = [p.detach().clone() for p in pipe.parameters()]
+            seen["losses"].append(pipe.step(*pipe.shard(*half_data(8, step))))
+            pipe.scaler.unscale_(optimizer)
+            seen["norms"].append(pipe.clip_grad_norm_(CLIP))
+            pipe.scaler.step(optimizer)
+            pipe.scaler.update()
+            seen["scales"].append(pipe.scaler.get_scale())
+            pairs = zip(before, pipe.parameters(), strict=True)
+            seen["same"].append(all(torch.equal(one, other) for one, other in pairs))
+        pipe.eval()
+        seen["evaluated"] = pipe.evaluate(*pipe.shard(*half_data(8, 9)))
+        seen["after"] = pipe.gather_state_dict()
+    return seen
+
+
+def tied():
+    """The embedding of three stages on two ranks: its norm, and its copies after a step."""
+    inputs, target, _ = data_for("tied", 8)
+    seen = {}
+    with Pipeline(tied_spec(), None) as pipe:
+        pipe.step(*pipe.shard(inputs, target))
+        seen["norm"] = pipe.clip_grad_norm_(CLIP)
+        seen["again"] = pipe.clip_grad_norm_(CLIP)
+        torch.optim.SGD(pipe.parameters(), lr=1.0).step()
+        seen["tied"] = dict(pipe.named_parameters())["emb.weight"].detach().clone()
+        seen["after"] = pipe.gather_state_dict()
+        for parameter in pipe.parameters():
+            parameter.grad = parameter.grad if pipe.rank else parameter.grad * torch.inf
+        try:
+            pipe.clip_grad_norm_(CLIP, error_if_nonfinite=True)
+        except AgreedError as error:
+            seen["refused"] = str(error)
+    return seen
+
+
+CASES = {
+    "bf16": lambda: run(1, "bf16", "none", 0),
+    "fp16": lambda: run(1, "fp16", "full", 0),
+    "replicas": lambda: run(2, "fp16", "none", 1),
+    "tied": tied,
+}
+
+
+def main(directory):
+    torch.distributed.init_process_group("gloo")
+    for name, case in CASES.items():
+        torch.save(case(), directory / f"{name}-{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""Precision, scaling and clipping over two processes: the plain loop of torch, in all bits.
+
+The plain loop is torch.autocast, torch.amp.GradScaler and torch.nn.utils.clip_grad_norm_ on one
+model. Replicas average gradients over processes, so that they come close to it only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from half_pipelines import PlainLoop, half_data, half_spec, parts_of
+from half_ranks import CASES, CLIP, OVERFLOWS, SCALE, STEPS
+from tiny_pipelines import data_for, tied_spec
+
+from gpipe_compiler.runtime.pipeline import Pipeline
+
+RANKS = Path(__file__).with_name("half_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What each of the two ranks has seen in each case: one launch for all."""
+    directory = tmp_path_factory.mktemp("half")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command += ["--nproc-per-node=2", str(RANKS), str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = [str(RANKS.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {
+        name: [torch.load(directory / f"{name}-{rank}.pt") for rank in range(2)] for name in CASES
+    }
+
+
+def plain_run(before, precision):
+    """The loop that a user of torch writes."""
+    loop = PlainLoop(half_spec(), before, precision)
+    optimizer = torch.optim.Adam(loop.parameters.values(), lr=0.01)
+    enabled = precision == "fp16"
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2, enabled=enabled)
+    found = {"losses": [], "norms": [], "scales": []}
+    step = 0
+    if enabled:
+        weight = loop.parameters["model.half0.l0.weight"]
+        weight.register_hook(lambda g: g * torch.inf if step == OVERFLOWS else g)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found["losses"].append(loop.step(parts_of(half_data(8, step), 4), scaler.scale))
+        scaler.unscale_(optimizer)
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(loop.parameters.values(), CLIP))
+        scaler.step(optimizer)
+        scaler.update()
+        found["scales"].append(scaler.get_scale())
+    return found, loop.weights()
+
+
+def same(one, other):
+    return torch.equal(one, other) or bool(one.isnan() & other.isnan())
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_processes_are_the_plain_loop(seen, precision):
+    """Also where a gradient of rank 0 alone overflows: both skip, and then go on."""
+    ranks = seen[precision]
+    expected, weights = plain_run(ranks[0]["before"], precision)
+    for rank in ranks:
+        assert rank["scales"] == expected["scales"]
+        assert all(map(same, rank["norms"], expected["norms"]))
+        for loss, plain in zip(rank["losses"], expected["losses"], strict=True):
+            torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+        skipped = precision == "fp16"
+        assert rank["same"] == [skipped and step == OVERFLOWS for step in range(STEPS)]
+    assert all(torch.equal(ranks[0]["after"][name], weights[name]) for name in weights)
+    assert torch.equal(ranks[0]["evaluated"], ranks[1]["evaluated"])
+    if precision == "fp16":
+        assert expected["scales"] == [SCALE, SCALE / 2, SCALE / 2, SCALE]
+
+
+@pytest.mark.timeout(150)
+def test_two_replicas_decide_together(seen):
+    """An overflow in one replica: both skip; scales and norms are the same bits on both."""
+    ranks = seen["replicas"]
+    expected, weights = plain_run(ranks[0]["before"], "fp16")
+    for rank in ranks:
+        assert rank["scales"] == expected["scales"]
+        assert rank["same"] == [step == OVERFLOWS for step in range(STEPS)]
+        assert all(map(same, rank["norms"], ranks[0]["norms"]))
+        for norm, plain in zip(rank["norms"], expected["norms"], strict=True):
+            torch.testing.assert_close(norm, plain, rtol=1e-5, atol=0, equal_nan=True)
+    for name, weight in weights.items():
+        torch.testing.assert_close(ranks[0]["after"][name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.timeout(150)
+def test_tied_weights_are_clipped_once(seen):
+    """Its norm counts once, and its copies on both ranks are the same bits afterwards."""
+    ranks = seen["tied"]
+    inputs, target, _ = data_for("tied", 8)
+    data = inputs["batch"]["tokens"], target["labels"]
+    spec = tied_spec()
+    with Pipeline(spec, None, devices=["cpu"]) as pipe:
+        loop = PlainLoop(spec, pipe.state_dict())
+    loop.step(parts_of(data, 4, ("tokens", "labels")))
+    parameters = loop.parameters.values()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+    assert norm > CLIP
+    torch.optim.SGD(parameters, lr=1.0).step()
+
+    for rank in ranks:
+        torch.testing.assert_close(rank["norm"], norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rank["again"], torch.tensor(CLIP), rtol=1e-4, atol=0)
+        assert "the norm of the gradients is" in rank["refused"]
+    assert torch.equal(ranks[0]["norm"], ranks[1]["norm"])
+    assert torch.equal(ranks[0]["tied"], ranks[1]["tied"])
+    for name, weight in loop.weights().items():
+        torch.testing.assert_close(ranks[0]["after"][name], weight, rtol=1e-5, atol=1e-6)
