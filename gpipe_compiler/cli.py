@@ -109,27 +109,26 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 
 def _compile(arguments: argparse.Namespace) -> None:
     directory = _directory(arguments)
+    options = CompileOptions(
+        stages=arguments.stages,
+        microbatches=arguments.microbatches,
+        schedule=ScheduleKind(arguments.schedule),
+        remat=RematChoice(arguments.remat),
+        batchnorm=BatchNorm(arguments.batchnorm),
+        precision=Precision(arguments.precision),
+        training=arguments.mode == "train",
+        frontend=Frontend(arguments.frontend),
+        measured=arguments.cost == "measured",
+        cluster=_cluster(arguments),
+        validate=not arguments.no_validate,
+        force=arguments.force,
+        seed=arguments.seed,
+        per_microbatch=arguments.per_microbatch,
+    )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
         torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
-        training = arguments.mode == "train"
-        subject = load(arguments.model, input_specs=arguments.input, training=training)
-        options = CompileOptions(
-            stages=arguments.stages,
-            microbatches=arguments.microbatches,
-            schedule=ScheduleKind(arguments.schedule),
-            remat=RematChoice(arguments.remat),
-            batchnorm=BatchNorm(arguments.batchnorm),
-            precision=Precision(arguments.precision),
-            training=training,
-            frontend=Frontend(arguments.frontend),
-            measured=arguments.cost == "measured",
-            cluster=_cluster(arguments),
-            validate=not arguments.no_validate,
-            force=arguments.force,
-            seed=arguments.seed,
-            per_microbatch=arguments.per_microbatch,
-        )
+        subject = load(arguments.model, input_specs=arguments.input, training=options.training)
         compiled = compile_subject(subject, options, directory, progress)
     if arguments.json:
         print(json.dumps(_document(compiled), indent=2))

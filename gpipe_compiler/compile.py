@@ -80,12 +80,15 @@ class CompileOptions:
     seed: int = 0
     per_microbatch: bool = False
 
+    def __post_init__(self) -> None:
+        self.policy  # noqa: B018  # refuses choices that do not go together
+
     @property
     def policy(self) -> Policy:
         """How the pipeline trains.
 
         Raises:
-            UsageError: for choices that do not go together.
+            UsageError: for choices that do not go together; so does making these options.
         """
         return Policy(self.schedule, self.remat, self.batchnorm, self.precision)
 

@@ -135,6 +135,7 @@ def microbatch_size(batch_size: int, microbatches: int) -> int:
         )
         raise PlanError(
             f"a batch of {batch_size} samples does not split into {microbatches} micro-batches",
-            hint=f"use {' or '.join(map(str, near))} micro-batches, or another batch size",
+            hint=f"use {' or '.join(map(str, near))} micro-batches, or an example batch of another "
+            "size; the package itself runs batches of any size",
         )
     return batch_size // microbatches

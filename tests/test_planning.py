@@ -139,6 +139,7 @@ def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(PlanError, match="a batch of 8 samples does not split into 3") as error:
         planned(2, 3)
     assert "use 2 or 4 micro-batches" in error.value.hint
+    assert "runs batches of any size" in error.value.hint
     with pytest.raises(UsageError, match="0 micro-batches"):
         planned(2, 0)
     with pytest.raises(UsageError, match="0 stages"):

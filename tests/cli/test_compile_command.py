@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from gpipe_compiler import cli
-from gpipe_compiler.cluster import Link
+from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.comparison import Row
-from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class TestCompileArguments:
         words = (
             "model.py --stages 2 --microbatches 8 --schedule 1f1b --mode infer --frontend export "
             "--cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here --force "
-            "--no-validate --seed 7"
+            "--no-validate --seed 7 --remat auto --batchnorm deferred --precision bf16 "
+            "--memory 16GiB"
         )
 
         assert cli.compile_command(words.split()) == 0
@@ -102,10 +104,16 @@ class TestCompileArguments:
             stages=2,
             microbatches=8,
             schedule=ScheduleKind.ONE_F_ONE_B,
+            remat=RematChoice.AUTO,
+            batchnorm=BatchNorm.DEFERRED,
+            precision=Precision.BF16,
             training=False,
             frontend=Frontend.EXPORT,
             measured=True,
-            cluster=dataclasses.replace(compiler.plan.cluster, link=Link(12.5e9, 2e-3)),
+            cluster=Cluster(
+                dataclasses.replace(compiler.plan.cluster.device, memory=16 * 2**30),
+                Link(12.5e9, 2e-3),
+            ),
             validate=False,
             force=True,
             seed=7,
@@ -141,6 +149,16 @@ class TestCompileArguments:
             ("model.py --stages 2 --bandwidth fast", "write bytes/s, such as 12.5G"),
             ("model.py --stages 2 --bandwidth 0", "'0' is no bandwidth"),
             ("model.py --stages 2 --latency 3h", "'3h' is no time: write seconds"),
+            ("model.py --stages 2 --memory much", "write bytes, such as 16GiB"),
+            ("model.py --stages 2 --memory 0", "'0' is no size"),
+            ("model.py --stages 2 --memory 16Gib", "'16Gib' is no size"),
+            ("model.py --stages 2 --remat some", "invalid choice: 'some'"),
+            ("model.py --stages 2 --batchnorm sync", "invalid choice: 'sync'"),
+            ("model.py --stages 2 --precision int8", "invalid choice: 'int8'"),
+            (
+                "model.py --stages 2 --batchnorm exact --schedule 1f1b",
+                "the schedule 1f1b cannot do that",
+            ),
             ("model.py --stages 2 --schedule zero", "invalid choice: 'zero'"),
             ("model.py --stages 2 --device abacus", "invalid choice: 'abacus'"),
             ("model.py --stages 2 --what", "unrecognized arguments: --what"),
@@ -154,6 +172,16 @@ class TestCompileArguments:
         printed = capsys.readouterr()
         assert said in printed.err
         assert printed.out == ""
+
+    @pytest.mark.parametrize(
+        ("words", "size"),
+        [("2048", 2048), ("8e9", 8 * 10**9), ("1.5KiB", 1536), ("80GB", 80 * 10**9), ("7MB", 7e6)],
+    )
+    def test_sizes_of_memory(self, compiler: Compiler, words: str, size: int) -> None:
+        assert cli.compile_command(["model.py", "-k", "2", "--memory", words]) == 0
+
+        assert compiler.options is not None
+        assert compiler.options.cluster.device.memory == size
 
     def test_help(self, capsys: Printed) -> None:
         assert cli.compile_command(["--help"]) == 0
@@ -316,7 +344,8 @@ class TestForReal:
 
         assert (
             "error: a batch of 8 samples does not split into 3 micro-batches\n"
-            "  hint: use 2 or 4 micro-batches, or another batch size\n"
+            "  hint: use 2 or 4 micro-batches, or an example batch of another size; the package "
+            "itself runs batches of any size\n"
         ) in capsys.readouterr().err
 
     def test_a_model_that_raises_when_called(self, workplace: Path, capsys: Printed) -> None:

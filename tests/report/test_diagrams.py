@@ -24,6 +24,7 @@ from gpipe_compiler.report.gantt import LEFT, ROW, WIDTH, gantt
 from gpipe_compiler.report.html import format_report, write_report
 from gpipe_compiler.report.trace import format_trace
 from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.simulate import Lane, StageTimes
 from gpipe_compiler.validate import Validation
 
@@ -73,6 +74,36 @@ def test_a_stage_is_told_by_its_modules_or_else_by_its_calls(plan: Plan) -> None
     plan = dataclasses.replace(plan, noted=bare)
     assert modules_of(plan, plan.stages[2]) == "operator.add … Linear"
     assert modules_of(dataclasses.replace(plan, noted=()), plan.stages[2]) == ""
+
+
+def recomputing(plan: Plan) -> Plan:
+    """The plan with stage 1 recomputing; of its two micro-batches, 0 alone needs it."""
+    stages = tuple(
+        dataclasses.replace(stage, remat=Remat.FULL if stage.index == 1 else Remat.NONE)
+        for stage in plan.stages
+    )
+    prediction = dataclasses.replace(plan.prediction, recompute=2 / 60)
+    return dataclasses.replace(plan, stages=stages, prediction=prediction)
+
+
+def test_what_is_recomputed_is_drawn(without_links: Plan) -> None:
+    """1B1 ends at 12; the forward of 0 again takes until 14, when its gradient has been there."""
+    plan = recomputing(without_links)
+
+    (again,) = [span for span in timeline(plan).timeline if span.recompute]
+    (bar,) = [bar for bar in gantt(timeline(plan)).bars if bar.kind == "again"]
+    events = json.loads(format_trace(plan))["traceEvents"]
+    (event,) = [event for event in events if event.get("cat") == "recompute"]
+
+    assert (str(again.action), again.start_s, again.end_s) == ("1B0", 12, 14)
+    assert bar.text == "R0"
+    assert "1B0: forward again of stage 1, micro-batch 0" in bar.tip
+    assert event["name"] == "recompute for 1B0"
+    assert (event["ts"], event["dur"]) == (12e6, 2e6)
+    report = format_report(plan)
+    assert "forward again, for the backward" in report
+    assert "<td>full</td>" in report
+    assert "forward again, for the backward" not in format_report(without_links)
 
 
 def test_the_timeline_by_hand(without_links: Plan) -> None:

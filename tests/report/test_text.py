@@ -20,6 +20,7 @@ from gpipe_compiler.report.units import (
     short_source,
 )
 from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
 from gpipe_compiler.validate import Validation
 
 EXPECTED = """\
@@ -54,6 +55,27 @@ prediction
 def without_rules(text: str) -> list[str]:
     """The lines but for the rules under headers, whose length is the table library's affair."""
     return [line for line in text.splitlines() if set(line) - set(" ─")]
+
+
+def test_a_plan_says_how_it_computes(plan: Plan) -> None:
+    """Only where it is not as the model does it, and which stages are too large for a device."""
+    stages = (*plan.stages[:2], dataclasses.replace(plan.stages[2], remat=Remat.FULL))
+    device = dataclasses.replace(plan.cluster.device, memory=1500)
+    changed = dataclasses.replace(
+        plan,
+        stages=stages,
+        batchnorm=BatchNorm.DEFERRED,
+        precision=Precision.BF16,
+        prediction=dataclasses.replace(plan.prediction, recompute=0.125),
+        cluster=dataclasses.replace(plan.cluster, device=device),
+    )
+
+    text = str(changed)
+
+    assert text.splitlines()[0].endswith("of 4; BatchNorm deferred, bf16")
+    assert [line.split()[-3] for line in text.splitlines()[5:8]] == ["none", "none", "full"]
+    assert "recomputing      12.5% of the devices' time" in text
+    assert "too much for stages 0, 1, by 1.46 KiB at most" in text
 
 
 def test_a_plan_prints_as_tables(plan: Plan) -> None:
