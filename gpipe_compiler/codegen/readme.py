@@ -18,6 +18,7 @@ def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, wei
         "readme.md.jinja",
         name=plan.name,
         training=plan.training,
+        loss_weight=plan.training and graph.loss is not None and graph.loss.weight is not None,
         weights=weights,
         schedule=plan.schedule.value,
         microbatches=plan.microbatches,

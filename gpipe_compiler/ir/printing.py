@@ -120,5 +120,8 @@ def format_graph(graph: Graph) -> str:
         lines.append(f"  {format_op(op)}{'  : ' + types if types else ''}{where}")
     lines.append(f"  return {format_argument(graph.outputs)}")
     if graph.loss is not None:
-        lines.append(f"  loss {graph.loss.value} ({graph.loss.reduction.value} of micro-batches)")
+        weight = graph.loss.weight
+        over = f", over {weight.what}" if weight is not None else ""
+        reduction = graph.loss.reduction.value
+        lines.append(f"  loss {graph.loss.value} ({reduction} of micro-batches{over})")
     return "\n".join(lines)

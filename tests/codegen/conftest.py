@@ -288,5 +288,15 @@ def planned() -> Callable[..., Plan]:
 
 
 @pytest.fixture
+def cut_of() -> Callable[..., Plan]:
+    """A model traced as `graph_of` does, and cut by hand into two stages."""
+
+    def make(model: nn.Module, *args: torch.Tensor, **options: Any) -> Plan:
+        return cut(graph_of(model, *args, **options), 2)
+
+    return make
+
+
+@pytest.fixture
 def load() -> Callable[[Path], ModuleType]:
     return load_package
