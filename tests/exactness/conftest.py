@@ -1,0 +1,39 @@
+"""Makes the packages once, and trains each of them once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from table import STAGES, train_under_torchrun, write_packages
+from train_packages import train_all
+from training_cases import CASES, train_plain
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where the packages stand."""
+    return tmp_path_factory.mktemp("exactness")
+
+
+@pytest.fixture(scope="session")
+def packages(folder):
+    """The plans of the packages, by stages and case."""
+    return write_packages(folder)
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """What the plain loop comes to, by case."""
+    return {case.name: train_plain(case) for case in CASES}
+
+
+@pytest.fixture(scope="session")
+def runs(folder, packages):
+    """What the packages come to, by stages and transport."""
+    found = {(stages, "local"): train_all(folder / f"x{stages}", "local") for stages in packages}
+    return found | {(stages, "torchrun"): train_under_torchrun(folder, stages) for stages in STAGES}

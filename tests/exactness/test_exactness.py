@@ -1,0 +1,60 @@
+"""Training in a pipeline against the plain loop, in all that pipelines are known to get wrong.
+
+Every model is compiled into 1, 2 and 4 stages. Each package trains five steps under both schedules,
+with and without rematerialisation, on threads and under torchrun; losses and final state are held
+against the plain loop of `training_cases`. `python tests/exactness/table.py` prints the largest
+differences as a table.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from table import STAGES, Key, largest_difference
+from train_packages import REMATS, SCHEDULES
+from training_cases import CASES
+
+pytestmark = pytest.mark.xdist_group("exactness")
+
+
+@pytest.mark.parametrize("transport", ["local", "torchrun"])
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_training_equals_the_plain_loop(runs, plain, case, stages, schedule, remat, transport):
+    """Losses, weights, buffers and skipped steps."""
+    expected = plain[case.name]
+    found = runs[stages, transport][case.name, schedule, remat]
+
+    assert found.state.keys() == expected.state.keys()
+    assert largest_difference(expected, found) <= case.tolerance
+    assert found.skipped == expected.skipped
+
+
+def test_the_cases_are_what_they_say(packages, plain):
+    """The cuts put the shared things on several stages, and the scaler really skips."""
+    crossings = {case.name: packages[4][number].crossings for number, case in enumerate(CASES)}
+    assert any(len(crossing.targets) > 1 for crossing in crossings["skip to two stages"])
+    assert any(max(c.targets) - c.source > 2 for c in crossings["far skip"])
+    owners = [stage.index for stage in packages[4][0].stages if "words.weight" in stage.state]
+    assert len(owners) == 3
+    assert 0 < plain["fp16 scaler"].skipped < len(CASES[7].sizes)
+
+
+def test_numbers_do_not_depend_on_the_stages(runs):
+    """The same training run for 1, 2 and 4 stages, dropout included, bit for bit on threads."""
+    one = runs[1, "local"]
+    for key, expected in one.items():
+        for stages in STAGES[1:]:
+            found = runs[stages, "local"][key]
+            assert largest_difference(expected, found) <= 1e-12, Key(*key)
+
+
+def test_torchrun_does_what_threads_do(runs):
+    """Bit for bit: gradients are added up in the same order."""
+    for stages in STAGES:
+        for key, expected in runs[stages, "local"].items():
+            found = runs[stages, "torchrun"][key]
+            for name, tensor in expected.state.items():
+                assert torch.equal(tensor, found.state[name]), (stages, key, name)
