@@ -110,17 +110,20 @@ class _Run:
         action = step.action
         match action:
             case Compute():
-                self._compute(action, waits=step.waits)
+                self._compute(action, step)
             case Send(transfer=transfer):
                 self._send(transfer)
             case Receive(transfer=transfer):
                 self.endpoint.expect(transfer)
             case SharedSum():
                 self.endpoint.exchange(action)
+        self._drop(step)
+
+    def _drop(self, step: Step) -> None:
         for name, microbatch in step.drops:
             self.values[microbatch].pop(name, None)
 
-    def _compute(self, action: Compute, *, waits: bool) -> None:
+    def _compute(self, action: Compute, step: Step) -> None:
         stage = self.wiring[action.stage]
         m = action.microbatch
         if stage.joint is None:
@@ -129,7 +132,7 @@ class _Run:
             batch = Batch(tuple(range(self.job.microbatches)), self.job.sizes, stage.joint)
         try:
             if action.phase is Phase.FORWARD:
-                self._forward(stage, batch, waits=waits)
+                self._forward(stage, batch, step)
             else:
                 self._backward(stage, batch)
         except PipelineError:
@@ -141,12 +144,13 @@ class _Run:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _forward(self, stage: StageWiring, batch: Batch, *, waits: bool) -> None:
+    def _forward(self, stage: StageWiring, batch: Batch, step: Step) -> None:
         received = [
             batch.join(need.value, [self._received(need, m) for m in batch.microbatches])
             for need in stage.needs
         ]
-        found = self.stages[stage.index].forward(batch.first, received, waits=waits)
+        self._drop(step)  # what was joined is not held in pieces while the stage computes
+        found = self.stages[stage.index].forward(batch.first, received, waits=step.waits)
         for name, output in found.outputs.items():
             for m, piece in zip(batch.microbatches, batch.split(name, output), strict=True):
                 self.values[m][name] = piece

@@ -15,6 +15,7 @@ from joint_pipeline import F64, RATE, STEPS, joint_data, joint_spec, trained
 from stateful_pipeline import stateful_data, stateful_spec
 from tiny_pipelines import WIDTH, X, cross, data_for, norm_spec, reference, spec_of, states
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpipe_compiler.runtime.errors import PipelineError, StageError, UsageError
 from gpipe_compiler.runtime.joint import joint_stages
@@ -281,6 +282,29 @@ def pairs_spec(last_mixes):
     loss = LossSpec("loss", Reduction.SUM, separate=True)
     crossings = [cross("h", 0, (1,), shape=(1, WIDTH), dtype=F64)]
     return spec_of(stages, crossings, [X], Leaf("y"), loss, batchnorm=BatchNorm.EXACT)
+
+
+def test_what_was_joined_is_not_held_in_pieces():
+    """While a joint stage computes, the pieces of what it received are gone."""
+    stages = [
+        StageSpec(Failing, ("x",), ("h",), states(Failing)),
+        StageSpec(Pairs, ("h",), ("y",), states(Pairs), mixes=True),
+    ]
+    crossings = [cross("h", 0, (1,), dtype=F64)]
+    spec = spec_of(stages, crossings, [X], Leaf("y"), None, batchnorm=BatchNorm.EXACT)
+    pieces, held = [], []
+    with Pipeline(spec, None, devices=["cpu"]) as pipe:
+        pipe.stages[0].register_forward_hook(
+            lambda _module, _arguments, out: pieces.append(StorageWeakRef(out.untyped_storage()))
+        )
+        pipe.stages[1].register_forward_pre_hook(
+            lambda *_: held.extend(piece for piece in pieces if not piece.expired())
+        )
+        pipe.train()
+        pipe(torch.randn(8, WIDTH, dtype=F64))
+
+    assert len(pieces) == 4
+    assert not held
 
 
 def test_values_that_do_not_split_are_refused():
