@@ -4,10 +4,13 @@ Each micro-batch is normalised by its own mean and variance. The running statist
 torch's BatchNorm would have taken from the whole mini-batch: the mean, and the *unbiased* variance,
 over all its samples and positions, of what the layer was given. `num_batches_tracked` goes up by
 one a mini-batch. Where the layer's inputs depend on how layers before it normalise, the statistics
-are those of the inputs it really had. This is GPipe's way (arXiv 1811.06965, section 2.2) and
-torchgpipe's `DeferredBatchNorm`, and needs no change of the model: BatchNorm modules and calls of
-`torch.nn.functional.batch_norm` are watched while a stage's forward runs. Layers that normalise in
-their own code keep to micro-batches.
+are those of the inputs it really had. This is GPipe's way (arXiv 1811.06965, section 2.2), and
+torchgpipe's `DeferredBatchNorm` but for two things: torchgpipe takes the biased variance, as a
+difference of squares.
+
+No model has to change: BatchNorm modules and calls of `torch.nn.functional.batch_norm` are watched
+while a stage's forward runs. Layers that normalise in their own code, and InstanceNorm, keep to
+micro-batches.
 """
 
 from __future__ import annotations
