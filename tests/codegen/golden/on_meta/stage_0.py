@@ -102,7 +102,7 @@ class Stage0(nn.Module):
         return add_5, transpose_3
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "tokens.weight": "tokens.weight",
     "blocks_0_norm.weight": "blocks.0.norm.weight",

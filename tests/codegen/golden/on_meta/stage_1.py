@@ -98,7 +98,7 @@ class Stage1(nn.Module):
         return loss
 
 
-# The stage's own names of its state, and the model's.
+# The module's own names of its state, and the model's.
 STATE = {
     "blocks_1_attention_out.weight": "blocks.1.attention.out.weight",
     "blocks_1_attention_out.bias": "blocks.1.attention.out.bias",
@@ -126,6 +126,13 @@ STATE = {
     "blocks_2_noise": "blocks.2.noise",
     "blocks_2_scale": "blocks.2.scale",
 }
+
+# Buffers, by the stage's own names, that a forward in train mode writes to.
+WRITES = (
+    "batch_norm.running_mean",
+    "batch_norm.running_var",
+    "batch_norm.num_batches_tracked",
+)
 
 # How the state begins where there are no weights yet (runtime/initial.py), by the model's names.
 INITIAL = {
