@@ -12,14 +12,18 @@ import itertools
 import pytest
 import torch
 from half_pipelines import DTYPES, PlainLoop, half_data, half_spec, parts_of
+from safetensors.torch import save_file
 from tiny_pipelines import SAMPLES, WIDTH, X, cross, skip_spec, spec_of, states, tied_spec
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_compiler.runtime.check import check_pipeline
+from gpipe_compiler.runtime.comparison import Kind, pack
 from gpipe_compiler.runtime.crossing_dtypes import crossing_dtypes
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
+from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
 
 LOWER = ["bf16", "fp16"]
 
@@ -211,6 +215,59 @@ def test_the_tied_weights_of_several_stages_are_summed_in_fp32():
             expected = loop.gradients()[name]
             allowed = 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max().item()
             torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=allowed)
+
+
+class Twice0(nn.Module):
+    """Shares its weight with the next stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.l0 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.l0(x)
+
+
+class Twice1(Twice0):
+    def loss(self, y):
+        return y.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("precision", LOWER)
+def test_a_check_allows_for_the_sum_in_16_bits(precision, broken, tmp_path):
+    """And for no more: a gradient that one of the stages has left out is told."""
+    names = {"l0.weight": "l.weight", "l0.bias": "l.bias"}
+    stages = [
+        StageSpec(Twice0, ("x",), ("h",), names),
+        StageSpec(Twice1, ("h",), ("y",), names, ("y",)),
+    ]
+    spec = spec_of(stages, [cross("h", 0, (1,))], [X], Leaf("y"), half_spec().loss)
+    data = half_data(8)[:1]
+    with Pipeline(spec, None, devices=["cpu"] * 2, precision=precision) as pipe:
+        loop = PlainLoop(spec, pipe.state_dict(), precision)
+        parts = parts_of(data, 4, ("x",))
+        with torch.no_grad():
+            outputs = torch.cat([loop.forward(part)["y"] for part in parts])
+        loss = loop.step(parts, lambda loss: LOSS_SCALE * loss)
+        gradients = {name: g / LOSS_SCALE for name, g in loop.gradients().items()}
+        if broken:
+            gradients["l.weight"] *= 0.8
+        after = {name: p - gradients[name] for name, p in loop.weights().items()}
+        reference = {
+            Kind.OUTPUT: {"output": outputs},
+            Kind.LOSS: {"loss": loss},
+            Kind.GRADIENT: gradients,
+            Kind.WEIGHT: after,
+        }
+        save_file(pack(reference), tmp_path / "reference.safetensors")
+        rows = check_pipeline(pipe, None, data[0], None, tmp_path / "reference.safetensors")
+    found = {row.what: row for row in rows}
+    assert found["output"].passed
+    assert found["loss"].passed
+    assert found["gradient"].relative > 1e-5
+    assert found["gradient"].passed is not broken
+    assert found["weight"].passed is not broken
 
 
 class Lower0(nn.Module):
