@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from train_packages import REMATS, SCHEDULES, train_all
@@ -25,14 +24,6 @@ STAGES = (1, 2, 4)
 
 FREE_LINKS = Cluster(Device("flat", 1e9, 1e12, 1 << 34, 0.0), Link(1e18, 0.0))
 """Where nothing but arithmetic takes time, so that four equal blocks make four stages."""
-
-
-class Key(NamedTuple):
-    """One training run of a package."""
-
-    case: str
-    schedule: str
-    remat: str
 
 
 def write_package(case: Case, stages: int, folder: Path) -> Plan:

@@ -196,7 +196,7 @@ CASES = (
     Case("tied", Tied),
     Case("skip to two stages", SkipToTwo),
     Case("far skip", FarSkip),
-    Case("BatchNorm", Normalised, split=True),
+    Case("BatchNorm", Normalised, split=True, tolerance=1e-10),
     Case("dropout", Dropped, split=True),
     Case("uneven batch", FarSkip, sizes=(16, 15, 9, 3, 1)),
     Case("frozen", Frozen),
