@@ -365,7 +365,7 @@ def _ops_before(
     states.update(state for op in ops for state in found.states_of(graph, op))
     if any(graph.state[name].requires_grad for name in states) or states & found.written_states:
         return None
-    if any(map(_depends_on_mode, ops)) or not names.isdisjoint(random_ops(graph)):
+    if any(map(_depends_on_mode, ops)) or random_ops(graph.replace(ops=ops)):
         return None
     return ops
 
