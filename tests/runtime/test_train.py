@@ -16,6 +16,7 @@ from tiny_pipelines import WIDTH, norm_spec, plain, skip_spec
 from gpipe_compiler.runtime.checkpoint import latest
 from gpipe_compiler.runtime.command import main
 from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.update import Update
 from gpipe_compiler.runtime.weights import load_file
 
 SIZES = (8, 8, 5, 3)
@@ -55,7 +56,7 @@ def make_optimizer(params):
     return torch.optim.Adam(params, lr=0.05)
 
 def make_scheduler(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 """
 
 EVALUATION = """
@@ -336,6 +337,22 @@ def test_resumed_is_undisturbed(run, data, stop, more):
     assert [line["step"] for line in parts.steps] == list(range(1, 9))
 
 
+def test_a_plateau_is_resumed_undisturbed(run):
+    """The rate follows evaluations after passes, but not that at the end of a part of a run."""
+    hooks = SHUFFLED.replace("lr_scheduler.StepLR(optimizer, 3, 0.5)", "PLATEAU")
+    plateau = "lr_scheduler.ReduceLROnPlateau(optimizer, mode='max', factor=0.5, patience=0)"
+    hooks = hooks.replace("PLATEAU", plateau) + EVALUATION + "TARGET = lambda x: None\n"
+    whole, parts = run(norm_spec(), hooks), run(norm_spec(), hooks)
+    words = ("--checkpoint-dir", parts.folder / "kept")
+
+    assert whole("--steps", 11) == 0
+    assert parts("--steps", 7, *words) == 0
+    assert parts("--steps", 11, *words, "--resume") == 0
+
+    assert_same(parts, whole)
+    assert len({line["lr"] for line in whole.steps}) > 2
+
+
 def test_checkpoints_every_so_many_steps(run):
     """And the last; those beyond --keep-checkpoints go. An earlier one can be gone back to."""
     kept = run(norm_spec(), SHUFFLED)
@@ -358,7 +375,10 @@ def test_going_back_to_an_earlier_checkpoint(run, monkeypatch):
     words = ("--checkpoint-dir", folder, "--checkpoint-every", 2, "--keep-checkpoints", 9)
     assert kept("--steps", 6, *words) == 0
 
-    assert kept("--steps", 2, *words, "--resume", folder / "step_00000002") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Update, "__call__", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            kept("--steps", 3, *words, "--resume", folder / "step_00000002")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert kept("--steps", 3, *words) == 0
 
@@ -464,6 +484,16 @@ def test_a_loss_that_is_not_finite(run, capsys, value, more):
         assert latest(folder).name == "step_00000002"
     else:
         assert latest(folder) is None
+
+
+def test_clipping_under_fp16_is_by_the_true_norm(run):
+    """Not by that of the scaled gradients, 65536 times as large."""
+    words = ("--epochs", 1, "--clip-norm", 0.2)
+    exact, rounded = run(skip_spec(), PLAIN), run(skip_spec(), PLAIN)
+    assert exact(*words) == rounded(*words, "--precision", "fp16") == 0
+    norms, others = ([line["grad_norm"] for line in side.steps] for side in (exact, rounded))
+    assert others == pytest.approx(norms, rel=0.02)
+    torch.testing.assert_close(rounded.weights, exact.weights, rtol=0.01, atol=0.01)
 
 
 def test_steps_that_overflow_fp16_are_skipped(run, capsys):
