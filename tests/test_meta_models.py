@@ -85,8 +85,8 @@ def first_weights(directory: Path, seed: int = 0) -> Weights:
 
 
 def saved_weights(directory: Path, file: Path, processes: int) -> Weights:
-    """What processes begin with: saved after one step that moves nothing."""
-    words = ("train", "--steps", 1, "--lr", 0, "--optimizer", "sgd", "--save", file)
+    """What processes begin with: saved after one step, whose rate rounds to nothing in fp32."""
+    words = ("train", "--steps", 1, "--lr", 1e-46, "--optimizer", "sgd", "--save", file)
     run(directory, *words, processes=processes)
     return load_file(file)
 
