@@ -118,7 +118,7 @@ class _Training:
             else:
                 self._end_pass()
         if self.evaluated != self.step:
-            self._evaluate()
+            self._evaluate(last=True)
         self.keeper.save(self._progress())
         return 0
 
@@ -187,11 +187,16 @@ class _Training:
             raise disagreement(self.batches)
         return taken
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, last: bool = False) -> None:
+        """Evaluate, where there is data for it.
+
+        Args:
+            last: after the last step, where a longer run would not: nothing may depend on it.
+        """
         if self.hooks.eval_data is None:
             return
         found = evaluate(self.pipe, self.hooks)
-        if not self._finished():
+        if not last:
             self.rate.evaluated(found.loss)
         self.evaluated = self.step
         self.teller.line(f"evaluation after step {self.step}: {found}")

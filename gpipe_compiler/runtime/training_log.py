@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from .errors import PipelineError
 from .evaluation import Evaluated
 from .update import Stepped
 
@@ -83,15 +85,20 @@ class StepLog:
 
     Args:
         step: the steps that are done: what the file says of later ones is cut off.
+
+    Raises:
+        PipelineError: here or later, when the file cannot be written.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _lines_up_to(path, step)
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self.path = path
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _lines_up_to(path, step)
+            temporary = path.with_name(f".{path.name}.partial")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.replace(path)
+            self._file = path.open("a", encoding="utf-8")
         self._evaluated = max((_number(line) for line in kept if "evaluation" in line), default=-1)
 
     def step(self, step: int, stepped: Stepped, seconds: float) -> None:
@@ -113,8 +120,16 @@ class StepLog:
         self._file.close()
 
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
-        self._file.flush()
+        with self._writing():
+            self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PipelineError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

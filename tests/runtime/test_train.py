@@ -337,7 +337,8 @@ def test_resumed_is_undisturbed(run, data, stop, more):
     assert [line["step"] for line in parts.steps] == list(range(1, 9))
 
 
-def test_a_plateau_is_resumed_undisturbed(run):
+@pytest.mark.parametrize("first", [("--steps", 7), ("--steps", 6), ("--epochs", 2)])
+def test_a_plateau_is_resumed_undisturbed(run, first):
     """The rate follows evaluations after passes, but not that at the end of a part of a run."""
     hooks = SHUFFLED.replace("lr_scheduler.StepLR(optimizer, 3, 0.5)", "PLATEAU")
     plateau = "lr_scheduler.ReduceLROnPlateau(optimizer, mode='max', factor=0.5, patience=0)"
@@ -346,7 +347,7 @@ def test_a_plateau_is_resumed_undisturbed(run):
     words = ("--checkpoint-dir", parts.folder / "kept")
 
     assert whole("--steps", 11) == 0
-    assert parts("--steps", 7, *words) == 0
+    assert parts(*first, *words) == 0
     assert parts("--steps", 11, *words, "--resume") == 0
 
     assert_same(parts, whole)

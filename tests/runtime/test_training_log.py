@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
 
 import pytest
 
+from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.evaluation import Evaluated
 from gpipe_compiler.runtime.training_log import StepLog, Teller
 from gpipe_compiler.runtime.update import Stepped
@@ -70,6 +74,24 @@ def test_a_new_run_begins_a_new_log(tmp_path):
     StepLog(path, 0).step(1, stepped(), 0.0)
     StepLog(path, 0).close()
     assert path.read_text() == ""
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told(tmp_path):
+    path = tmp_path / "train.jsonl"
+    log = StepLog(path, 0)
+    log._file = Full()
+    with pytest.raises(PipelineError) as caught:
+        log.step(1, stepped(), 0.0)
+    assert caught.value.problem == f"cannot write {path}: No space left on device"
+    with pytest.raises(PipelineError, match=r"cannot write .*below: File exists"):
+        StepLog(path / "below", 0)
 
 
 def test_lines_for_the_user(capsys):
