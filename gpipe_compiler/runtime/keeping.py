@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from .ranks import Ranks
 
 LATEST = "latest"
 KEPT = 3
+
+_REFUSED = ".refused"
+"""Beside the checkpoints: the job whose start was refused because of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,30 @@ class CheckpointOptions:
     resume: str | None = None
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this process again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Which start of a job this is.
+
+    Attributes:
+        again: whether torchrun has started it again after a failure.
+        job: what torchrun calls it.
+    """
+
+    again: bool = False
+    job: str = ""
+
+    @classmethod
+    def here(cls) -> Attempt:
+        """That of this process."""
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return cls(again, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
-def to_resume(options: CheckpointOptions, *, again: bool) -> Path | None:
+def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
     """The checkpoint to go on from; None to start from the beginning.
 
-    Args:
-        again: whether torchrun has started the job again: then it goes on from the newest.
+    A job that torchrun has started again goes on from the newest, unless its first start was
+    refused: torchrun starts it again after that, too.
 
     Raises:
         UsageError: when the directory holds checkpoints of a run that nobody wants to resume.
@@ -54,23 +72,33 @@ def to_resume(options: CheckpointOptions, *, again: bool) -> Path | None:
     """
     directory, resume = options.directory, options.resume
     newest = None
-    if directory is not None and (again or resume in (None, LATEST)):
+    if directory is not None and (attempt.again or resume in (None, LATEST)):
         newest = latest(directory)
-    if again and newest is not None:
+    if newest is not None and attempt.again and not _was_refused(newest.parent, attempt.job):
         return newest
-    if resume is None:
-        if newest is not None and not again:
-            raise UsageError(
-                f"{directory} holds checkpoints already, the newest is {newest.name}",
-                hint="go on from there with --resume, or name another --checkpoint-dir",
-            )
-        return None
-    if resume == LATEST:
+    if resume is None and newest is not None:
+        with contextlib.suppress(OSError):
+            (newest.parent / _REFUSED).write_text(attempt.job, encoding="utf-8")
+        raise UsageError(
+            f"{directory} holds checkpoints already, the newest is {newest.name}",
+            hint="go on from there with --resume, or name another --checkpoint-dir",
+        )
+    if directory is not None:
+        with contextlib.suppress(OSError):
+            (directory / _REFUSED).unlink()
+    if resume is None or resume == LATEST:
         return newest
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     return latest(path) or path
+
+
+def _was_refused(directory: Path, job: str) -> bool:
+    try:
+        return (directory / _REFUSED).read_text(encoding="utf-8") == job
+    except OSError:
+        return False
 
 
 class Keeper:
@@ -142,7 +170,7 @@ class Keeper:
 
         def look(_: object) -> tuple[Path | None, bool, str, str]:
             try:
-                path = to_resume(self.options, again=restarted())
+                path = to_resume(self.options, Attempt.here())
             except UsageError as error:
                 return None, False, error.problem, error.hint
             directory = self.options.directory

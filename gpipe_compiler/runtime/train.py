@@ -94,6 +94,8 @@ class _Training:
         self.options = options
         self.signals = signals
         self.batches: Batches | None = None
+        self._taken: list[Batch] = []
+        self._started = 0.0
         self._where_data_is_read(lambda: self._open(directory), "the data")
         optimizer = make_optimizer(pipe, hooks, options.optimizer)
         steps = self._steps_in_all()

@@ -425,6 +425,27 @@ def test_a_restart_by_torchrun_goes_on_by_itself(run, monkeypatch):
     assert_same(parts, whole)
 
 
+def test_a_job_that_was_refused_is_refused_again(run, monkeypatch, capsys):
+    """torchrun starts it again, with the mark of a restart; another job is not affected."""
+    kept = run(norm_spec(), SHUFFLED)
+    words = ("--steps", 2, "--checkpoint-dir", kept.folder / "kept")
+    assert kept(*words) == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert kept(*words) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert kept(*words) == 2
+    assert capsys.readouterr().err.count("holds checkpoints already") == 2
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    assert kept(*words) == 0
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert kept(*words, "--resume") == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert kept(*words) == 0
+
+
 def test_resuming_where_there_is_nothing_yet_begins(run, capsys):
     begun = run(norm_spec(), SHUFFLED)
     assert begun("--steps", 1, "--checkpoint-dir", begun.folder / "kept", "--resume") == 0
