@@ -1,0 +1,160 @@
+"""Replicas of pipelines under the real torchrun, held against a plain loop over the whole batch.
+
+The plain loop knows every tensor of the model once, by name, and runs micro-batch by micro-batch
+under torch's own autograd, in double precision. BatchNorm is held against one pipeline in one
+process, which tests of its own hold against torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_pipelines import data_for, skip_spec, tied_spec
+
+from gpipe_compiler.runtime.errors import UsageError
+from gpipe_compiler.runtime.inputs import even_sizes
+from gpipe_compiler.runtime.nest import tensors_of
+from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.reducer import buckets
+from gpipe_compiler.runtime.sharding import bounds, share_of
+
+HERE = Path(__file__).parent
+
+
+def torchrun(processes, what, directory, seconds=150):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command += [f"--nproc-per-node={processes}", str(HERE / "replica_ranks.py"), what]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=environment,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_replicas_do_what_the_plain_loop_does(processes, tmp_path):
+    """Losses, gradients, weights and buffers, after several steps, to 1e-10."""
+    done = torchrun(processes, "equal", tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("*.pt"))
+    assert len(files) == 9 * (processes // 2)
+    for file in files:
+        found, expected = torch.load(file)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            if tensor is None:
+                assert found[key] is None, f"{file.stem}: {key}"
+                continue
+            torch.testing.assert_close(
+                found[key], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}"
+            )
+    moody = torch.load(tmp_path / "moody-2.pt")[0]
+    assert moody["model.never.weight' 0"] is None
+    assert moody["model.seldom.weight' 0"].any()
+    for replicas in range(2, processes + 1, 2):
+        refused(tmp_path, replicas, processes)
+
+
+def refused(directory, replicas, processes):
+    devices = processes // replicas
+    bad = (replicas - 1) * devices
+    for rank in range(processes):
+        few = (directory / f"few-{replicas}-{rank}").read_text()
+        assert few == f"a batch of {replicas - 1} is too small for {replicas} replicas"
+        wrong = (directory / f"wrong-{replicas}-{rank}").read_text()
+        assert "target is missing; a tensor is needed" in wrong
+        assert (f"rank {bad} refused its inputs" in wrong) == (rank != bad)
+        mixed = (directory / f"mixed-{replicas}-{rank}").read_text()
+        assert "do not make the same call" in mixed
+
+
+@pytest.mark.timeout(150)
+def test_a_lost_rank_ends_the_other_replicas(tmp_path):
+    """Each of the others ends by itself, and names what it waited for."""
+    done = torchrun(4, "die", tmp_path)
+
+    assert done.returncode != 0
+    messages = {rank: (tmp_path / f"lost-{rank}").read_text() for rank in range(3)}
+    assert "rank 2 gave up" in messages[2]
+    assert "from rank 3" in messages[2]
+    for rank in (0, 1):
+        assert f"rank {rank} gave up" in messages[rank]
+    assert any("other replicas" in messages[rank] for rank in (0, 1))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times", [1, pytest.param(30, marks=pytest.mark.slow)])
+def test_processes_that_reduce_end_as_they_should(times):
+    """However a process ends after collectives, and how often: its own exit code, no abort."""
+    command = [sys.executable, str(HERE / "replica_exits.py"), str(times)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "terminate" not in done.stderr
+
+
+def test_replicas_need_torchrun():
+    """In one process there is one replica."""
+    with pytest.raises(UsageError, match="2 replicas need a process for every device"):
+        Pipeline(skip_spec(), None, data_parallel=2, transport="local")
+
+
+@given(st.integers(0, 70), st.integers(1, 5), st.integers(1, 6), st.booleans())
+def test_shares_are_those_of_one_pipeline(samples, replicas, microbatches, mixes):
+    """One after another they are the batch; split again, the micro-batches of the whole."""
+    spec = skip_spec()
+    if mixes:
+        object.__setattr__(spec.stages[0], "mixes", True)
+    ends = [bounds(spec, samples, r, replicas, microbatches) for r in range(replicas)]
+    assert ends[0][0] == 0
+    assert ends[-1][1] == samples
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(ends))
+    sizes = [stop - start for start, stop in ends]
+    if min(sizes) == 0:
+        return
+    count = max(1, min(replicas * microbatches, samples // (2 if mixes else 1)))
+    own = [max(1, min(microbatches, size // (2 if mixes else 1))) for size in sizes]
+    split = [n for size, parts in zip(sizes, own, strict=True) for n in even_sizes(size, parts)]
+    assert tuple(split) == even_sizes(samples, count)
+
+
+def test_a_share_is_cut_out_of_nests():
+    """Whatever the call looks like; the caller's own tensors are left alone."""
+    inputs, target, values = data_for("tied", 8)
+    shares = [share_of(tied_spec(), (inputs, target), r, 2, 2) for r in range(2)]
+    for name, path in (("tokens", ("kwargs", "batch", "tokens")), ("labels", ("target", "labels"))):
+        pieces = []
+        for (args, kwargs), part in shares:
+            nest = {"args": args, "kwargs": kwargs, "target": part}
+            pieces.append(dict(tensors_of(nest))[path])
+        assert [len(piece) for piece in pieces] == [4, 4]
+        assert torch.equal(torch.cat(pieces), values[name])
+    assert len(inputs["batch"]["tokens"]) == 8
+
+
+def test_what_does_not_fit_together_is_not_cut():
+    """So that a step refuses it, on all ranks."""
+    call = (torch.ones(8, 6),), torch.ones(7, 6)
+    assert share_of(skip_spec(), call, 0, 2, 2) is call
+
+
+def test_buckets_keep_order_and_type():
+    """About as many bytes as asked for, one dtype in each."""
+    sizes = [(3, torch.float32), (4, torch.float64), (5, torch.float32), (6, torch.float32)]
+    parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
+    found = buckets(parameters, 4 * 8)
+    assert [[len(p) for p in bucket] for bucket in found] == [[3, 5], [4], [6]]
