@@ -43,6 +43,7 @@ def write_statements(
     lines: list[str] = []
     guards = groupby(statements, key=lambda statement: statement.mode)
     last_mode = Mode.ALWAYS
+    guard = ""
     for mode, guarded in guards:
         depth = indent
         members = list(guarded)
@@ -50,8 +51,11 @@ def write_statements(
             if last_mode is Mode.ALWAYS and members[0].module != previous:
                 lines.extend(_heading(members, indent, spaced=bool(lines)))
                 previous = members[0].module
-            lines.append(INDENT * indent + _guard(mode, last_mode))
+            guard = _guard(mode, guard)
+            lines.append(INDENT * indent + guard)
             depth = indent + 1
+        else:
+            guard = ""
         for module, group in groupby(members, key=lambda statement: statement.module):
             grouped = list(group)
             if module != previous:
@@ -63,8 +67,9 @@ def write_statements(
     return lines
 
 
-def _guard(mode: Mode, before: Mode) -> str:
-    if before is not Mode.ALWAYS:
+def _guard(mode: Mode, before: str) -> str:
+    """What stands over statements of one mode; `before` stands over those right before them."""
+    if before.startswith("if"):
         return "else:"
     return "if self.training:" if mode is Mode.TRAIN else "if not self.training:"
 

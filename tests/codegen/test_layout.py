@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ from gpipe_compiler.codegen.layout import (
 )
 from gpipe_compiler.codegen.names import RESERVED, Names, identifier
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.errors import EmitError, SourceLocation
-from gpipe_compiler.ir import ByMode, FunctionCall, MethodCall, Ref
+from gpipe_compiler.ir import ByMode, FunctionCall, MethodCall, Mode, Ref
 
 words = st.text("abcxyz_.0", min_size=1, max_size=30)
 
@@ -299,3 +301,17 @@ def test_an_unknown_function_names_the_users_line(
 
 def _of_no_module(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
+
+
+@given(st.lists(st.sampled_from(Mode), min_size=1, max_size=8))
+def test_statements_run_in_order_in_their_modes(modes: list[Mode]) -> None:
+    statements = [
+        Statement("", name(f"ran.append({number})"), mode) for number, mode in enumerate(modes)
+    ]
+
+    text = "\n".join(write_statements(statements, 0))
+
+    for training, other in ((True, Mode.EVAL), (False, Mode.TRAIN)):
+        ran: list[int] = []
+        exec(text, {"self": SimpleNamespace(training=training), "ran": ran})
+        assert ran == [number for number, mode in enumerate(modes) if mode is not other]
