@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .arguments import parser_for, train_options
@@ -21,11 +22,13 @@ from .model_files import load_weights, save
 from .pipeline import Pipeline
 from .spec import PipelineSpec
 from .stopping import exit_code
-from .train import train
+from .train import TrainOptions, train
 from .weights import INDEX
 
 FAILED_CHECK = 3
 INTERRUPTED = 130
+LINGER_S = 1.0
+"""Seconds that a rank with nothing to tell waits before it ends."""
 
 _AGREED = (UsageError, AgreedError, CheckpointError)
 """Errors that every rank comes to alike: rank 0 tells them."""
@@ -48,21 +51,29 @@ def main(
         128 + n when signal n has ended training.
     """
     arguments = parser_for(spec).parse_args(argv)
-    rank = int(os.environ.get("RANK", "0"))
     try:
-        return _run(spec, directory, hooks, arguments)
-    except (PipelineError, OSError) as error:
-        if arguments.traceback:
-            raise
-        if rank == 0 or not isinstance(error, _AGREED):
-            who = f"rank {rank}: " if "RANK" in os.environ else ""
-            print(f"{who}error: {error}", file=sys.stderr)
-            if isinstance(error, StageError):
-                print("  --traceback shows where in the stage", file=sys.stderr)
-        return error.exit_code if isinstance(error, PipelineError) else 1
+        return _telling(arguments, lambda: _run(spec, directory, hooks, arguments))
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _telling(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
+    """The exit code of what is done; an error is told at once, before anything is taken down."""
+    try:
+        return act()
+    except (PipelineError, OSError) as error:
+        if arguments.traceback:
+            raise
+        if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
+            who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+            print(f"{who}error: {error}", file=sys.stderr, flush=True)
+            if isinstance(error, StageError):
+                print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all ranks as soon as one has ended, and rank 0 has something to tell.
+            time.sleep(LINGER_S)
+        return error.exit_code if isinstance(error, PipelineError) else 1
 
 
 def _run(
@@ -93,24 +104,39 @@ def _run(
         data_parallel=1 if options is None else arguments.data_parallel,
         timeout_s=arguments.timeout,
     ) as pipe:
-        if arguments.load is not None:
-            load_weights(pipe, arguments.load)
-        if pipe.rank == 0:
-            print(pipe.describe())
         if options is not None:
-            signal = train(pipe, directory, user, options)
-            if signal:
-                return exit_code(signal)
-            if arguments.save is not None:
-                save(pipe, arguments.save)
-            return 0
-        return _work(pipe, stored, directory, arguments)
+            return _telling(arguments, lambda: _train(pipe, directory, user, options, arguments))
+        return _telling(arguments, lambda: _work(pipe, stored, directory, arguments))
+
+
+def _train(
+    pipe: Pipeline,
+    directory: Path,
+    hooks: UserHooks,
+    options: TrainOptions,
+    arguments: argparse.Namespace,
+) -> int:
+    _load(pipe, arguments)
+    signal = train(pipe, directory, hooks, options)
+    if signal:
+        return exit_code(signal)
+    if arguments.save is not None:
+        save(pipe, arguments.save)
+    return 0
+
+
+def _load(pipe: Pipeline, arguments: argparse.Namespace) -> None:
+    if arguments.load is not None:
+        load_weights(pipe, arguments.load)
+    if pipe.rank == 0:
+        print(pipe.describe())
 
 
 def _work(
     pipe: Pipeline, stored: Path | None, directory: Path, arguments: argparse.Namespace
 ) -> int:
     """Everything but training."""
+    _load(pipe, arguments)
     if arguments.command == "infer":
         choice = InputChoice(arguments.input, arguments.batch_size)
         infer(pipe, directory, choice, arguments.output)
