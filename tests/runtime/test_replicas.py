@@ -98,9 +98,9 @@ def test_a_lost_rank_ends_the_other_replicas(tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [1, pytest.param(30, marks=pytest.mark.slow)])
-def test_processes_that_reduce_end_as_they_should(times):
+def test_processes_that_reduce_end_as_they_should(times, tmp_path):
     """However a process ends after collectives, and how often: its own exit code, no abort."""
-    command = [sys.executable, str(HERE / "replica_exits.py"), str(times)]
+    command = [sys.executable, str(HERE / "replica_exits.py"), str(times), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
