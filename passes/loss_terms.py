@@ -54,7 +54,12 @@ _SAME = frozenset(
 )
 """What leaves a scalar what it is, but for its type and its shape."""
 
-_LOSSES = (F.cross_entropy, F.nll_loss, F.linear_cross_entropy)
+_LINEAR_LOSS = getattr(F, "linear_cross_entropy", None)
+"""Cross entropy fused with the head; torch 2.11 does not have it."""
+
+_LOSSES: tuple[object, ...] = (F.cross_entropy, F.nll_loss)
+if _LINEAR_LOSS is not None:
+    _LOSSES += (_LINEAR_LOSS,)
 _LOSS_MODULES: Mapping[type[nn.Module], Callable[..., torch.Tensor]] = {
     nn.CrossEntropyLoss: F.cross_entropy,
     nn.NLLLoss: F.nll_loss,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from gpipe_compiler.frontend.auto import Frontend, trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes import loss_terms
 from gpipe_compiler.passes.loss_weight import different_means, loss_weight, weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.splitting import loss_shares
@@ -377,6 +379,7 @@ def test_one_mean_is_not_different(loss: LossOf) -> None:
     assert different_means(graph) == ()
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.11 does not have it")
 def test_a_fused_loss_counts_its_targets() -> None:
     graph, _ = traced(linear, Frontend.FX)
 
@@ -384,6 +387,14 @@ def test_a_fused_loss_counts_its_targets() -> None:
 
     assert weight is not None
     assert weight.what == "the targets other than -100"
+
+
+def test_the_fused_loss_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+
+    losses = runpy.run_path(loss_terms.__file__)["_LOSSES"]
+
+    assert losses == (F.cross_entropy, F.nll_loss)
 
 
 def test_a_loss_function_beside_the_model() -> None:
