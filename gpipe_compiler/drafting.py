@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, StepKind, cut
@@ -18,11 +20,17 @@ from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.prediction import in_flight, peak_bytes, predict
+from gpipe_compiler.prediction import in_flight, peak_bytes, predict, shared
 from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Remat
 from gpipe_compiler.simulate import StageTimes
+
+_WORTH_A_CUT = 1e-3
+"""The share of a step from which on the sums of shared gradients are tried to be avoided."""
+
+_MOST_ALONE = 4
+"""Shared parameters that are each tried in one stage; of more, all together are."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +174,45 @@ class Drafting:
         return tuple(found)
 
     def _cut(self, recompute: tuple[bool, ...]) -> Draft:
-        """The best cut found into stages of which these recompute."""
+        """The best cut found into stages of which these recompute.
+
+        The search does not see what it takes to sum the gradients of parameters that several
+        stages hold. So it is also made with all ops of such a parameter in one stage, and the
+        shorter step is taken.
+        """
+        apart = self._cut_of(self.problem, recompute)
+        drafts = [apart]
+        for names in self._tied(apart):
+            together = dataclasses.replace(
+                self.problem, groups=(*self.problem.groups, *map(self._users, names))
+            )
+            # Where what lies between them leaves too few stages, they cannot be in one.
+            with contextlib.suppress(PlanError):
+                drafts.append(self._cut_of(together, recompute))
+        best = min(drafts, key=lambda draft: draft.prediction.step_s)
+        return best if best is apart else best.bounded_by(apart)
+
+    def _tied(self, draft: Draft) -> list[list[str]]:
+        """The shared parameters to be tried in one stage: each by itself, and all of them."""
+        names = [name for name, _ in shared(self.facts.graph, draft.stages)]
+        costly = draft.prediction.step_s * _WORTH_A_CUT
+        if draft.prediction.shared_sum_s < costly:
+            return []
+        alone = [[name] for name in names[:_MOST_ALONE]]
+        return [*alone, names] if len(names) > 1 else alone
+
+    def _users(self, name: str) -> tuple[int, ...]:
+        """The nodes of the problem that use a parameter."""
+        graph = self.facts.graph
+        return tuple(
+            index
+            for index, node in enumerate(self.problem.nodes)
+            if name in graph.op_of[node.name].states(graph.modules)
+        )
+
+    def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
         found = cut(
-            self.problem,
+            problem,
             stages=self.count,
             microbatches=self.microbatches,
             step=self.step,
@@ -196,7 +240,8 @@ class Drafting:
     def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Draft:
         needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]
         joint = tuple(sorted(joint_of(needed, random=self.random)))
-        expected = predict(self.facts.graph, stages, self.orders, found, joint)
+        link = self.cluster.link
+        expected = predict(self.facts.graph, stages, self.orders, found, link, joint)
         return Draft(found, table, stages, joint, expected)
 
 

@@ -79,6 +79,8 @@ class Prediction:
         proved: whether the cut is known to be optimal.
         peak_bytes: for every stage, weights, gradients and what autograd keeps, at the peak.
         recompute: the share of device time spent running forwards again, 0 to 1.
+        shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
+            share.
     """
 
     step_s: float
@@ -88,6 +90,7 @@ class Prediction:
     proved: bool
     peak_bytes: tuple[int, ...]
     recompute: float = 0.0
+    shared_sum_s: float = 0.0
 
     @property
     def gap(self) -> float:

@@ -10,6 +10,7 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.prediction import shared
 from gpipe_compiler.runtime.schedule import lower, prove
 from gpipe_compiler.runtime.schedule.actions import Orders
 
@@ -105,14 +106,9 @@ def _prove(graph: Graph, draft: Draft, orders: Orders) -> None:
     Raises:
         DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
     """
-    owners: dict[str, list[int]] = {}
-    for stage in draft.stages:
-        for name in stage.state:
-            if graph.state[name].requires_grad:
-                owners.setdefault(name, []).append(stage.index)
-    shared = {name: indices for name, indices in owners.items() if len(indices) > 1}
     placement, crossings = range(len(draft.stages)), draft.table.crossings
-    programs = lower(orders, placement, crossings, shared, draft.joint)
+    owners = dict(shared(graph, draft.stages))
+    programs = lower(orders, placement, crossings, owners, draft.joint)
     prove(programs, placement, crossings, draft.joint)
 
 

@@ -142,12 +142,14 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
     both_ways = ", gradients included" if plan.training else ""
     again = [("recomputing", f"{format_share(prediction.recompute)} of the devices' time")]
+    sums = [("tied weights", f"{format_seconds(prediction.shared_sum_s)} to sum their gradients")]
     return [
         (work, f"{format_seconds(prediction.step_s)} ({format_rate(rate)} samples/s)"),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
         ("bubble", format_share(prediction.bubble)),
         *(again if prediction.recompute > 0 else []),
+        *(sums if prediction.shared_sum_s > 0 else []),
         ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
