@@ -139,12 +139,18 @@ def _grouped(lines: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
 def _module(graph: Graph, made: StageState, path: str, imports: Imports) -> list[str]:
     """The statements that construct a module."""
     spec, attribute = graph.modules[path], made.modules[path]
-    expression = _with_flags(construct_module(spec, imports), spec, graph.state)
+    expression = construct_module(spec, imports)
+    frozen = _frozen(spec, graph.state)
+    whole = frozen == _parameters(spec, graph.state)
+    if frozen and whole:
+        expression = Expression(f"{expression.flat}.requires_grad_(False)")
     lines = lay_out(expression, prefix=f"self.{attribute} = ", indent=2)
     for local, canonical in spec.state.items():
         own, place = f"self.{attribute}.{local}", made.places[canonical]
         if own != place:
             lines.append(f"        {own} = {place}  # shared")
+        elif local in frozen and not whole:
+            lines.append(f"        {own}.requires_grad_(False)")
     return lines
 
 
@@ -173,18 +179,19 @@ def construct_module(spec: ModuleSpec, imports: Imports) -> Expression:
     )
 
 
-def _with_flags(
-    expression: Expression, spec: ModuleSpec, states: Mapping[str, State]
-) -> Expression:
-    """The same followed by `.requires_grad_(False)` for a module that is not to be trained."""
-    parameters = [
-        states[canonical]
-        for canonical in spec.state.values()
+def _parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
+    """The module's own names of its parameters."""
+    return [
+        local
+        for local, canonical in spec.state.items()
         if states[canonical].kind is StateKind.PARAMETER
     ]
-    if parameters and not any(state.requires_grad for state in parameters):
-        return Expression(f"{expression.flat}.requires_grad_(False)")
-    return expression
+
+
+def _frozen(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
+    """Those that are not to be trained."""
+    found = _parameters(spec, states)
+    return [local for local in found if not states[spec.state[local]].requires_grad]
 
 
 def _bare_state(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -91,6 +92,22 @@ def test_a_shared_tensor_is_stored_once(plan: Plan, tmp_path: Path) -> None:
     assert stored == set(index["weight_map"])
     assert index["metadata"]["total_size"] == 4 * (16 + 4 + 4)
     assert (written / "weights" / "example.safetensors").is_file()
+
+
+def test_what_is_frozen_stays_frozen(
+    planned: Callable[..., Plan], load: Callable[[Path], ModuleType], tmp_path: Path
+) -> None:
+    """Whole modules, single parameters of a module, and one that two modules share."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), Tied())
+    frozen = {"0.weight", "1.weight", "1.bias", "2.bias", "3.first.weight"}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+    made = load(emit(planned(model, torch.rand(4, 4), count=1), tmp_path / "out"))
+
+    (stage,) = made.SPEC.stages
+    found = {stage.state[own]: p.requires_grad for own, p in stage.module().named_parameters()}
+    assert found == {name: p.requires_grad for name, p in model.named_parameters()}
 
 
 def test_an_existing_folder_is_left_alone(plan: Plan, tmp_path: Path) -> None:
