@@ -221,16 +221,13 @@ def _take_from_inputs(graph: fx.Graph, node: fx.Node, inputs: Sequence[fx.Node])
 
 def _in_order(graph: fx.Graph, given: dict[int, fx.Node], entry: Entry) -> list[fx.Node]:
     """One placeholder for every input, those that the model does not read included."""
-    first = next(iter(graph.nodes))
-    ordered = []
-    for place, source in enumerate(entry.signature.inputs):
-        with graph.inserting_before(first):
-            node = graph.placeholder(source.name)
-        if place in given:
-            node.meta = dict(given[place].meta)
-            given[place].replace_all_uses_with(node)
-            graph.erase_node(given[place])
-        ordered.append(node)
+    # All before any is erased: the first of the graph may be among those.
+    with graph.inserting_before(next(iter(graph.nodes))):
+        ordered = [graph.placeholder(source.name) for source in entry.signature.inputs]
+    for place, node in given.items():
+        ordered[place].meta = dict(node.meta)
+        node.replace_all_uses_with(ordered[place])
+        graph.erase_node(node)
     return ordered
 
 

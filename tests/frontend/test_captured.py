@@ -62,6 +62,17 @@ class Tied(nn.Module):
         return self.head(self.embedding(ids).relu_())
 
 
+class InputsFirst(nn.Module):
+    """Reads two inputs before any parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.fc(x * y)
+
+
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
@@ -77,6 +88,7 @@ SUBJECTS = {
         target=torch.randint(0, 3, (4,)),
     ),
     "regions": lambda: Subject("m", Regions(), (torch.randn(4, 6), torch.randn(4, 2))),
+    "inputs first": lambda: Subject("m", InputsFirst(), (torch.randn(4, 6), torch.randn(4, 6))),
     "recurrent": lambda: Subject("m", Recurrent(), (torch.randn(4, 7, 6),)),
     "tied": lambda: Subject("m", Tied(), (IDS,), loss_fn=cross_entropy, target=IDS),
 }
