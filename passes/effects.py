@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir.arguments import choices
+from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
 from gpipe_compiler.passes.watch import DispatchWatch
 
@@ -41,7 +44,8 @@ class Effects:
             on and all that share memory with it.
         state_writes: op -> states (canonical names) whose memory it writes, BatchNorm's running
             statistics included.
-        aliases: value -> the values that share its memory, itself included.
+        aliases: value -> the values that share its memory, itself included. Where memory is
+            written, those count too that share it in eval mode alone, as dropout's result does.
         state_aliases: value -> the states that share its memory.
     """
 
@@ -77,14 +81,44 @@ def effects(graph: Graph) -> Effects:
         ModelError: naming the op that cannot run.
     """
     found = _Collected()
-    for training in modes(graph):
+    observed = modes(graph)
+    for training in observed:
         _observe(graph, training, found)
+    if (
+        found.writes
+        and False not in observed
+        and any(_may_share_by_mode(graph, op) for op in graph.ops)
+    ):
+        _observe(graph, False, found)
+        _close(found.aliases)
     return Effects(
         {name: frozenset(values) for name, values in found.writes.items()},
         {name: frozenset(states) for name, states in found.state_writes.items()},
         {name: frozenset(values) for name, values in found.aliases.items() if len(values) > 1},
         {name: frozenset(states) for name, states in found.state_aliases.items()},
     )
+
+
+def _may_share_by_mode(graph: Graph, op: Op) -> bool:
+    """Whether a result may be the argument itself in one mode and not in the other."""
+    match op.call:
+        case ModuleCall(module=path):
+            return issubclass(graph.modules[path].cls, _DropoutNd)
+        case RegionCall():
+            return True
+    return any(True for _ in choices((op.call.args, dict(op.call.kwargs))))
+
+
+def _close(aliases: dict[str, set[str]]) -> None:
+    """Puts together what shares memory in one mode or the other."""
+    memories = DisjointSets(aliases)
+    for values in aliases.values():
+        memories.join(values)
+    joined: dict[str, set[str]] = {}
+    for name in aliases:
+        joined.setdefault(memories.leader(name), set()).add(name)
+    for name in aliases:
+        aliases[name] = joined[memories.leader(name)]
 
 
 @dataclass

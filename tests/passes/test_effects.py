@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.ir import Block, NoGrad, Op, Ref, RegionCall, StateRef
+from gpipe_compiler.ir import Block, ByMode, NoGrad, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.graph import MethodCall
 from gpipe_compiler.passes.effects import effects
 
@@ -123,3 +124,20 @@ def test_what_dropout_fills_for_itself_is_no_effect(builder):
     found = effects(b.graph(out, b.method("sum", out)))
 
     assert (found.writes, found.state_writes, found.aliases) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_dropout_gives_its_argument_back_in_eval_mode(builder, written):
+    """Which matters where somebody writes to it."""
+    b = builder(x=torch.randn(3, 4))
+    b.add_module("drop", nn.Dropout, 0.5)
+    made = b.call(torch.sin, Ref("x"))
+    first = b.module("drop", made)
+    second = b.call(F.dropout, first, 0.5, training=ByMode(True, False))
+    seen = b.call(torch.cos, second)
+    if written:
+        b.method("add_", made, 1)
+    found = effects(b.graph(seen, b.method("sum", seen)))
+
+    sharing = {first.name, second.name} if written else set()
+    assert found.alias_set(made.name) & {first.name, second.name, seen.name} == sharing
