@@ -11,33 +11,22 @@ from typing import Self
 import torch
 from torch import nn
 
-from .agreement import Call, agree
-from .choices import (
-    TransportKind,
-    chosen,
-    listed_devices,
-    manner,
-    own_device,
-    transport_kind,
-)
+from .choices import TransportKind, chosen, manner
 from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
-from .errors import UsageError
+from .execution import Asked, Execution, Programs
 from .held import HeldStages
-from .inputs import Inputs, batch_of, bind, rebuild, split
-from .job import Job, RandomKey, Values, Work
-from .joint import joint_stages
-from .programs import Prepared, prepare, spread
+from .inputs import Inputs
+from .job import RandomKey, Work
 from .reducer import Reducer, collected, share_initial
-from .replicas import Replicas
-from .runners import DistributedRunner, LocalRunner, Result, Runner, default_devices
-from .scaler import OverRanks, PipelineScaler, alone, check_weights
+from .runners import DistributedRunner, LocalRunner, Runner
+from .scaler import PipelineScaler, check_weights
 from .sharding import share_of
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
+from .team import Team
 from .weighing import Scales
 from .weights import Weights, build_stage, parameter_kinds
-from .wiring import inputs_for, output_leaves
 
 __all__ = ["Pipeline", "TransportKind"]
 
@@ -92,73 +81,54 @@ class Pipeline:
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
-        given = listed_devices(devices)
-        self._replicas: Replicas | None = None
-        if transport_kind(transport) is TransportKind.DISTRIBUTED:
-            self._replicas = Replicas.join(own_device(given), timeout_s, data_parallel)
-        elif data_parallel != 1:
-            raise UsageError(
-                f"{data_parallel} replicas need a process for every device of each",
-                hint="start them with torchrun --nproc-per-node",
-            )
-        else:
-            given = given or default_devices(len(spec.stages))
-        self._devices = given
-        count = len(given) if self.network is None else self.network.size
-        self.placement = spread(len(spec.stages), count)
+        self._team = Team.gather(spec, devices, transport, data_parallel, timeout_s)
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
         self._mode = spec.loss is not None
-        self._prepared: dict[tuple[Work, int, frozenset[int]], Prepared] = {}
+        programs = Programs(spec, self._team, self.schedule, self.manner.batchnorm, self._owners)
         for work in (Work.INFER,) if spec.loss is None else (Work.INFER, Work.TRAIN):
-            self._programs(work, self.microbatches)
+            programs.of(work, self.microbatches, training=self._mode)
         store = None if weights is None else Weights.open(Path(weights))
-        self.held = HeldStages(spec, self._build(store))
+        where = self._team.where.items()
+        self.held = HeldStages(
+            spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
+        )
         self._scales = Scales(spec, store, seed)
         self.scaler = self._make_scaler()
         self._reducer = self._make_reducer()
         self._runner = self._make_runner()
-        if self._replicas is not None and store is None:
-            share_initial(self._replicas, self.spec, self.held, self._owners, self.placement)
+        self._execution = Execution(
+            spec, self._team, programs, self._scales, self._runner, self.microbatches
+        )
+        if self._team.members is not None and store is None:
+            share_initial(self._team.members, spec, self.held, self._owners, self._team.placement)
         self.train(self._mode)
-
-    def _build(self, store: Weights | None) -> dict[int, nn.Module]:
-        """The stages that this process holds, with their weights."""
-        if self.network is None:
-            where = {index: self._devices[d] for index, d in enumerate(self.placement)}
-        else:
-            mine = [i for i, d in enumerate(self.placement) if d == self.network.rank]
-            where = dict.fromkeys(mine, self.network.device)
-        stages = self.spec.stages
-        return {i: build_stage(stages[i], store, device, self.seed) for i, device in where.items()}
 
     def _make_scaler(self) -> PipelineScaler:
         enabled = self.manner.precision is Precision.FP16 and self.spec.loss is not None
         if enabled:
             check_weights(self.held.modules)
-        device = self._devices[0] if self.network is None else self.network.device
-        return PipelineScaler(device, enabled=enabled, over_ranks=self._over_ranks)
-
-    @property
-    def _over_ranks(self) -> OverRanks:
-        """The sum over all processes, those of other replicas too. No reference to the pipeline."""
-        return alone if self.world is None else self.world.sum
+        # No reference to the pipeline: its threads end when it is forgotten.
+        over_ranks = self._team.over_ranks
+        return PipelineScaler(self._team.device, enabled=enabled, over_ranks=over_ranks)
 
     def _make_runner(self) -> Runner:
-        if self._replicas is None:
-            return LocalRunner(self.spec, self.held.modules, self._devices, self.manner)
+        team, modules = self._team, self.held.modules
+        if team.members is None:
+            return LocalRunner(self.spec, modules, team.devices, self.manner)
         shared = {item.name: item for item in self.held.shared}
         return DistributedRunner(
-            self.spec, self.held.modules, self._replicas, shared, self.manner, self._reducer
+            self.spec, modules, team.members, shared, self.manner, self._reducer
         )
 
     def _make_reducer(self) -> Reducer | None:
-        if self._replicas is None or self._replicas.count == 1:
+        if self._team.members is None or self._team.replicas == 1:
             return None
+        placement = self._team.placement
         owners = {
-            name: tuple(sorted({self.placement[stage] for stage in stages}))
+            name: tuple(sorted({placement[stage] for stage in stages}))
             for name, stages in self._owners.items()
         }
-        return Reducer(self._replicas, self.held.unshared(), self.held.shared, owners)
+        return Reducer(self._team.members, self.held.unshared(), self.held.shared, owners)
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
@@ -166,34 +136,34 @@ class Pipeline:
         return self.held.modules
 
     @property
-    def rank(self) -> int:
-        """This process's number; 0 for the only one."""
-        return 0 if self._replicas is None else self._replicas.world.rank
+    def placement(self) -> tuple[int, ...]:
+        """The device of each stage, by its number in the pipeline."""
+        return self._team.placement
 
     @property
-    def network(self) -> Network | None:
-        """The processes of this pipeline (of this replica of it); None in one process."""
-        return None if self._replicas is None else self._replicas.pipeline
+    def rank(self) -> int:
+        """This process's number; 0 for the only one."""
+        return self._team.rank
 
     @property
     def world(self) -> Network | None:
         """All processes, those of other replicas too; None in one process."""
-        return None if self._replicas is None else self._replicas.world
+        return self._team.world
 
     @property
     def replicas(self) -> int:
         """How many replicas of the pipeline train together."""
-        return 1 if self._replicas is None else self._replicas.count
+        return self._team.replicas
 
     @property
     def replica(self) -> int:
         """The number of the replica that this process belongs to."""
-        return 0 if self._replicas is None else self._replicas.number
+        return self._team.replica
 
     @property
     def feeds(self) -> bool:
         """Whether this process passes inputs: the first of each replica does."""
-        return self.network is None or self.network.rank == 0
+        return self._team.feeds
 
     @property
     def threads(self) -> int:
@@ -232,10 +202,12 @@ class Pipeline:
         outputs: bool = True,
     ) -> tuple[torch.Tensor, object]:
         """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
+        scale = weight * self.scaler.get_scale()
         with collected(self.held.shared, self._reducer):
-            result, bound = self._run(Work.TRAIN, inputs, target, outputs, weight)
+            loss, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
         self.step_number += 1
-        return self._loss(result), self._outputs(result, bound) if outputs else None
+        assert loss is not None  # training makes one, or raises
+        return loss, found
 
     def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
         """The loss of a mini-batch, without gradients; every rank gets it.
@@ -248,8 +220,9 @@ class Pipeline:
         self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
     ) -> tuple[torch.Tensor, object]:
         """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
-        result, bound = self._run(Work.EVALUATE, inputs, target, outputs)
-        return self._loss(result), self._outputs(result, bound) if outputs else None
+        loss, found = self._run(Work.EVALUATE, inputs, target, outputs)
+        assert loss is not None  # evaluation makes one, or raises
+        return loss, found
 
     def __call__(self, inputs: Inputs = None) -> object:
         """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
@@ -258,79 +231,17 @@ class Pipeline:
         the batch as a whole is the mean over samples when it is a floating scalar, otherwise that
         of the last micro-batch.
         """
-        result, bound = self._run(Work.INFER, inputs, None, True)
-        return self._outputs(result, bound)
+        return self._run(Work.INFER, inputs, None, True)[1]
 
     def _run(
-        self, work: Work, inputs: Inputs, target: object, outputs: bool, weight: float = 1.0
-    ) -> tuple[Result, Values]:
-        self._check_call(work)
+        self, work: Work, inputs: Inputs, target: object, outputs: bool, loss_scale: float = 1.0
+    ) -> tuple[torch.Tensor | None, object]:
         for shared in self.held.shared:
             shared.spread()
-        call, bound, parts = Call(work, self._mode), Values(), list[Values]()
-        if self.feeds:
-            call, bound, parts = self._offered(work, inputs, target)
-        call = agree(self._replicas, call, self.microbatches)
-        made = {leaf.value for leaf in output_leaves(self.spec.outputs)}
-        prepared = self._programs(work, len(call.sizes))
-        shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
-        job = Job(
-            work=work,
-            sizes=call.sizes,
-            inputs=parts,
-            # The mean over the replicas' losses and gradients is the sum of their shares.
-            loss_weights=tuple(self.replicas * share for share in shares),
-            kept=frozenset(made - {x.name for x in self.spec.inputs} if outputs else ()),
-            random=RandomKey(self.seed, self.step_number, call.first),
-            loss_scale=weight * self.scaler.get_scale() if work is Work.TRAIN else 1.0,
+        key = RandomKey(self.seed, self.step_number)
+        return self._execution.run(
+            Asked(work, self._mode, inputs, target, outputs, key, loss_scale)
         )
-        return self._runner.run(prepared, job), bound
-
-    def _offered(
-        self, work: Work, inputs: Inputs, target: object
-    ) -> tuple[Call, Values, list[Values]]:
-        """What this process's inputs come to: the call, and its tensors whole and split."""
-        try:
-            bound = bind(inputs, target, self.spec, inputs_for(self.spec, work))
-            if self.replicas > 1 and batch_of(bound, self.spec) == 0:
-                return Call(work, self._mode), bound, []
-            parts, sizes = split(bound, self.spec, self.microbatches)
-        except UsageError as error:
-            return Call(work, self._mode, refusal=error), {}, []
-        weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
-        return Call(work, self._mode, sizes, weights), bound, parts
-
-    def _check_call(self, work: Work) -> None:
-        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-            raise UsageError(
-                "autocast around a pipeline does not reach its stages",
-                hint="make the pipeline with precision='bf16' or 'fp16'",
-            )
-        if work.makes_loss and self.spec.loss is None:
-            raise UsageError(
-                f"{self.spec.name} was compiled for inference, it has no loss",
-                hint="compile it with --mode train",
-            )
-
-    def _programs(self, work: Work, microbatches: int) -> Prepared:
-        exact = self.manner.batchnorm is BatchNorm.EXACT and self._mode
-        joint = joint_stages(self.spec.stages, self.replicas) if exact else frozenset()
-        key = work, microbatches, joint
-        if key not in self._prepared:
-            self._prepared[key] = prepare(
-                self.spec, self.placement, microbatches, work, self.schedule, self._owners, joint
-            )
-        return self._prepared[key]
-
-    def _loss(self, result: Result) -> torch.Tensor:
-        if result.loss is None:
-            raise UsageError(f"{self.spec.name} made no loss")
-        return result.loss
-
-    def _outputs(self, result: Result, bound: Values) -> object:
-        if not self.feeds:
-            return None
-        return rebuild(self.spec.outputs, {**bound, **result.outputs})
 
     def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
         """Rank 0's numbers on every rank, which all call this with as many.
@@ -338,10 +249,7 @@ class Pipeline:
         Args:
             what: they are, for the message of a rank that waits for them in vain.
         """
-        if self.world is None:
-            return tuple(numbers)
-        row = torch.tensor(list(numbers), dtype=torch.float64)
-        return tuple(self.world.broadcast(row, 0, what).tolist())
+        return self._team.share(numbers, what)
 
     def loss_weight(self, inputs: Inputs = None, target: object = None) -> float:
         """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum.
@@ -351,9 +259,7 @@ class Pipeline:
         Raises:
             UsageError: for inputs that do not fit.
         """
-        bound = bind(inputs, target, self.spec, inputs_for(self.spec, Work.TRAIN))
-        parts, sizes = split(bound, self.spec, 1)
-        return sum(self._scales.weigh(parts, sizes))
+        return self._execution.loss_weight(inputs, target)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here under the model's own names, each once."""
@@ -377,9 +283,9 @@ class Pipeline:
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
-        if self.network is None:
+        if self._team.pipeline is None:
             return self.state_dict()
-        return self.network.gather(self.state_dict()) if self.replica == 0 else {}
+        return self._team.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
@@ -456,13 +362,12 @@ class Pipeline:
             AgreedError: on every rank, when a gradient is sparse; when the norm is not finite and
                 `error_if_nonfinite`.
         """
-        first = self._replicas is None or self._replicas.number == 0
         clipping = NormClipping(
             parameter_names(self.spec),
-            told_here(self.spec, self.stages) if first else frozenset(),
-            self._devices[0] if self.network is None else self.network.device,
+            told_here(self.spec, self.stages) if self.replica == 0 else frozenset(),
+            self._team.device,
             first=self.rank == 0,
-            over_ranks=self._over_ranks,
+            over_ranks=self._team.over_ranks,
         )
         parameters = dict(self.named_parameters())
         return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -484,17 +389,9 @@ class Pipeline:
 
     def describe(self) -> str:
         """The pipeline in one line."""
-        if self.network is None:
-            devices = ", ".join(dict.fromkeys(map(str, self._devices)))
-            count = len(self._devices)
-            where = f"{count} thread{'s' if count > 1 else ''} on {devices}"
-        else:
-            where = f"{self.network.size} processes on {self.network.device.type}"
-        if self.replicas > 1:
-            where = f"{self.replicas} replicas of {where}"
         return (
             f"{self.spec.name}: {len(self.spec.stages)} stages, {self.microbatches} micro-batches, "
-            f"{self.schedule.value}, {where}"
+            f"{self.schedule.value}, {self._team}"
         )
 
     def __repr__(self) -> str:

@@ -234,15 +234,6 @@ class DistributedRunner:
         self.replicas.close()
 
 
-def default_devices(stages: int) -> tuple[torch.device, ...]:
-    """A worker per stage, spread in order over the GPUs; without any, on the CPU."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        return (torch.device("cpu"),) * stages
-    used = min(count, stages)
-    return tuple(torch.device("cuda", stage * used // stages) for stage in range(stages))
-
-
 def _on(job: Job, device: torch.device) -> Job:
     moved = [
         {

@@ -1,0 +1,170 @@
+"""What a call of the pipeline comes to: inputs taken, ranks agreed, programs run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .agreement import Call, agree
+from .errors import UsageError
+from .inputs import Inputs, batch_of, bind, rebuild, split
+from .job import Job, RandomKey, Values, Work
+from .joint import joint_stages
+from .programs import Prepared, prepare
+from .runners import Runner
+from .spec import BatchNorm, PipelineSpec, ScheduleKind
+from .team import Team
+from .weighing import Scales
+from .wiring import inputs_for, output_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a caller wants of a mini-batch.
+
+    Attributes:
+        training: whether the stages are in training mode.
+        outputs: whether what the model returns is wanted.
+        key: what random ops depend on.
+        loss_scale: gradients are those of the loss times this.
+    """
+
+    work: Work
+    training: bool
+    inputs: Inputs
+    target: object
+    outputs: bool
+    key: RandomKey
+    loss_scale: float = 1.0
+
+
+class Programs:
+    """The schedules of a pipeline, each made and proved when it is first asked for.
+
+    Args:
+        owners: trainable parameters of several stages, and these.
+    """
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        team: Team,
+        schedule: ScheduleKind,
+        batchnorm: BatchNorm,
+        owners: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._spec = spec
+        self._team = team
+        self._schedule = schedule
+        self._batchnorm = batchnorm
+        self._owners = owners
+        self._known: dict[tuple[Work, int, frozenset[int]], Prepared] = {}
+
+    def of(self, work: Work, microbatches: int, *, training: bool) -> Prepared:
+        """The programs for so many micro-batches, of stages in this mode.
+
+        Raises:
+            UsageError: when there are none in this manner.
+            ScheduleError, DeadlockError: when the package's own orders are wrong.
+        """
+        exact = self._batchnorm is BatchNorm.EXACT and training
+        joint = joint_stages(self._spec.stages, self._team.replicas) if exact else frozenset()
+        key = work, microbatches, joint
+        if key not in self._known:
+            placement = self._team.placement
+            self._known[key] = prepare(
+                self._spec, placement, microbatches, work, self._schedule, self._owners, joint
+            )
+        return self._known[key]
+
+
+class Execution:
+    """Runs mini-batches: on every rank that takes part, all of which make the same calls.
+
+    Args:
+        microbatches: into which a mini-batch is split, at most.
+    """
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        team: Team,
+        programs: Programs,
+        scales: Scales,
+        runner: Runner,
+        microbatches: int,
+    ) -> None:
+        self._spec = spec
+        self._team = team
+        self._programs = programs
+        self._scales = scales
+        self._runner = runner
+        self._microbatches = microbatches
+        made = {leaf.value for leaf in output_leaves(spec.outputs)}
+        self._made = frozenset(made - {source.name for source in spec.inputs})
+
+    def run(self, asked: Asked) -> tuple[torch.Tensor | None, object]:
+        """The loss, where one is made, and what the model returns, where inputs are passed.
+
+        Raises:
+            UsageError: for inputs that do not fit.
+            StageError: when the model's code raises.
+            TransportError: when another process is gone.
+        """
+        self._check(asked.work)
+        call, bound, parts = Call(asked.work, asked.training), Values(), list[Values]()
+        if self._team.feeds:
+            call, bound, parts = self._offered(asked)
+        call = agree(self._team.members, call, self._microbatches)
+        prepared = self._programs.of(asked.work, len(call.sizes), training=asked.training)
+        shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
+        job = Job(
+            work=asked.work,
+            sizes=call.sizes,
+            inputs=parts,
+            # The mean over the replicas' losses and gradients is the sum of their shares.
+            loss_weights=tuple(self._team.replicas * share for share in shares),
+            kept=self._made if asked.outputs else frozenset(),
+            random=RandomKey(asked.key.seed, asked.key.step, call.first),
+            loss_scale=asked.loss_scale,
+        )
+        result = self._runner.run(prepared, job)
+        if asked.work.makes_loss and result.loss is None:
+            raise UsageError(f"{self._spec.name} made no loss")
+        if not (asked.outputs and self._team.feeds):
+            return result.loss, None
+        return result.loss, rebuild(self._spec.outputs, {**bound, **result.outputs})
+
+    def loss_weight(self, inputs: Inputs, target: object) -> float:
+        """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum."""
+        bound = bind(inputs, target, self._spec, inputs_for(self._spec, Work.TRAIN))
+        parts, sizes = split(bound, self._spec, 1)
+        return sum(self._scales.weigh(parts, sizes))
+
+    def _check(self, work: Work) -> None:
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            raise UsageError(
+                "autocast around a pipeline does not reach its stages",
+                hint="make the pipeline with precision='bf16' or 'fp16'",
+            )
+        if work.makes_loss and self._spec.loss is None:
+            raise UsageError(
+                f"{self._spec.name} was compiled for inference, it has no loss",
+                hint="compile it with --mode train",
+            )
+
+    def _offered(self, asked: Asked) -> tuple[Call, Values, list[Values]]:
+        """What this process's inputs come to: the call, and its tensors whole and split."""
+        work, training = asked.work, asked.training
+        try:
+            needed = inputs_for(self._spec, work)
+            bound = bind(asked.inputs, asked.target, self._spec, needed)
+            if self._team.replicas > 1 and batch_of(bound, self._spec) == 0:
+                return Call(work, training), bound, []
+            parts, sizes = split(bound, self._spec, self._microbatches)
+        except UsageError as error:
+            return Call(work, training, refusal=error), {}, []
+        weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
+        return Call(work, training, sizes, weights), bound, parts
