@@ -13,6 +13,7 @@ compared for these, with a warning.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
@@ -44,11 +46,22 @@ in the same order, and only the order in which gradients are summed may differ. 
 off by a share of the element, which is 10,000 times more."""
 
 
+_ASSIGNED = (
+    " (the model assigns another tensor to it, which no tracer sees: write into it instead, "
+    "with copy_ or another operation in place)"
+)
+
+
 @dataclass(frozen=True)
 class _Run:
-    """What one run gave, by readable name."""
+    """What one run gave, by readable name.
+
+    Attributes:
+        assigned: the buffers, so named, that are another tensor than before.
+    """
 
     results: Mapping[str, torch.Tensor | None]
+    assigned: frozenset[str] = frozenset()
 
 
 def differences(graph: Graph, subject: Subject) -> list[str]:
@@ -110,7 +123,7 @@ def _compare(
             return
     for name, text in _different(expected.results, actual.results):
         if outputs or not name.startswith("output"):
-            yield f"{mode}: {text}"
+            yield f"{mode}: {text}{_ASSIGNED if name in expected.assigned else ''}"
 
 
 def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[int, _Run] | None:
@@ -142,17 +155,24 @@ def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[
 
 
 def _run_model(subject: Subject, entry: Entry, batch: int) -> _Run:
-    """The eager model on copies of everything."""
+    """The eager model on copies of everything.
+
+    What it checkpoints by itself runs once: a second run in the backward would count twice in the
+    running statistics of BatchNorm.
+    """
     entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
     leaves, inputs = _inputs(entry, batch)
+    before = dict(entry.model.named_buffers())
     torch.manual_seed(_SEED)
-    with torch.set_grad_enabled(entry.has_loss):
+    with torch.set_grad_enabled(entry.has_loss), activations_kept():
         returned = entry(*inputs)
     loss = returned.pop(0) if entry.has_loss else None
     _backward(loss)
     parameters = dict(entry.model.named_parameters())
     buffers = dict(entry.model.named_buffers())
-    return _results(entry.outputs(returned), loss, parameters, buffers, leaves)
+    run = _results(entry.outputs(returned), loss, parameters, buffers, leaves)
+    assigned = [name for name, tensor in buffers.items() if before.get(name) is not tensor]
+    return dataclasses.replace(run, assigned=frozenset(f"buffer {name}" for name in assigned))
 
 
 def _run_graph(graph: Graph, entry: Entry, batch: int) -> _Run:

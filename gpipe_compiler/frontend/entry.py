@@ -28,6 +28,7 @@ from gpipe_compiler.frontend.structure import (
     slots,
 )
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.quiet import quiet
 
@@ -69,7 +70,8 @@ class Entry(nn.Module):
         self.own_loss: int | None = None
         self.squares: tuple[int, ...] = ()
         self._reduction = Reduction.MEAN
-        self._probe()
+        with turned_into_batchnorm(self.model):
+            self._probe()
 
     @property
     def has_loss(self) -> bool:

@@ -69,8 +69,13 @@ def is_leaf(path: str, module: nn.Module, training: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a torch.nn leaf, as constructed."""
+    """Whether a module is a torch.nn leaf, as constructed.
+
+    SyncBatchNorm is none: called whole, it would ask other processes for statistics.
+    """
     cls = type(module)
+    if isinstance(module, nn.SyncBatchNorm):
+        return False
     if not cls.__module__.startswith("torch.nn.modules.") or isinstance(module, _CONTAINERS):
         return False
     if "forward" in vars(module) or any(

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
@@ -220,3 +222,43 @@ def test_a_model_of_one_batch_size_is_told():
 
     with pytest.warns(UserWarning, match=r"no batch of 3 or 4 samples \(ValueError: too many\)"):
         assert differences(graph, subject) == []
+
+
+class Assigning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y
+
+
+def test_a_buffer_that_is_assigned_is_explained():
+    subject = Subject("toy", Assigning(), (torch.randn(4, 4),))
+    graph = merge(trace_export(subject, True), trace_export(subject, False))
+
+    (text,) = differences(graph, subject)
+
+    assert "buffer mean is off by" in text
+    assert "write into it instead" in text
+
+
+class Checkpointing(nn.Module):
+    """Plain torch would run the BatchNorm again in the backward, and count its samples twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def test_what_the_model_checkpoints_runs_once():
+    subject = Subject("toy", Checkpointing(), (torch.randn(4, 4),))
+    graph = merge(trace_export(subject, True), trace_export(subject, False))
+
+    assert differences(graph, subject) == []
