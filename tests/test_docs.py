@@ -1,22 +1,34 @@
-"""The documentation's code runs, and the files that it names are there."""
+"""The documentation's code runs, its commands are taken, and what it names is there."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.run import get_args_parser
+from torch.nn import functional as F
 
+from gpipe_compiler import emit, plan
+from gpipe_compiler import trace as trace_call
+from gpipe_compiler.arguments import compile_parser, inspect_parser
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.runtime.arguments import parser_for
+from gpipe_compiler.runtime.hooks import UserHooks
 
 ROOT = Path(__file__).parents[1]
+RUNTIME = ROOT / "gpipe_compiler" / "runtime"
 PAGES = sorted(
     [ROOT / "README.md"]
     + [
@@ -44,11 +56,42 @@ def graph() -> Graph:
     return trace(Subject(name="twice", model=Twice(), args=(torch.randn(4, 4),), training=False))
 
 
+def build_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The `model_x4` that pages speak of."""
+    folder = tmp_path_factory.mktemp("documented")
+    model = build_model()
+    batch = torch.randn(8, 4), torch.randint(4, (8,))
+    graph = trace_call(model, (batch[0],), target=batch[1], loss_fn=F.cross_entropy)
+    emit(plan(graph, stages=4, microbatches=2), folder / "model_x4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield importlib.import_module("model_x4")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "model_x4"]:
+            del sys.modules[name]
+
+
+def blocks_of(page: str) -> list[str]:
+    """The Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """The words of the commands that stand in a page by themselves."""
+    joined = re.sub(r" *\\\n *", " ", text)
+    for line in re.findall(r"^ {4}(?:\$ )?(.*)$", joined, re.MULTILINE):
+        if re.match(r"gpipe-compile |gpipe-inspect |torchrun |python \S*run\.py ", line):
+            yield shlex.split(line, comments=True)
+
+
 def passes_of_the_page(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Everything that the Python blocks of the page on passes define."""
-    text = (ROOT / "docs" / "writing_passes.md").read_text()
     found: dict[str, object] = {}
-    for index, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+    for index, block in enumerate(blocks_of("docs/writing_passes.md")):
         module = ModuleType(f"documented_pass_{index}")
         monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look there
         exec(compile(block, f"writing_passes.md, block {index}", "exec"), vars(module))
@@ -86,3 +129,99 @@ def test_links_lead_somewhere(page: Path) -> None:
     local = [target for target in targets if "://" not in target]
 
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_taken(page: Path, package: ModuleType) -> None:
+    """By the parsers that they are for, torchrun's among them."""
+    for words in commands_of(page.read_text()):
+        match words:
+            case ["gpipe-compile", *rest]:
+                compile_parser().parse_args(rest)
+            case ["gpipe-inspect", *rest]:
+                inspect_parser().parse_args(rest)
+            case ["torchrun", *rest]:
+                started = get_args_parser().parse_args(rest)
+                assert started.training_script.endswith("run.py")
+                parser_for(package.SPEC).parse_args(started.training_script_args)
+            case ["python", _, *rest] if "--help" not in rest:
+                parser_for(package.SPEC).parse_args(rest)
+
+
+def test_commands_are_found() -> None:
+    """Without which the test above holds nothing."""
+    pages = {"README.md": 10, "docs/training.md": 8, "docs/package.md": 5}
+
+    assert {page: len(list(commands_of((ROOT / page).read_text()))) for page in pages} == pages
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/package.md"])
+def test_options_exist(page: str, package: ModuleType) -> None:
+    parsers = [compile_parser(), inspect_parser(), parser_for(package.SPEC)]
+    parsers += parser_for(package.SPEC)._subparsers._group_actions[0].choices.values()
+    known = {option for parser in parsers for option in parser._option_string_actions}
+    known |= {option.replace("_", "-") for option in get_args_parser()._option_string_actions}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / page).read_text()))
+
+    assert named - known == set()
+
+
+def test_all_options_of_training_are_told(package: ModuleType) -> None:
+    train = parser_for(package.SPEC)._subparsers._group_actions[0].choices["train"]
+    told = (ROOT / "docs" / "training.md").read_text()
+    told += (ROOT / "docs" / "package.md").read_text()
+
+    untold = [option for option in train._option_string_actions if option not in told]
+    assert untold == ["-h", "--help", "--traceback"]
+
+
+def test_hooks_are_those_of_the_runtime() -> None:
+    hooks = {field.name for field in fields(UserHooks)} - {"name"}
+    page = (ROOT / "docs" / "training.md").read_text()
+    (model_file,) = [block for block in blocks_of("README.md") if "def build_model" in block]
+    subject = {"build_model", "example_inputs", "loss_fn", "example_target"}
+
+    assert set(re.findall(r"^\| `(\w+)\(\w*(?:, \w+)*\)` \|", page, re.MULTILINE)) == hooks
+    assert set(re.findall(r"^def (\w+)", model_file, re.MULTILINE)) == hooks | subject
+
+
+def test_files_of_the_runtime_are_there() -> None:
+    page = (ROOT / "docs" / "package.md").read_text().partition("In `runtime/`:")[2]
+    table = page.partition("## How it runs")[0]
+    named = re.findall(r"`([\w./]+)`(?=[^|\n]*\|[^|\n]*\|$)", table, re.MULTILINE)
+
+    assert len(named) > 20
+    assert [name for name in named if not (RUNTIME / name).exists()] == []
+
+
+def test_loops_of_the_pages_run(
+    package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which a reader would need them: a checkpoint is written before it is read."""
+    monkeypatch.chdir(tmp_path)
+    model = build_model()
+    inputs, target = torch.randn(8, 4), torch.randint(4, (8,))
+    names: dict[str, object] = {
+        "torch": torch,
+        "Path": Path,
+        "Pipeline": package.Pipeline,
+        "model": model,
+        "inputs": inputs,
+        "target": target,
+        "batches": [(inputs, target)] * 2,
+        "groups_of_four": [[(inputs, target)] * 4],
+        "state": model.state_dict(),
+        "folder": Path("checkpoints"),
+    }
+    (loop,) = [block for block in blocks_of("README.md") if "pipe = Pipeline" in block]
+    exec(loop, names)
+    (calls,) = blocks_of("docs/package.md")
+    exec(calls, names)
+    accumulate, read, write = blocks_of("docs/training.md")
+    exec(accumulate, names)
+    exec(write, names)
+    names["optimizer"] = torch.optim.AdamW(model.parameters())
+    exec(read, names)
+
+    for name, tensor in names["pipe"].state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
