@@ -28,7 +28,7 @@ def turned_into_batchnorm(model: nn.Module) -> Iterator[None]:
 
     A layer that is never called, or on inputs of several kinds, stays; see `modules.is_plain`.
     """
-    layers = {
+    layers: dict[str, nn.Module] = {
         path: module for path, module in model.named_modules() if type(module) is nn.SyncBatchNorm
     }
     seen: dict[str, set[type[nn.Module]]] = {path: set() for path in layers}
