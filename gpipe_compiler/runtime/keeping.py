@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,9 +169,11 @@ class Keeper:
     def _agreed(self) -> tuple[Path | None, bool]:
         """Rank 0 looks which it is, and whether a restart would find it; every rank reads that."""
 
-        def look(_: object) -> tuple[Path | None, bool, str, str]:
+        def look(attempts: Sequence[Attempt]) -> tuple[Path | None, bool, str, str]:
+            # torchrun counts a restart only on the host whose own processes have failed.
+            again = any(attempt.again for attempt in attempts)
             try:
-                path = to_resume(self.options, Attempt.here())
+                path = to_resume(self.options, Attempt(again, attempts[0].job))
             except UsageError as error:
                 return None, False, error.problem, error.hint
             directory = self.options.directory
@@ -178,7 +181,7 @@ class Keeper:
             return path, newest, "", ""
 
         path, newest, problem, hint = Ranks(self.pipe.world).together(
-            "the checkpoint to go on from", lambda: None, look
+            "the checkpoint to go on from", Attempt.here, look
         )
         if problem:
             raise UsageError(problem, hint=hint)

@@ -6,12 +6,14 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchrun import training
+from torchrun import PATIENCE_S, training
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -66,3 +68,25 @@ def test_the_others_end_with_a_message(package, tmp_path, rank, how):
     waited = rf"rank {other}: error: rank {other} gave up [^\n]*rank {rank}"
     assert re.search(waited, said), said
     assert "Traceback" not in said
+
+
+def test_ranks_of_a_host_without_failures_know_of_a_restart(package, tmp_path):
+    """Over several hosts torchrun counts a restart only where processes have failed."""
+    script = '[ "$RANK" = 0 ] || export TORCHELASTIC_RESTART_COUNT=1; exec "$@"'
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--no-python", "sh", "-c", script, "sh"]
+    command += [sys.executable, str(package / "run.py"), "train"]
+    command += ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+
+    for steps in (3, 6):
+        done = subprocess.run(
+            [*command, "--steps", str(steps)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+
+    assert "step_00000003, step 3" in done.stdout
