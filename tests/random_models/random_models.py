@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
 
@@ -36,7 +38,7 @@ class Recipe:
     Attributes:
         seed: of the weights and the inputs.
         output: how the results are returned.
-        loss: "none", "function" (with a target) or "own".
+        loss: "none", "own", or a key of `LOSS_FUNCTIONS`, which take a target.
         call: which optional inputs there are.
     """
 
@@ -137,6 +139,9 @@ PREPARE: dict[str, Prepare] = {}
 RUN: dict[str, Run] = {}
 REGIONS = frozenset({"no_grad", "autocast"})
 """Steps that only torch.export can trace."""
+TYPED = frozenset({"autocast", "cast", "zeros"})
+"""Steps that ask for the type of a value. torch.export writes the answer down, that without
+autocast, so its packages compute in 16 bits what the model does not; validation tells."""
 
 
 def prepares(kind: str) -> Callable[[Prepare], Prepare]:
@@ -168,13 +173,44 @@ def module(kind: str, make: Callable[[], nn.Module]) -> None:
         pools.features.append(model.parts[f"{kind}_{number}"](pools.feature(step.first)))
 
 
-def mean_square(output: object, target: torch.Tensor) -> torch.Tensor:
-    """The distance of the first feature of an output from a target; most outputs go unused."""
+def first_of(output: Any) -> torch.Tensor:
+    """The first feature of an output."""
     if isinstance(output, dict):
         output = output["last"]
-    if isinstance(output, tuple | list):
-        output = output[0]
-    return (output - target).square().mean()  # type: ignore[operator]  # a tensor
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def mean_square(output: object, target: torch.Tensor) -> torch.Tensor:
+    """The distance of the first feature of an output from a target; most outputs go unused."""
+    return (first_of(output) - target).square().mean()
+
+
+def tokens(output: object, target: torch.Tensor) -> torch.Tensor:
+    """A class for each sample, or none."""
+    return F.cross_entropy(first_of(output), target)
+
+
+def words(output: object, target: torch.Tensor) -> torch.Tensor:
+    """Several classes for each sample, any of them none."""
+    x = first_of(output)
+    logits = torch.stack([x, x.sin(), -x], dim=1)
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+def masked(output: object, target: torch.Tensor) -> torch.Tensor:
+    """A mean over the samples with a class, written by hand."""
+    counted = target != IGNORED
+    each = F.cross_entropy(first_of(output), target.clamp(min=0), reduction="none")
+    return (each * counted).sum() / counted.sum().clamp(min=1)
+
+
+IGNORED = -100
+LOSS_FUNCTIONS: Mapping[str, Callable[[object, torch.Tensor], torch.Tensor]] = {
+    "function": mean_square,
+    "tokens": tokens,
+    "words": words,
+    "masked": masked,
+}
 
 
 @dataclass(frozen=True)
@@ -186,16 +222,29 @@ class Call:
     target: torch.Tensor | None
 
 
-def call_of(recipe: Recipe, batch: int) -> Call:
-    """The example call of a recipe."""
-    generator = torch.Generator().manual_seed(recipe.seed)
+def call_of(
+    recipe: Recipe, batch: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Call:
+    """A call of a recipe's model; that of seed 0 is the example."""
+    generator = torch.Generator().manual_seed(recipe.seed + 100 * seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    def classes(*shape: int) -> torch.Tensor:
+        found = torch.randint(-2, WIDTH, shape, generator=generator)
+        return found.where(found >= 0, IGNORED)
 
     x = normal(batch, WIDTH)
     ids = torch.randint(0, WIDTH, (batch,), generator=generator)
-    target = normal(batch, WIDTH) if recipe.loss == "function" else None
+    target = None
+    match recipe.loss:
+        case "function":
+            target = normal(batch, WIDTH)
+        case "tokens" | "masked":
+            target = classes(batch)
+        case "words":
+            target = classes(batch, TIME)
     extra = {"more": normal(batch, WIDTH), "seq": normal(batch, TIME, WIDTH)}
     args: tuple[object, ...] = (x, ids)
     kwargs: dict[str, object] = {}
@@ -214,7 +263,7 @@ def call_of(recipe: Recipe, batch: int) -> Call:
 
 
 OUTPUTS = ("tensor", "tuple", "dict", "input", "twice")
-LOSSES = ("none", "function", "own")
+LOSSES = ("none", "own", *LOSS_FUNCTIONS)
 CALLS = ("plain", "extra", "keywords", "none")
 
 

@@ -248,8 +248,9 @@ def index_math(model: RandomModel, number: int, step: Step, pools: Pools) -> Non
 @runs("cast")
 def cast(model: RandomModel, number: int, step: Step, pools: Pools) -> None:
     """Another dtype on the way: a boundary of half precision, or of doubles."""
-    wide = pools.feature(step.first).to(torch.float64 if step.third % 2 else torch.bfloat16)
-    pools.features.append((wide * 2).float() + pools.mask(step.second).float())
+    x = pools.feature(step.first)
+    wide = x.to(torch.float64 if step.third % 2 else torch.bfloat16)
+    pools.features.append((wide * 2).to(x.dtype) + pools.mask(step.second).to(x.dtype))
 
 
 @runs("detach")
@@ -344,6 +345,7 @@ def prepare_autocast(model: RandomModel, number: int, step: Step) -> None:
 
 @runs("autocast")
 def autocast(model: RandomModel, number: int, step: Step, pools: Pools) -> None:
+    x = pools.feature(step.first)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = model.parts[f"autocast_{number}"](pools.feature(step.first))
-    pools.features.append(half.float())
+        half = model.parts[f"autocast_{number}"](x)
+    pools.features.append(half.to(x.dtype))

@@ -1,0 +1,165 @@
+"""Random models as packages: cut at random places, emitted, and loaded to run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import random_steps  # noqa: F401  # what the steps of recipes do
+import torch
+from hypothesis import currently_in_test_context, event, note
+from hypothesis import strategies as st
+from random_cuts import most_stages, random_cut
+from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
+
+import gpipe_compiler.runtime.command  # noqa: F401  # the runtime of every package here, whole
+from gpipe_compiler.cluster import local_cluster
+from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cut_graph import Facts, problem_of
+from gpipe_compiler.passes.loss_weight import weigh_loss
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.planning import make_plan
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+
+_COUNTER = itertools.count()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is cut, and how it is planned to compute. `cut` None asks for the best cut.
+
+    Attributes:
+        size: samples in a micro-batch.
+        wide: whether the model and its inputs are in double precision.
+    """
+
+    stages: int
+    microbatches: int = 2
+    schedule: ScheduleKind = ScheduleKind.GPIPE
+    cut: int | None = None
+    size: int = 2
+    one_device: bool = False
+    training: bool = True
+    remat: RematChoice = RematChoice.NONE
+    batchnorm: BatchNorm = BatchNorm.MICRO
+    precision: Precision = Precision.FP32
+    wide: bool = False
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.schedule, self.remat, self.batchnorm, self.precision)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.wide else torch.float32
+
+
+def _legal(layout: Layout) -> bool:
+    exact = layout.batchnorm is BatchNorm.EXACT
+    return not exact or layout.schedule is ScheduleKind.GPIPE
+
+
+layouts = st.builds(
+    Layout,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(ScheduleKind),
+    st.one_of(st.integers(0, 1 << 16), st.none()),
+    st.integers(2, 3),
+    st.booleans(),
+    st.sampled_from((True, True, True, False)),
+    st.sampled_from((RematChoice.NONE, RematChoice.FULL)),
+    st.sampled_from(BatchNorm),
+    st.sampled_from((Precision.FP32, Precision.FP32, Precision.BF16)),
+).filter(_legal)
+
+
+def subject_of(recipe: Recipe, layout: Layout) -> Subject:
+    torch.manual_seed(recipe.seed)
+    model = RandomModel(recipe).to(layout.dtype)
+    call = call_of(recipe, layout.size * layout.microbatches, dtype=layout.dtype)
+    loss_fn = LOSS_FUNCTIONS.get(recipe.loss)
+    return Subject("random", model, call.args, call.kwargs, call.target, loss_fn, layout.training)
+
+
+def plan_of(graph: Graph, layout: Layout) -> Plan:
+    cluster = local_cluster()
+    annotated = annotate(graph, layout.size, layout.precision)
+    graph = check(weigh_loss(annotated), after="loss_weight")
+    costs = roofline(graph, cluster.device)
+    problem = problem_of(Facts.of(graph, costs))
+    stages = min(layout.stages, most_stages(problem, cluster.link))
+    if currently_in_test_context():
+        event(f"{stages} stages")
+    options = {
+        "stages": stages,
+        "microbatches": layout.microbatches,
+        "batch_size": layout.size * layout.microbatches,
+        "policy": layout.policy,
+        "cluster": cluster,
+        "costs": costs,
+    }
+    if layout.cut is None:
+        return make_plan(graph, **options)
+    chosen = random_cut(layout.cut)
+    with mock.patch("gpipe_compiler.drafting.cut", chosen):
+        return make_plan(graph, **options)
+
+
+def load(directory: Path) -> ModuleType:
+    """The package in a folder, on this compiler's own runtime instead of its copy."""
+    name = f"random_package_{next(_COUNTER)}"
+    runtime = "gpipe_compiler.runtime"
+    sys.modules.update(
+        {
+            name + loaded.removeprefix("gpipe_compiler"): module
+            for loaded, module in list(sys.modules.items())
+            if loaded == runtime or loaded.startswith(f"{runtime}.")
+        }
+    )
+    spec = importlib.util.spec_from_file_location(
+        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def forget(module: ModuleType) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == module.__name__]:
+        del sys.modules[name]
+
+
+@contextmanager
+def package_of(plan: Plan) -> Iterator[tuple[ModuleType, Path]]:
+    """The package of a plan, and its folder; gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="random-model-"))
+    try:
+        directory = emit(plan, folder / "package")
+        for stage in sorted(directory.glob("stage_*.py")) * currently_in_test_context():
+            note(f"{stage.name}:\n{stage.read_text()}")
+        module = load(directory)
+        try:
+            yield module, directory
+        finally:
+            forget(module)
+    finally:
+        shutil.rmtree(folder)

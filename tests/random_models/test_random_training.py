@@ -1,0 +1,92 @@
+"""Random models trained in random ways, held against the plain loop.
+
+Every example draws a model, a cut, and all that a caller may choose: the schedule, micro-batches,
+batch sizes that they divide or not, recomputation stage by stage, how BatchNorm normalises, the
+precision, accumulation, clipping, frozen parameters, losses that leave samples out, devices, modes.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import HealthCheck, assume, currently_in_test_context, given, note, settings
+from random_holding import Held, crossings_checked, hold_training
+from random_models import REGIONS, RUN, TYPED, Recipe, recipes
+from random_packages import Layout, package_of, plan_of, subject_of
+from random_training import (
+    PlainLoop,
+    Training,
+    freeze,
+    pipeline,
+    training_layouts,
+    trainings,
+)
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.auto import Frontend, trace
+from gpipe_compiler.runtime.spec import Precision
+
+
+def hold(
+    recipe: Recipe, layout: Layout, training: Training, frontend: Frontend = Frontend.FX
+) -> None:
+    """Compiles a recipe, and trains its package beside the model."""
+    subject = subject_of(recipe, layout)
+    freeze(subject.model, training.frozen)
+    model = copy.deepcopy(subject.model)
+    plan = plan_of(trace(subject, frontend), layout)
+    with (
+        package_of(plan) as (package, directory),
+        pipeline(package.SPEC, directory / "weights", training) as pipe,
+        crossings_checked(pipe.spec, pipe.manner.precision),
+    ):
+        if currently_in_test_context():
+            note(pipe.describe())
+        held = Held(PlainLoop(recipe, model, plan, pipe), pipe, layout)
+        hold_training(recipe, training, held)
+
+
+def accept(recipe: Recipe, layout: Layout, training: Training, frontend: Frontend) -> None:
+    """Holds a drawn example; a model that does not run by itself is no example."""
+    if frontend is Frontend.EXPORT and Precision.BF16 in (layout.precision, training.precision):
+        assume(TYPED.isdisjoint(step.kind for step in recipe.steps))
+    try:
+        hold(recipe, layout, training, frontend)
+    except ModelError as error:
+        assume("the model raises" not in error.problem)
+        raise
+
+
+EVERY_KIND = sorted(RUN)
+FX_KINDS = [kind for kind in EVERY_KIND if kind not in REGIONS]
+FEW = settings(max_examples=15, derandomize=True, deadline=None, database=None)
+MANY = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+
+
+@FEW
+@given(recipes(FX_KINDS, 7), training_layouts, trainings)
+def test_random_model_trains_as_in_the_plain_loop(
+    recipe: Recipe, layout: Layout, training: Training
+) -> None:
+    accept(recipe, layout, training, Frontend.FX)
+
+
+@pytest.mark.slow
+@MANY
+@given(recipes(FX_KINDS, 12), training_layouts, trainings)
+def test_many_random_models_train_as_in_the_plain_loop(
+    recipe: Recipe, layout: Layout, training: Training
+) -> None:
+    accept(recipe, layout, training, Frontend.FX)
+
+
+@pytest.mark.slow
+@settings(MANY, max_examples=100)
+@given(recipes(EVERY_KIND, 10), training_layouts, trainings)
+def test_many_exported_random_models_train_as_in_the_plain_loop(
+    recipe: Recipe, layout: Layout, training: Training
+) -> None:
+    accept(recipe, layout, training, Frontend.EXPORT)
