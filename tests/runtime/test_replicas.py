@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pipelines import data_for, skip_spec, tied_spec
 
-from gpipe_compiler.runtime.errors import UsageError
+from gpipe_compiler.runtime.errors import TransportError, UsageError
 from gpipe_compiler.runtime.inputs import even_sizes
 from gpipe_compiler.runtime.nest import tensors_of
 from gpipe_compiler.runtime.pipeline import Pipeline
@@ -158,3 +159,15 @@ def test_buckets_keep_order_and_type():
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
     found = buckets(parameters, 4 * 8)
     assert [[len(p) for p in bucket] for bucket in found] == [[3, 5], [4], [6]]
+
+
+def test_a_process_that_finds_no_other_says_so(monkeypatch):
+    """As on a host that the first one cannot be reached from."""
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        alone = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**alone, "MASTER_PORT": taken.getsockname()[1]}.items():
+            monkeypatch.setenv(name, str(value))
+
+        with pytest.raises(TransportError, match="do not find each other"):
+            Pipeline(tied_spec(), None, timeout_s=1)
