@@ -238,7 +238,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
                 hold_against(subject, made, folder, seed=options.seed, per_microbatch=accepted)
             )
             write_report(made, folder / "report.html", found[0])
-            refuse_failed(found[0])
+            refuse_failed(found[0], made.precision)
 
     try:
         placed = emit(
@@ -268,11 +268,20 @@ def on_meta(graph: Graph) -> bool:
     return any(tensor.is_meta for tensor in graph.tensors.values())
 
 
-def refuse_failed(validation: Validation) -> None:
+_DTYPES_SEEN = (
+    "the model was traced in fp32: where it looks at dtypes, as x.to(y.dtype) and "
+    "torch.finfo(x.dtype) do, it may do something else under autocast; try --precision fp32"
+)
+
+
+def refuse_failed(validation: Validation, precision: Precision = Precision.FP32) -> None:
     """Raises the ValidationError of a validation that failed."""
     if validation.passed:
         return
     faults = [f"{row.what} {fault}" for row in validation.rows for fault in row.faults]
     listing = "".join(f"\n  - {fault}" for fault in faults[:20])
     more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-    raise ValidationError(f"the package does not reproduce the model:{listing}{more}")
+    raise ValidationError(
+        f"the package does not reproduce the model:{listing}{more}",
+        hint="" if precision is Precision.FP32 else _DTYPES_SEEN,
+    )

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import UsageError
+from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.policy import RematChoice
@@ -116,6 +116,51 @@ def test_16_bits_equal_the_plain_model_under_autocast(
     crossing = {c.value: c.dtype for c in made.plan.crossings if c.gradient}
     assert lower in crossing.values()
     assert f"precision=Precision.{precision.name}" in schedule_of(made)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_exact_normalisation_in_16_bits_allows_stages_without_it_their_micro_batches(
+    tmp_path: Path,
+) -> None:
+    """The gradients of the wide last layer are sums in bfloat16 in the plain model."""
+    torch.manual_seed(0)
+    head = [nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5)]
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), *head)
+    inputs, target = torch.randn(32, 6), torch.randint(5, (32,))
+    options = dataclasses.replace(OPTIONS, batchnorm=BatchNorm.EXACT, precision=Precision.BF16)
+
+    made = compile_subject(
+        Subject("wide", model, (inputs,), target=target, loss_fn=F.cross_entropy),
+        options,
+        tmp_path / "wide_x2",
+    )
+
+    assert len(made.plan.joint) == 1
+    assert made.validation is not None
+    gradients = next(row for row in made.validation.rows if row.what == "gradient")
+    assert 1e-4 < gradients.relative <= gradients.tolerance
+
+
+class LooksAtTypes(nn.Module):
+    """Under autocast its first layer gives bfloat16, and it doubles that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.last = nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(torch.exp(h) * (1.0 if h.dtype is torch.float32 else 2.0))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_model_that_looks_at_types_is_explained(tmp_path: Path) -> None:
+    model = Subject("types", LooksAtTypes(), (torch.randn(BATCH, 6),))
+    options = dataclasses.replace(OPTIONS, precision=Precision.BF16, frontend=Frontend.EXPORT)
+
+    with pytest.raises(ValidationError, match="try --precision fp32"):
+        compile_subject(model, options, tmp_path / "types_x2")
 
 
 def schedule_of(made: Compiled) -> str:

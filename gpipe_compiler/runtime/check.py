@@ -23,6 +23,7 @@ from .inputs import Inputs
 from .pipeline import Pipeline
 from .precision import lower_dtype
 from .shared import owners_of
+from .spec import BatchNorm
 from .stages_in_a_row import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
 
@@ -56,9 +57,18 @@ def check_pipeline(
 
 
 def _summed_in(pipe: Pipeline) -> dict[str, torch.dtype]:
-    """The parameters of several stages, whose gradients the plain model sums in 16 bits."""
+    """The parameters whose gradients the plain model sums in 16 bits.
+
+    They are those of several stages; with exact BatchNorm all, for the plain model takes the
+    mini-batch at once, and stages without BatchNorm take micro-batches.
+    """
     dtype = lower_dtype(pipe.manner.precision)
-    return {} if dtype is None else dict.fromkeys(owners_of(pipe.spec), dtype)
+    if dtype is None:
+        return {}
+    names: set[str] = set(owners_of(pipe.spec))
+    if pipe.manner.batchnorm is BatchNorm.EXACT:
+        names.update(name for stage in pipe.spec.stages for name in stage.state.values())
+    return dict.fromkeys(names, dtype)
 
 
 @contextlib.contextmanager

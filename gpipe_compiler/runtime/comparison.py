@@ -13,7 +13,8 @@ Tensors of 16 bits round coarser than that, at each of the sums: they pass withi
 their own units (6% for bfloat16), which still tells a missing micro-batch of eight.
 Under autocast both round to 16 bits at the same places, so fp32 tensors stay as close as without;
 but for a parameter of several stages: the plain model casts it once and sums the gradients of its
-uses in 16 bits, the pipeline casts it in each stage and sums them in fp32.
+uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. With exact BatchNorm the
+plain model sums over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches.
 Integers and booleans must be equal.
 """
 
