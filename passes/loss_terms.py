@@ -176,11 +176,13 @@ class Terms:
         return verb(op) in _SAME and self.is_scalar(op.call.args[0])
 
     def is_scalar(self, argument: Argument) -> bool:
-        """Whether an argument is a tensor of one element."""
+        """Whether an argument is a tensor of one element, however many samples there are."""
         known = self.value(argument)
         return (
             known is not None
             and known.kind is ValueKind.TENSOR
+            and known.batch_dim is None
+            and known.splittable
             and torch.Size(known.shape).numel() == 1
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,9 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.legality import check
+
+# The models next to the tests are imported by name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class Builder:

@@ -10,13 +10,31 @@ from __future__ import annotations
 import functools
 import math
 import runpy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taggers import (
+    BATCH,
+    BY_HAND,
+    CLASSES,
+    LABELS,
+    LENGTH,
+    MASK,
+    WEIGHTED,
+    WIDTH,
+    LossOf,
+    Tagger,
+    alike,
+    clamped,
+    linear,
+    nll,
+    rows,
+    tokens,
+    traced,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,161 +47,9 @@ from gpipe_compiler.passes.loss_weight import different_means, loss_weight, weig
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.splitting import loss_shares
 
-BATCH, LENGTH, CLASSES, WIDTH = 4, 3, 5, 4
 FRONTENDS = (Frontend.FX, Frontend.EXPORT)
 
 Parts = dict[str, Tensor]
-LossOf = Callable[["Tagger", Tensor, Tensor, Tensor], Tensor]
-
-
-class Tagger(nn.Module):
-    """Logits for every position, and a loss of one kind."""
-
-    def __init__(self, loss: LossOf) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.other = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("of_class", torch.tensor([1.0, 2.0, 0.5, 4.0, 0.25]))
-        self.register_buffer("seen", torch.ones(CLASSES))
-        self.learned = nn.Parameter(torch.rand(CLASSES))
-        self.criterion = nn.CrossEntropyLoss(torch.tensor([3.0, 1.0, 0.5, 0.0, 2.0]))
-        self.smooth = nn.CrossEntropyLoss(
-            torch.tensor([3.0, 1.0, 0.5, 1.0, 2.0]), ignore_index=2, label_smoothing=0.3
-        )
-        self.loss = loss
-
-    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.loss(self, x, labels, mask), "logits": self.head(x)}
-
-
-def rows(model: Tagger, x: Tensor) -> Tensor:
-    return model.head(x).flatten(0, 1)
-
-
-def nll(model: Tagger, x: Tensor, labels: Tensor) -> Tensor:
-    logits = model.head(x).transpose(1, 2)
-    return F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
-
-
-def tokens(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return F.cross_entropy(rows(model, x), labels.view(-1))
-
-
-def shifted(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """As causal language models of Hugging Face do."""
-    labels = F.pad(labels, (0, 1), value=-100)
-    following = labels[..., 1:].contiguous().view(-1)
-    logits = model.head(x).view(-1, CLASSES)
-    return F.cross_entropy(logits, following, ignore_index=-100, reduction="mean")
-
-
-def by_class(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    scores = F.log_softmax(model.head(x), dim=-1).transpose(1, 2)
-    return F.nll_loss(scores, labels, model.of_class)
-
-
-def module(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return model.criterion(rows(model, x), labels.flatten())
-
-
-def smoothed(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return model.smooth(rows(model, x), labels.masked_fill(labels == -100, 2).flatten())
-
-
-def scaled(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    loss = F.cross_entropy(rows(model, x), labels.flatten()).double()
-    return 0.0 + 0.3 * -(-loss / 7) * x.size(1) + 0.0
-
-
-def summed(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    count = (labels.flatten() != -100).sum()
-    return F.cross_entropy(rows(model, x), labels.flatten(), reduction="sum") / count
-
-
-def masked(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return (nll(model, x, labels) * mask).sum() / mask.sum()
-
-
-def clamped(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return (nll(model, x, labels) * mask).sum() / mask.sum().clamp(min=1.0)
-
-
-def guarded(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """As max(2 * sum, 1) + 0.5, out of order."""
-    total = torch.clamp(mask.sum() * 2 + 0.25, min=1.25) + 0.25
-    return torch.div((nll(model, x, labels) * mask).sum(), total)
-
-
-def mean_by_mean(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return (nll(model, x, labels) * mask).mean() / torch.mean(mask)
-
-
-def inside(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return (nll(model, x, labels) * mask / mask.sum()).sum()
-
-
-def edited(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    labels = labels.clone()
-    labels[labels == 0] = -100
-    return F.cross_entropy(rows(model, x), labels.view(-1))
-
-
-def alike(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Two heads with the same labels, and a regulariser."""
-    deep = F.cross_entropy(model.other(x).flatten(0, 1), labels.flatten())
-    return tokens(model, x, labels, mask) + 0.5 * deep + 0.01 * model.head.weight.square().sum()
-
-
-def stacked(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    deep = F.cross_entropy(model.other(x).flatten(0, 1), labels.flatten())
-    return torch.stack([tokens(model, x, labels, mask), deep]).mean()
-
-
-def linear(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """The loss that torch fuses with the head."""
-    weight = model.head.weight
-    return F.linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten())
-
-
-WEIGHTED: dict[str, LossOf] = {
-    made.__name__: made
-    for made in (
-        *(tokens, shifted, by_class, module, smoothed, scaled, summed, masked, clamped, guarded),
-        *(mean_by_mean, inside, edited, alike, stacked),
-    )
-}
-
-LABELS = torch.tensor([[0, 1, 2], [-100, -100, 3], [4, 4, -100], [-100, -100, -100]])
-MASK = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.25, 1.0, 1.0], [0.0, 0.0, 0.125]])
-
-BY_HAND: dict[str, list[float]] = {
-    "tokens": [3, 1, 2, 0],
-    "shifted": [2, 1, 1, 0],
-    "by_class": [1 + 2 + 0.5, 4, 0.25 + 0.25, 0],
-    "module": [3 + 1 + 0.5, 0, 2 + 2, 0],
-    "smoothed": [3 + 1, 1, 2 + 2, 0],
-    "scaled": [3, 1, 2, 0],
-    "summed": [3, 1, 2, 0],
-    "masked": [1.5, 0, 2.25, 0.125],
-    "clamped": [1.5, 0, 2.25, 0.125],
-    "guarded": [1.5, 0, 2.25, 0.125],
-    "mean_by_mean": [1.5, 0, 2.25, 0.125],
-    "inside": [1.5, 0, 2.25, 0.125],
-    "edited": [2, 1, 2, 0],
-    "alike": [3, 1, 2, 0],
-    "stacked": [3, 1, 2, 0],
-}
-"""The weight of every single sample of LABELS and MASK."""
-
-
-def traced(loss: LossOf, frontend: Frontend) -> tuple[Graph, Tagger]:
-    torch.manual_seed(0)
-    model = Tagger(loss).double()
-    torch.nn.init.normal_(model.head.weight)
-    call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": MASK}
-    call = {name: tensor.double() if name == "mask" else tensor for name, tensor in call.items()}
-    subject = Subject("tagger", model, (), call)
-    return annotate(trace(subject, frontend), 2), model
 
 
 @functools.cache
@@ -355,10 +221,14 @@ UNWEIGHTED = (
 )
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("loss", UNWEIGHTED)
-def test_others_go_by_samples(loss: LossOf) -> None:
-    """Where the weight cannot be known before the step, or there is more than one, or none."""
-    graph, _ = traced(loss, Frontend.FX)
+def test_others_go_by_samples(loss: LossOf, size: int) -> None:
+    """Where the weight cannot be known before the step, or there is more than one, or none.
+
+    What one sample comes to is no total of all, even where the micro-batch has one sample.
+    """
+    graph, _ = traced(loss, Frontend.FX, size)
 
     assert loss_weight(graph) is None
     assert weigh_loss(graph) is graph
