@@ -47,11 +47,6 @@ class Draft:
     joint: tuple[int, ...]
     prediction: Prediction
 
-    @property
-    def recompute(self) -> tuple[bool, ...]:
-        """For every stage, whether it recomputes."""
-        return tuple(stage.remat is Remat.FULL for stage in self.stages)
-
     def bounded_by(self, other: Draft) -> Draft:
         """The same, of which no more is known than the lower bound of the other."""
         known = dataclasses.replace(
