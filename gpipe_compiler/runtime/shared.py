@@ -26,7 +26,6 @@ class SharedParameter:
     name: str
     owners: list[nn.Parameter]
     earlier: torch.Tensor | None = None
-    version: int = 0
     total: torch.Tensor | None = field(default=None, repr=False)
 
     @property
@@ -39,18 +38,17 @@ class SharedParameter:
         for owner in self.owners[1:]:
             if owner.device == self.canonical.device:
                 owner.data = self.canonical.data
-        self.version = -1
         self.spread()
 
     def spread(self) -> None:
-        """Bring copies on other devices up to date after the canonical one was written to."""
-        if self.version == self.canonical._version:
-            return
+        """Bring copies on other devices up to date.
+
+        Always: an optimizer that writes to `parameter.data` leaves no trace of it.
+        """
         with torch.no_grad():
             for owner in self.owners[1:]:
                 if owner.device != self.canonical.device:
                     owner.copy_(self.canonical)
-        self.version = self.canonical._version
 
     def begin(self) -> None:
         """Before a step: every owner collects the gradient of this step alone."""
@@ -74,8 +72,11 @@ class SharedParameter:
         return total
 
     def exchange(self, over_ranks: Exchange) -> None:
-        """Sum over the ranks that own the parameter."""
+        """Sum over the ranks that own the parameter; no gradient where none of them has one."""
         gradient = self.local_sum()
+        found = self.canonical.new_tensor([gradient is not None], dtype=torch.float32)
+        if not over_ranks(f"{self.name} (whether there is one)", found):
+            return
         if gradient is None:
             gradient = torch.zeros_like(self.canonical)
         elif gradient.is_sparse:

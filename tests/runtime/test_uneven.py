@@ -9,22 +9,20 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_pipelines import SPECS, data_for, plain, reference, skip_spec, tied_spec
+from tiny_pipelines import (
+    IGNORED,
+    SPECS,
+    data_for,
+    plain,
+    reference,
+    skip_spec,
+    weighted_spec,
+)
 from torch import nn
 
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.inputs import even_sizes
 from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.spec import LossSpec, Reduction, StageSpec
-
-IGNORED = -100
-
-
-class Counted(nn.Module):
-    """How many labels are not ignored."""
-
-    def forward(self, labels):
-        return (labels != IGNORED).sum()
 
 
 class ByClass(nn.Module):
@@ -36,12 +34,6 @@ class ByClass(nn.Module):
 
     def forward(self, labels):
         return self.of_class[labels[labels != IGNORED]].sum()
-
-
-def weighted_spec(module=Counted, state=None):
-    weight = StageSpec(module, ("labels",), ("weight",), state or {})
-    loss = LossSpec("loss", Reduction.MEAN, separate=True, weight=weight)
-    return dataclasses.replace(tied_spec(), loss=loss)
 
 
 def whole_batch(spec, state, values):

@@ -6,6 +6,8 @@ named tensors, so that nothing of the runtime stands between it and autograd.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -214,6 +216,23 @@ def tied_spec(**more):
         aliases={"head.weight": "emb.weight"},
         **more,
     )
+
+
+IGNORED = -100
+
+
+class Counted(nn.Module):
+    """How many labels are not ignored."""
+
+    def forward(self, labels):
+        return (labels != IGNORED).sum()
+
+
+def weighted_spec(module=Counted, state=None):
+    """`tied_spec` with a mean over the labels that are not ignored."""
+    weight = StageSpec(module, ("labels",), ("weight",), state or {})
+    loss = LossSpec("loss", Reduction.MEAN, separate=True, weight=weight)
+    return dataclasses.replace(tied_spec(), loss=loss)
 
 
 class Norm0(nn.Module):

@@ -1,0 +1,68 @@
+"""Parameters that several stages own: equal on every device, and when they are first made.
+
+Held against what the optimizer, or the first owner, has written.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_pipelines import tied_spec
+from torch import nn
+
+from gpipe_compiler.runtime.held import HeldStages
+from gpipe_compiler.runtime.reducer import share_initial
+from gpipe_compiler.runtime.shared import SharedParameter
+
+OWNERS = {"emb.weight": (0, 1, 3)}
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter that says it lies on another device."""
+
+    device = torch.device("cuda", 1)
+
+
+class Peers:
+    """The other processes of a pipeline: `value` comes from the first owner."""
+
+    size = 1
+    rank = 0
+
+    def __init__(self, value):
+        self.value = value
+        self.asked = []
+
+    def broadcast(self, tensor, source, what, targets):
+        self.asked.append((source, tuple(targets)))
+        assert tensor.dtype == self.value.dtype
+        return self.value
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.add_(1.0), lambda p: p.detach().add_(1.0)])
+def test_a_copy_on_another_device_follows_however_the_optimizer_writes(write):
+    copy = torch.zeros(3)
+    shared = SharedParameter("w", [nn.Parameter(torch.zeros(3)), Elsewhere(copy)])
+    shared.alias()
+    for step in range(2):
+        write(shared.canonical)
+        shared.spread()
+        assert torch.equal(copy, torch.full((3,), step + 1.0))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_initial_values_go_to_the_owners_alone_in_their_own_type(stage):
+    """Where each process has a stage; the third has none of the embedding."""
+    spec = tied_spec()
+    value = torch.randn(10, 6, dtype=torch.float64)
+    peers = Peers(value)
+    held = HeldStages(spec, {stage: spec.stages[stage].module().double()})
+
+    share_initial(SimpleNamespace(pipeline=peers, peers=peers), held, OWNERS, (0, 1, 2, 3))
+
+    owns = stage in OWNERS["emb.weight"]
+    assert peers.asked == ([(0, (1, 3))] if owns else [])
+    if owns:
+        assert torch.equal(held.state_dict()["emb.weight"], value)
