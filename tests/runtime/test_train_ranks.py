@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import BROKEN, EVALUATION, METRICS, PLAIN, SHUFFLED, Run, plain_loop
 from tiny_pipelines import norm_spec, skip_spec
+from training_commands import BROKEN, EVALUATION, METRICS, PLAIN, SHUFFLED, Run, plain_loop
 
 from gpipe_compiler.runtime.checkpoint import latest
 
