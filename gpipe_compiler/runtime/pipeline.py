@@ -100,7 +100,7 @@ class Pipeline:
             spec, self._team, programs, self._scales, self._runner, self.microbatches
         )
         if self._team.members is not None and store is None:
-            share_initial(self._team.members, spec, self.held, self._owners, self._team.placement)
+            share_initial(self._team.members, self.held, self._owners, self._team.placement)
         self.train(self._mode)
 
     def _make_scaler(self) -> PipelineScaler:

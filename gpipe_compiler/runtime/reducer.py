@@ -15,7 +15,6 @@ from .held import HeldStages
 from .replicas import Replicas
 from .shared import SharedParameter
 from .spec import PipelineSpec
-from .weights import parameter_shape
 
 BUCKET_BYTES = 25 << 20
 """About what is reduced at a time, as in torch's DistributedDataParallel."""
@@ -146,10 +145,15 @@ class Reducer:
         first, *others = self.owners[item.name]
         if not others:
             return
-        gradient = item.canonical.grad
-        assert gradient is not None  # their sum over the owners of a replica is always there
+        pipeline, parameter = self.replicas.pipeline, item.canonical
         what = f"the gradient of {item.name}"
-        gradient.copy_(self.replicas.pipeline.broadcast(gradient, first, what, others))
+        found = torch.tensor([float(parameter.grad is not None)])
+        if not pipeline.broadcast(found, first, f"{what} (whether there is one)", others):
+            return
+        if parameter.grad is None:
+            # In this replica nobody had one.
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.copy_(pipeline.broadcast(parameter.grad, first, what, others))
 
 
 def written(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> list[torch.Tensor]:
@@ -165,6 +169,8 @@ def written(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> list[torch.
 
 def share_buffers(peers: Network, tensors: Sequence[torch.Tensor]) -> None:
     """Let tensors be those of the first replica; all replicas call it with tensors alike."""
+    if peers.size == 1:
+        return
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor.detach())
@@ -180,7 +186,6 @@ def share_buffers(peers: Network, tensors: Sequence[torch.Tensor]) -> None:
 
 def share_initial(
     replicas: Replicas,
-    spec: PipelineSpec,
     held: HeldStages,
     owners: Mapping[str, Sequence[int]],
     placement: Sequence[int],
@@ -190,23 +195,19 @@ def share_initial(
     Args:
         owners: the stages that own each trained parameter that several do.
     """
-    kept = {item.name: item for item in held.shared}
-    for name, stages in owners.items():
-        shape = parameter_shape(spec.stages[stages[0]], name)
-        mine = kept[name].canonical.detach() if name in kept else torch.empty(shape)
-        source = placement[stages[0]]
-        value = replicas.pipeline.broadcast(mine, source, f"the initial {name}")
-        if name in kept:
-            with torch.no_grad():
-                kept[name].canonical.copy_(value)
-    share_buffers(replicas.peers, list(held.state_dict().values()))
+    for item in held.shared:
+        first, *others = sorted({placement[stage] for stage in owners[item.name]})
+        mine = item.canonical.detach()
+        value = replicas.pipeline.broadcast(mine, first, f"the initial {item.name}", others)
+        mine.copy_(value)
+    for tensor in held.state_dict().values():
+        share_buffers(replicas.peers, [tensor])
 
 
 @contextlib.contextmanager
 def collected(shared: Sequence[SharedParameter], reducer: Reducer | None) -> Iterator[None]:
     """Around a step: afterwards, gradients are sums over the owners, and means over replicas."""
     for item in shared:
-        item.spread()
         item.begin()
     if reducer is not None:
         reducer.begin()

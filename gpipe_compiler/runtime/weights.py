@@ -196,20 +196,6 @@ def parameter_kinds(spec: StageSpec) -> dict[str, bool]:
     }
 
 
-def parameter_shape(spec: StageSpec, name: str) -> tuple[int, ...]:
-    """The sizes of a parameter of the stage, by the model's name.
-
-    Raises:
-        KeyError: when the stage has none of this name.
-    """
-    with torch.device("meta"):
-        module = spec.module()
-    for own, parameter in module.named_parameters():
-        if spec.state.get(own, own) == name:
-            return tuple(parameter.shape)
-    raise KeyError(name)
-
-
 def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=_generators(device)):
         module = _unfilled(spec, device, seed)

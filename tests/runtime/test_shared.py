@@ -13,7 +13,7 @@ from tiny_pipelines import tied_spec
 from torch import nn
 
 from gpipe_compiler.runtime.held import HeldStages
-from gpipe_compiler.runtime.reducer import share_initial
+from gpipe_compiler.runtime.reducer import Reducer, share_initial
 from gpipe_compiler.runtime.shared import SharedParameter
 
 OWNERS = {"emb.weight": (0, 1, 3)}
@@ -66,3 +66,51 @@ def test_initial_values_go_to_the_owners_alone_in_their_own_type(stage):
     assert peers.asked == ([(0, (1, 3))] if owns else [])
     if owns:
         assert torch.equal(held.state_dict()["emb.weight"], value)
+
+
+class Replica:
+    """One of two replicas on two devices that share a parameter: what goes from rank 0 to 1."""
+
+    count = 2
+    carrier = torch.device("cpu")
+
+    def __init__(self, other):
+        self.other = other
+        self.sent = []
+        self.rank = 0
+        self.world = self.pipeline = self.collectives = self
+
+    def all_reduce(self, row):
+        if self.other is not None:
+            row += torch.cat([self.other, torch.ones(1)]) / 2
+
+    def wait(self, work, what):
+        assert work is None
+
+    def broadcast(self, tensor, source, what, targets):
+        if self.rank == source:
+            self.sent.append(tensor.clone())
+            return tensor
+        return self.sent.pop(0)
+
+
+@pytest.mark.parametrize("own", [None, 2.0])
+@pytest.mark.parametrize("other", [None, 4.0])
+def test_all_owners_have_the_mean_also_where_a_replica_has_no_gradient(own, other):
+    """As where nothing counts in the loss of its share."""
+    full = [None if x is None else torch.full((3,), x) for x in (own, other)]
+    replica = Replica(full[1])
+    owners = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for rank, owner in enumerate(owners):
+        replica.rank = rank
+        owner.grad = None if own is None else full[0].clone()
+        reducer = Reducer(replica, {}, [SharedParameter("w", [owner])], {"w": (0, 1)})
+        reducer.begin()
+        reducer.finish()
+
+    expected = None if own is other is None else torch.full((3,), ((own or 0) + (other or 0)) / 2)
+    for owner in owners:
+        assert (owner.grad is None) == (expected is None)
+        if expected is not None:
+            assert torch.equal(owner.grad, expected)
+    assert not replica.sent
