@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from .batches import NOTHING, Batch, located
 from .data import samples_of
@@ -81,6 +82,8 @@ class Update:
         losses.append(self._accumulate(batches[-1], weight, step))
         rate = self.rate.now
         norm = self._clip(step)
+        if norm is None and not self.pipe.scaler.is_enabled():
+            self._check_gradients(step)
         skipped = self._step()
         self._count_skipped(skipped, step)
         if not skipped:
@@ -108,6 +111,18 @@ class Update:
             raise AgreedError(f"the norm of the gradients of step {step} is {norm}")
         return norm
 
+    def _check_gradients(self, step: int) -> None:
+        """Refuse gradients that would spoil the weights: a finite loss may have such, too.
+
+        Raises:
+            AgreedError: on every rank, when one anywhere is not finite.
+        """
+        largest = _largest(self.pipe.parameters())
+        if self.pipe.world is not None:
+            largest = self.pipe.world.maximum(largest, "the largest gradient")
+        if not bool(largest.isfinite()):
+            raise AgreedError(f"a gradient of step {step} is {float(largest)}")
+
     def _step(self) -> bool:
         """Change the weights; whether that was skipped."""
         scaler = self.pipe.scaler
@@ -130,3 +145,20 @@ class Update:
             return 0
         pipe = self.pipe
         return samples_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)
+
+
+def _largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The largest element of all gradients, without its sign; nan if one is nan."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        elements = gradient._values() if gradient.is_sparse else gradient
+        if elements.numel():
+            groups.setdefault((elements.device, elements.dtype), []).append(elements)
+    largest = torch.zeros((), dtype=torch.float64)
+    for group in groups.values():
+        norms = torch.stack(torch._foreach_norm(group, math.inf))
+        largest = torch.maximum(largest, norms.amax().to("cpu", torch.float64))
+    return largest

@@ -1,0 +1,36 @@
+"""One step of the optimizer, held against the weights as they were before it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_pipelines import data_for, skip_spec
+
+from gpipe_compiler.runtime.batches import Batch
+from gpipe_compiler.runtime.errors import AgreedError
+from gpipe_compiler.runtime.learning_rate import Rate
+from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.update import Update
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite(value):
+    """The loss may be finite all the same; the weights do not change."""
+    inputs, target, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        parameters = dict(pipe.named_parameters())
+        optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+        update = Update(pipe, optimizer, Rate(optimizer, None))
+        update([Batch(inputs, target)], 1)
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        bias = parameters["model.l1.bias"]
+        bias.register_hook(lambda found: found * torch.tensor([1.0] * 5 + [value]))
+
+        with pytest.raises(AgreedError, match=r"a gradient of step 2 is (nan|inf)"):
+            update([Batch(inputs, target)], 2)
+
+        assert not bias.grad.isfinite().all()
+        for name, parameter in parameters.items():
+            assert torch.equal(parameter, before[name])
