@@ -93,7 +93,7 @@ class Replicas:
                 "pipeline",
                 hint="torchrun starts replicas times devices: --nproc-per-node times --nnodes",
             )
-        device = device or _local_device()
+        device = device_of_rank(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if owns:
@@ -143,10 +143,12 @@ def _meet(device: torch.device, timeout_s: float) -> None:
         ) from error
 
 
-def _local_device() -> torch.device:
+def device_of_rank(named: torch.device | None) -> torch.device:
+    """Where this rank computes: as named, "cuda" being the GPU of its local rank."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.device("cuda", local % count) if count else torch.device("cpu")
+    device = torch.device("cuda", local % count) if count else torch.device("cpu")
+    return device if named in (None, torch.device(device.type)) else named
 
 
 def _leave(groups: list[dist.ProcessGroup]) -> None:

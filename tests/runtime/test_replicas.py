@@ -25,6 +25,7 @@ from gpipe_compiler.runtime.inputs import even_sizes
 from gpipe_compiler.runtime.nest import tensors_of
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.reducer import buckets
+from gpipe_compiler.runtime.replicas import device_of_rank
 from gpipe_compiler.runtime.sharding import bounds, share_of
 
 HERE = Path(__file__).parent
@@ -171,3 +172,25 @@ def test_a_process_that_finds_no_other_says_so(monkeypatch):
 
         with pytest.raises(TransportError, match="do not find each other"):
             Pipeline(tied_spec(), None, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("named", "gpus", "expected"),
+    [
+        (None, 4, "cuda:1"),
+        ("cuda", 4, "cuda:1"),
+        ("cuda:3", 4, "cuda:3"),
+        ("cpu", 4, "cpu"),
+        (None, 0, "cpu"),
+        ("cuda", 0, "cuda"),
+    ],
+)
+def test_cuda_is_the_gpu_of_the_local_rank(monkeypatch, named, gpus, expected):
+    """NCCL takes none without its number."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    device = device_of_rank(None if named is None else torch.device(named))
+
+    assert device == torch.device(expected)
