@@ -14,7 +14,7 @@ from .hooks import UserHooks
 from .lockstep import decided
 from .pipeline import Pipeline
 from .ranks import Ranks
-from .spec import Reduction
+from .weighing import divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,13 @@ class _Pass:
         return float(self.batch is not NOTHING), self._loss()
 
     def _loss(self) -> float:
+        whole = self._divisor(self.weight)
+        return self.loss / whole if whole else math.nan
+
+    def _divisor(self, weight: float) -> float:
         loss = self.pipe.spec.loss
-        if loss is not None and loss.reduction is Reduction.SUM:
-            return self.loss
-        return self.loss / self.weight if self.weight else math.nan
+        assert loss is not None  # evaluation is of training
+        return divisor(loss, weight)
 
     def _metrics(self) -> dict[str, float]:
         """The means over the samples of all replicas."""
@@ -117,8 +120,9 @@ class _Pass:
 
     def _add(self, loss: float, output: object) -> None:
         weight = self.pipe.loss_weight(self.batch.inputs, self.batch.target)
-        if weight:
-            self.loss += loss * weight
+        share = self._divisor(weight)
+        if share:  # or the loss is nan
+            self.loss += loss * share
             self.weight += weight
         samples = samples_of(self.pipe.spec, self.pipe.microbatches, *self.share)
         for name, number in self.hooks.measured(output, self.share[1]).items():

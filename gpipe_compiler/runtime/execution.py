@@ -164,7 +164,7 @@ class Execution:
             if self._team.replicas > 1 and batch_of(bound, self._spec) == 0:
                 return Call(work, training), bound, []
             parts, sizes = split(bound, self._spec, self._microbatches)
+            weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
         except UsageError as error:
             return Call(work, training, refusal=error), {}, []
-        weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
         return Call(work, training, sizes, weights), bound, parts

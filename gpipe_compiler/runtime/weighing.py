@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from .errors import UsageError
 from .job import Values
 from .spec import LossSpec, PipelineSpec, Reduction
 from .weights import Weights, build_stage
@@ -33,16 +34,25 @@ class Scales:
         """What each micro-batch's loss is a mean over: a number of samples, of tokens, ...
 
         All ones for a loss that is a sum.
+
+        Raises:
+            UsageError: when it cannot be counted, as where a label is of no class.
         """
         if self.loss is None or self.loss.reduction is Reduction.SUM:
             return (1.0,) * len(sizes)
         if self.module is None or self.loss.weight is None:
             return tuple(map(float, sizes))
-        with torch.no_grad():
-            return tuple(
-                float(self.module(*(part[name].cpu() for name in self.loss.weight.inputs)))
-                for part in parts
-            )
+        names = self.loss.weight.inputs
+        try:
+            with torch.no_grad():
+                return tuple(
+                    float(self.module(*(part[name].cpu() for name in names))) for part in parts
+                )
+        except Exception as error:  # whatever the model's code raises
+            raise UsageError(
+                f"what the loss is a mean over cannot be counted: {type(error).__name__}: {error}",
+                hint=f"look at the values of {', '.join(names)}, such as labels out of range",
+            ) from error
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what a state of the model says of its own state."""
@@ -63,10 +73,12 @@ class Scales:
         loss = self.loss
         if loss is None or loss.reduction is Reduction.SUM:
             return tuple(weights)
-        whole = _divisor(loss, total)
-        return tuple(_divisor(loss, weight) / whole if whole else 0.0 for weight in weights)
+        whole = divisor(loss, total)
+        return tuple(divisor(loss, weight) / whole if whole else 0.0 for weight in weights)
 
 
-def _divisor(loss: LossSpec, weight: float) -> float:
-    """What the loss of so much weight is divided by."""
+def divisor(loss: LossSpec, weight: float) -> float:
+    """What the loss of so much weight is divided by; a sum by 1."""
+    if loss.reduction is Reduction.SUM:
+        return 1.0
     return max(weight, loss.floor) + loss.offset

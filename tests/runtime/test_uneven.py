@@ -12,6 +12,7 @@ import torch
 from tiny_pipelines import (
     IGNORED,
     SPECS,
+    Tied3,
     data_for,
     plain,
     reference,
@@ -19,8 +20,11 @@ from tiny_pipelines import (
     weighted_spec,
 )
 from torch import nn
+from torch.nn import functional as F
 
 from gpipe_compiler.runtime.errors import UsageError
+from gpipe_compiler.runtime.evaluation import evaluate
+from gpipe_compiler.runtime.hooks import UserHooks
 from gpipe_compiler.runtime.inputs import even_sizes
 from gpipe_compiler.runtime.pipeline import Pipeline
 
@@ -93,6 +97,53 @@ def test_a_batch_in_which_nothing_counts():
             assert parameter.grad is None or torch.equal(
                 parameter.grad, torch.zeros_like(parameter)
             )
+
+
+def test_labels_that_cannot_be_counted():
+    """A label of no class is the caller's mistake, and told as one."""
+    spec = weighted_spec(ByClass, {"of_class": "loss.of_class"})
+    inputs, target, _ = data_for("tied", 4)
+    labels = target["labels"].clone()
+    labels[2, 0] = 10
+    with Pipeline(spec, None) as pipe:
+        for call in (pipe.step, pipe.evaluate, pipe.loss_weight):
+            with pytest.raises(UsageError, match=r"cannot be counted: IndexError.*index 10 is out"):
+                call(inputs, {"labels": labels})
+        pipe.step(inputs, target)
+        assert pipe.step_number == 1
+
+
+class HalfWeights(nn.Module):
+    """Half the labels that are not ignored."""
+
+    def forward(self, labels):
+        return (labels != IGNORED).sum() / 2
+
+
+class Floored(Tied3):
+    """A sum over labels, divided by half their number, by 2 at least, and 1."""
+
+    def loss(self, logits, target):
+        total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        return total / ((target != IGNORED).sum() / 2).clamp(min=2.0).add(1.0)
+
+
+def test_evaluation_is_as_that_of_one_mini_batch_whatever_a_mean_is_divided_by():
+    """Mini-batches below and above the floor, one in which nothing counts."""
+    spec = weighted_spec(HalfWeights)
+    last = dataclasses.replace(spec.stages[-1], module=Floored)
+    loss = dataclasses.replace(spec.loss, floor=2.0, offset=1.0)
+    spec = dataclasses.replace(spec, stages=(*spec.stages[:-1], last), loss=loss)
+    inputs, target, _ = data_for("tied", 8)
+    tokens, labels = inputs["batch"]["tokens"], target["labels"].clone()
+    labels[0:2] = labels[2, 1:] = IGNORED
+    parts = zip(tokens.split([2, 1, 5]), labels.split([2, 1, 5]), strict=True)
+    batches = [({"batch": {"tokens": own}}, {"labels": known}) for own, known in parts]
+    with Pipeline(spec, None) as pipe:
+        found = evaluate(pipe, UserHooks("model.py", eval_data=lambda: batches))
+        whole = pipe.eval().evaluate({"batch": {"tokens": tokens}}, {"labels": labels})
+
+        assert found.loss == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_weights_of_classes_are_state_of_the_model():
