@@ -129,6 +129,7 @@ class Batches:
             progress.current.restore()
 
     def _begin(self, state: object = None) -> None:
+        self._began = RandomState.now()
         try:
             self._data = self.source.begin()
             if state is not None:

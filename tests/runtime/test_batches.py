@@ -103,6 +103,21 @@ class Counting:
         self.at = state["at"]
 
 
+def test_the_order_of_a_pass_is_that_of_when_it_began():
+    """Not of when the data was opened: the user's optimizer may have drawn in between."""
+    torch.manual_seed(5)
+    first = Batches(shuffled())
+    torch.rand(4)
+    first.take(2)
+    place = first.place(Progress(step=1))
+    expected = taken(first.take(4))
+
+    second = Batches(shuffled())
+    second.go_to(place)
+
+    assert taken(second.take(4)) == expected
+
+
 def test_data_that_knows_its_place_is_not_run_through():
     log: list[int] = []
     source = Source("data", lambda: Counting(log))
