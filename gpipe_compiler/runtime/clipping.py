@@ -106,7 +106,7 @@ class NormClipping:
         if self.first and kinds:
             norms = values[known].to(dtype).to(self.device)
             total = torch.linalg.vector_norm(norms, norm_type).cpu()
-        return self.over_ranks(total, "the norm of all gradients")
+        return self.over_ranks(total, "the norm of all gradients").cpu()
 
     def _norms(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
         """For every name its gradient's norm, and 1 + the number of the norm's type.

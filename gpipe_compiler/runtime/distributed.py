@@ -164,7 +164,7 @@ class Network:
         """A scalar of one rank on all ranks, in its own dtype."""
         facts = [0.0, 0.0] if scalar is None else [scalar.item(), DTYPES.index(scalar.dtype)]
         value, dtype = self.broadcast(torch.tensor(facts, dtype=torch.float64), source, what)
-        loss: torch.Tensor = value.to(DTYPES[int(dtype)])
+        loss: torch.Tensor = value.to(self.device, DTYPES[int(dtype)])
         return loss
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
