@@ -34,15 +34,10 @@ from gpipe_compiler.runtime.checkpoint.optimizer import merged
 from gpipe_compiler.runtime.model_files import load_weights
 from gpipe_compiler.runtime.weights import save_weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module", params=sorted(OPTIMIZERS))

@@ -35,10 +35,10 @@ def launch(processes, what, directory):
     python("-m", "torch.distributed.run", *options, SCRIPT, what, directory)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_and_threads_read_each_other(processes, tmp_path):
     """With four processes one of them trains nothing."""
-    torch.set_num_threads(1)
     run = Run("tied", "groups", 4, seed=11)
     run.train(2)
     given = run.save(tmp_path / "threads")

@@ -21,15 +21,9 @@ from gpipe_compiler.runtime.errors import AgreedError
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NORMS = [2.0, 1.0, 3.0, math.inf, -math.inf]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plain_clip(parameters, *arguments):

@@ -25,6 +25,8 @@ from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
 from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOWER = ["bf16", "fp16"]
 
 
@@ -33,14 +35,6 @@ def pipeline(spec, devices=1, **more):
     if pipe.scaler.is_enabled():
         pipe.scaler.update(1.0)
     return pipe
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("precision", LOWER)

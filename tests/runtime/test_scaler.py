@@ -13,16 +13,10 @@ from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.scaler import PipelineScaler
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = 2.0**10
 """A scale under which the gradients of the tiny pipeline do not overflow."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def overflowing(parameters, name, steps):

@@ -19,17 +19,11 @@ from training_commands import BROKEN, EVALUATION, METRICS, PLAIN, SHUFFLED, Run,
 
 from gpipe_compiler.runtime.checkpoint import latest
 
+# Sums in other orders would end elsewhere: BatchNorm takes the gradient of a bias to nothing but
+# rounding, and Adam makes full steps of that.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = Path(__file__).with_name("train_rank.py")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in other orders would end elsewhere: BatchNorm takes the gradient of a bias to nothing
-    but rounding, and Adam makes full steps of that."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def started(name, run, *words, processes=2):
