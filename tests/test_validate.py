@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import EmitError, ValidationError
@@ -27,7 +27,7 @@ OPTIONS = CompileOptions(
     stages=2,
     microbatches=2,
     frontend=Frontend.FX,
-    cluster=Cluster(DEFAULT_HOST, IN_PROCESS),
+    cluster=Cluster(DEFAULT_HOST, Link(1e18, 0.0)),
 )
 
 
@@ -88,7 +88,7 @@ def test_sound_package_passes(compiled: Compiled) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "what"),
     [
-        ("stage_1.py", "x * 0.01", "x * 0.0099", "output"),
+        ("stage_0.py", "x * 0.01", "x * 0.0099", "output"),
         ("schedule.py", "Reduction.MEAN", "Reduction.SUM", "gradient"),
         ("schedule.py", "random_ops=(0,)", "random_ops=(1,)", "loss"),
         ("stage_0.py", "nn.BatchNorm1d(6)", "nn.BatchNorm1d(6, momentum=0.11)", "buffer"),
@@ -132,7 +132,7 @@ def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def spoil(
         subject: Subject, plan: Plan, folder: Path, *, seed: int, per_microbatch: bool
     ) -> Validation:
-        stage = folder / "stage_1.py"
+        stage = folder / "stage_0.py"
         stage.write_text(stage.read_text().replace("x * 0.01", "x * 0.02"))
         return validate(subject, plan, folder, seed=seed, per_microbatch=per_microbatch)
 
