@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .recompute import WrittenBuffers
+from .recompute import Copies, WrittenBuffers
 
 Gather = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """The tensors (float64, one dimension) of all replicas, in their order, given this replica's."""
@@ -92,24 +92,23 @@ class DeferredStatistics:
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
         counters = [n for n in buffers if names.get(n, n).rpartition(".")[2] == COUNTER]
         self._counters = WrittenBuffers(module, counters)
-        self._first: int | None = None
+        self._counted: Copies | None = None
         self._layers: dict[tuple[str, int], _Layer] = {}
 
     @contextlib.contextmanager
-    def forward(self, microbatch: int, *, again: bool) -> Iterator[None]:
+    def forward(self, *, again: bool) -> Iterator[None]:
         """Active while the stage's forward of a micro-batch runs, once or `again`.
 
-        The first forward of the first micro-batch alone counts as a mini-batch; the others count
-        on copies.
+        Every forward counts on copies. Those of the first one are taken over in the end: it stands
+        for the mini-batch.
         """
-        if self._first is None:
-            self._first = microbatch
-        with contextlib.ExitStack() as stack:
-            if again or microbatch != self._first:
-                stack.enter_context(self._counters.replaced(self._counters.copies()))
+        counters = self._counters.copies()
+        if self._counted is None:
+            self._counted = counters
+        with self._counters.replaced(counters):
             buffers = dict(self._module.named_buffers(remove_duplicate=False))
-            stack.enter_context(_Watch(buffers, None if again else self._layers))
-            yield
+            with _Watch(buffers, None if again else self._layers):
+                yield
 
     def commit(self, gather: Gather = alone) -> None:
         """Let the running statistics take over those of the mini-batch, after its last forward.
@@ -118,6 +117,8 @@ class DeferredStatistics:
             gather: joins the statistics of the replicas; all replicas call it, once for a stage
                 with BatchNorm.
         """
+        if self._counted is not None:
+            self._counters.take_over(self._counted)
         layers = list(self._layers.values())
         if not layers:
             return

@@ -46,6 +46,10 @@ class WrittenBuffers:
         _copy(list(made.values()), list(buffers.values()))
         return tuple(made[id(buffer)] for buffer in held)
 
+    def take_over(self, copies: Copies) -> None:
+        """The buffers get the values of copies."""
+        _copy(self._held(), copies)
+
     @contextlib.contextmanager
     def replaced(self, copies: Copies) -> Iterator[None]:
         """The copies stand in, and are written to; afterwards all is as it was."""

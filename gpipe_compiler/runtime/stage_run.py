@@ -115,7 +115,7 @@ class StageRun:
                 arguments.append(tensor)
         with contextlib.ExitStack() as around:
             if self._deferred is not None:
-                around.enter_context(self._deferred.forward(microbatch, again=again))
+                around.enter_context(self._deferred.forward(again=again))
             around.enter_context(self._random(microbatch))
             around.enter_context(autocast(self._precision, self._device))
             result = self._module(*arguments[: self._stage.arguments])

@@ -151,7 +151,7 @@ class _Row:
             random.numbers, random.position = stage.random_ops, 0
             with contextlib.ExitStack() as around:
                 if index in deferred:
-                    around.enter_context(deferred[index].forward(microbatch, again=False))
+                    around.enter_context(deferred[index].forward(again=False))
                 around.enter_context(random)
                 around.enter_context(autocast(self.manner.precision, self.device))
                 returned = module(*(values[name] for name in stage.inputs))

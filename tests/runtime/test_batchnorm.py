@@ -121,7 +121,6 @@ def test_a_failed_step_leaves_no_sums_behind():
     """The step after one that failed is the first step of another pipeline."""
     x, target = data(SAMPLES * MICROBATCHES)
     spec = net_spec(microbatches=MICROBATCHES)
-    statistics = ("running_mean", "running_var")
     found = []
     for fails in (False, True):
         with Pipeline(spec, None, devices="cpu", batchnorm="deferred") as pipe:
@@ -139,11 +138,9 @@ def test_a_failed_step_leaves_no_sums_behind():
                     pipe.step((x * 7,), target)
                 handle.remove()
                 for name, tensor in pipe.named_buffers():
-                    if name.endswith(statistics):
-                        assert torch.equal(before[name], tensor)
+                    assert torch.equal(before[name], tensor), name
                 pipe.step_number = 0
                 pipe.zero_grad()
-                pipe.load_state_dict(before, strict=False)
             pipe.step((x,), target)
             found.append({name: tensor.clone() for name, tensor in pipe.named_buffers()})
     for name, tensor in found[0].items():
@@ -153,10 +150,10 @@ def test_a_failed_step_leaves_no_sums_behind():
 def collected(module, batches, gather=None):
     """A module's statistics after the micro-batches of one mini-batch, no pipeline around it."""
     deferred = DeferredStatistics(module, {})
-    for number, batch in enumerate(batches):
-        with deferred.forward(number, again=False):
+    for batch in batches:
+        with deferred.forward(again=False):
             module(batch)
-        with deferred.forward(number, again=True):
+        with deferred.forward(again=True):
             module(batch * 3)
     if gather is None:
         deferred.commit()
