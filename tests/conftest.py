@@ -12,6 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Not this folder itself: those in it have names such as `passes`.
+sys.path.insert(0, str(Path(__file__).with_name("helpers")))
+
 # The same examples in every run, so that a run that passed passes again. Looking for new ones:
 # pytest --hypothesis-profile=search
 settings.register_profile("suite", derandomize=True, deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import runpy
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_package
 from safetensors.torch import load_file
 from torch import nn
 
@@ -71,16 +71,7 @@ def run(directory: Path, *words: object, processes: int = 1) -> str:
 
 def first_weights(directory: Path, seed: int = 0) -> Weights:
     """What a package begins with."""
-    name = f"package_{directory.name}_{len(sys.modules)}"
-    spec = importlib.util.spec_from_file_location(
-        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    with module.Pipeline(seed=seed) as pipe:
+    with load_package(directory).Pipeline(seed=seed) as pipe:
         return {key: tensor.detach().clone() for key, tensor in pipe.state_dict().items()}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import re
 import shutil
@@ -17,11 +16,11 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from loading import load_package
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,19 +102,6 @@ def writer() -> Subject:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """Validated by `run.py check` in a process of its own."""
     return compile_subject(writer(), OPTIONS, tmp_path_factory.mktemp("out") / "writer_x2")
-
-
-def load(directory: Path) -> ModuleType:
-    name = f"package_{directory.name}"
-    spec = importlib.util.spec_from_file_location(
-        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def here(code: str) -> int:
@@ -354,7 +340,7 @@ def test_a_wrong_weight_is_found(old: str, new: str, written: Compiled, tmp_path
 def test_every_batch_trains_as_in_one_piece(samples: int, written: Compiled) -> None:
     """Uneven batches with other padding: loss and gradients of one plain forward and backward."""
     assert written.directory is not None
-    package = load(written.directory)
+    package = load_package(written.directory)
     model = writer().model
     ids, labels = padded(samples, seed=samples) if samples > 1 else padded(2)
     ids, labels = ids[:samples], labels[:samples]
@@ -389,7 +375,7 @@ def test_a_model_of_hugging_face_trains_as_in_one_piece(tmp_path: Path) -> None:
     assert made.validation.passed
     assert made.directory is not None
     assert (made.directory / "loss_weight.py").is_file()
-    package = load(made.directory)
+    package = load_package(made.directory)
     ids, labels = padded(3, seed=5)
     expected = model(input_ids=ids, labels=labels).loss
     expected.backward()

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import load_package
 from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Device, Link
@@ -144,21 +144,6 @@ def _plan(graph: Graph, stage_of: dict[str, int], count: int) -> Plan:
         prediction=Prediction(1.0, 1.0, 0.0, 1.0, False, (0,) * count),
         graph=graph,
     )
-
-
-def load_package(directory: Path) -> ModuleType:
-    """The package in a folder, as its run.py loads it."""
-    spec = importlib.util.spec_from_file_location(
-        f"package_{uuid.uuid4().hex}",
-        directory / "__init__.py",
-        submodule_search_locations=[str(directory)],
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @dataclasses.dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import shutil
 import sys
@@ -18,6 +17,7 @@ import random_steps  # noqa: F401  # what the steps of recipes do
 import torch
 from hypothesis import currently_in_test_context, event, note
 from hypothesis import strategies as st
+from loading import load_package
 from random_cuts import most_stages, random_cut
 from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 
@@ -132,15 +132,7 @@ def load(directory: Path) -> ModuleType:
             if loaded == runtime or loaded.startswith(f"{runtime}.")
         }
     )
-    spec = importlib.util.spec_from_file_location(
-        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_package(directory, name)
 
 
 def forget(module: ModuleType) -> None:

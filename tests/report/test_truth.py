@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from loading import load_package
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -36,17 +36,9 @@ class Skipping(nn.Module):
         return scores
 
 
-def stage_module(folder: Path, index: int, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    name = folder.name
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, package)
-    spec.loader.exec_module(package)
-    schedule = importlib.import_module(f"{name}.schedule")
+def stage_module(folder: Path, index: int) -> nn.Module:
+    package = load_package(folder)
+    schedule = importlib.import_module(f"{package.__name__}.schedule")
     spec_of = next(v for v in vars(schedule).values() if hasattr(v, "crossings"))
     module: nn.Module = spec_of.stages[index].module()
     return module
@@ -60,9 +52,7 @@ def leaves(module: nn.Module) -> Counter[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_notes_agree_with_the_emitted_stage(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notes_agree_with_the_emitted_stage(stage: int, tmp_path: Path) -> None:
     graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.FX)
     made = plan(graph, stages=2, microbatches=2, cluster=Cluster(DEFAULT_HOST, GLOO))
     folder = emit(made, tmp_path / "skipping_x2")
@@ -76,7 +66,7 @@ def test_notes_agree_with_the_emitted_stage(
     )
 
     assert sum(drawn.values()) > 0
-    assert drawn == leaves(stage_module(folder, stage, monkeypatch))
+    assert drawn == leaves(stage_module(folder, stage))
 
 
 def test_source_lines_are_the_users(tmp_path: Path) -> None:
