@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from .distributed import Network
-from .errors import TransportError, UsageError
+from .errors import UsageError
+from .meeting import meet
 
 
 class Collectives:
@@ -97,7 +98,7 @@ class Replicas:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if owns:
-            _meet(device, timeout_s)
+            meet(device, timeout_s)
         return cls.among(Network.of_all(device, timeout_s), count, owns_world=owns)
 
     @classmethod
@@ -125,22 +126,6 @@ class Replicas:
     def close(self) -> None:
         """Leave the process groups."""
         self.collectives.close()
-
-
-def _meet(device: torch.device, timeout_s: float) -> None:
-    """Make the process group of all ranks."""
-    try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-    except RuntimeError as error:  # the root of torch's own, which are of many kinds
-        raise TransportError(
-            f"the processes do not find each other: {str(error).strip().splitlines()[0]}",
-            hint="on several hosts, see whether GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the "
-            "network that joins them; --timeout is how long they wait",
-        ) from error
 
 
 def device_of_rank(named: torch.device | None) -> torch.device:
