@@ -19,7 +19,7 @@ from gpipe_compiler.ir import (
     Result,
 )
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.graph import result_names
+from gpipe_compiler.ir.ops import result_names
 
 _METHODS = frozenset({"size", "dim", "numel"})
 _ATTRIBUTES = frozenset({"shape", "device", "dtype", "ndim"})

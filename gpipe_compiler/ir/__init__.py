@@ -1,15 +1,13 @@
 """The intermediate representation: Graph, Op and Value, what is legal, how it prints and runs."""
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
-from gpipe_compiler.ir.graph import (
+from gpipe_compiler.ir.graph import Graph, Loss, LossWeight, State, StateKind, Value, ValueKind
+from gpipe_compiler.ir.ops import (
     Autocast,
     Block,
     Call,
     Context,
     FunctionCall,
-    Graph,
-    Loss,
-    LossWeight,
     MethodCall,
     Mode,
     ModuleCall,
@@ -18,10 +16,6 @@ from gpipe_compiler.ir.graph import (
     Op,
     RegionCall,
     Result,
-    State,
-    StateKind,
-    Value,
-    ValueKind,
 )
 from gpipe_compiler.runtime.spec import Input, Reduction
 

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, map_argument
 from gpipe_compiler.ir.cumulative import with_a_momentum
-from gpipe_compiler.ir.graph import (
+from gpipe_compiler.ir.graph import Graph
+from gpipe_compiler.ir.ops import (
     Autocast,
     Call,
     Context,
     FunctionCall,
-    Graph,
     MethodCall,
     Mode,
     ModuleCall,

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 from gpipe_compiler.errors import IllegalGraphError
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, value_names
-from gpipe_compiler.ir.graph import Graph, Mode, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir.graph import Graph
+from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, RegionCall
 
 
 def check(graph: Graph, *, after: str) -> Graph:

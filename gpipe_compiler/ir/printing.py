@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
-from gpipe_compiler.ir.graph import (
+from gpipe_compiler.ir.graph import Graph, Value, ValueKind
+from gpipe_compiler.ir.ops import (
     Call,
     FunctionCall,
-    Graph,
     MethodCall,
     Mode,
     ModuleCall,
     Op,
     RegionCall,
     Result,
-    Value,
-    ValueKind,
 )
 
 

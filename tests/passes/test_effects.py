@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.ir import Block, ByMode, NoGrad, Op, Ref, RegionCall, StateRef
-from gpipe_compiler.ir.graph import MethodCall
+from gpipe_compiler.ir.ops import MethodCall
 from gpipe_compiler.passes.effects import effects
 
 

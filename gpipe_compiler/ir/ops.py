@@ -1,0 +1,182 @@
+"""The ops of a graph: what each calls, on what, and what it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.ir.arguments import Argument, value_names
+from gpipe_compiler.ir.arguments import state_names as state_names_of
+
+
+class Mode(Enum):
+    """When an op runs: always, or only in train or only in eval mode."""
+
+    ALWAYS = "always"
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """A torch.nn module that an op calls, and how to construct it anew.
+
+    Attributes:
+        path: where the model keeps it, such as `layer1.0.conv1`.
+        args, kwargs: constructor arguments as a person would write them, defaults left out.
+        state: the module's own names (`weight`) to canonical state names (`layer1.0.conv1.weight`).
+    """
+
+    path: str
+    cls: type[nn.Module]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    state: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """`function(*args, **kwargs)`: of torch, torch.nn.functional, operator, builtins, torch.ops."""
+
+    function: Callable[..., object]
+    args: tuple[Argument, ...] = ()
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCall:
+    """`args[0].method(*args[1:], **kwargs)`."""
+
+    method: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """`self.<module>(*args, **kwargs)`; `module` is the path of a `ModuleSpec`."""
+
+    module: str
+    args: tuple[Argument, ...] = ()
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The body of a region: its own input names, ops, and what it returns."""
+
+    inputs: tuple[str, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoGrad:
+    """`with torch.no_grad():`, or `torch.enable_grad()` when `enabled`."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """`with torch.autocast(device_type, dtype, enabled):`."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+
+
+Context: TypeAlias = NoGrad | Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCall:
+    """A block that runs whole inside a context; `args` bind to `body.inputs` in order.
+
+    The result is the tuple of `body.outputs`.
+    """
+
+    context: Context
+    body: Block
+    args: tuple[Argument, ...] = ()
+
+    @property
+    def kwargs(self) -> Mapping[str, Argument]:
+        """A region takes none."""
+        return {}
+
+
+Call: TypeAlias = FunctionCall | MethodCall | ModuleCall | RegionCall
+
+Result: TypeAlias = "str | tuple[Result, ...] | None"
+"""What a call's return value is bound to: a value's name, None where nothing reads it, or a
+(nested) tuple to unpack into: `("out", ("h", "c"))` for an LSTM."""
+
+
+def result_names(result: Result) -> Iterator[str]:
+    """The value names in a result, in order."""
+    if isinstance(result, str):
+        yield result
+    elif isinstance(result, tuple):
+        for item in result:
+            yield from result_names(item)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One step of the model.
+
+    Attributes:
+        name: unique in the graph; also the name of its value when it has one.
+        result: the names its return value is bound to.
+        source: the user's line, None where the frontend does not know it.
+        module: path of the module whose forward makes the call ("" is the model itself).
+        origin: the frontend's own node (a torch.fx.Node), for messages only.
+    """
+
+    name: str
+    call: Call
+    result: Result
+    source: SourceLocation | None = None
+    module: str = ""
+    mode: Mode = Mode.ALWAYS
+    origin: object = field(default=None, repr=False)
+
+    def __getstate__(self) -> list[object]:
+        """Pickles without `origin`, which holds a tracer's whole graph."""
+        names = [item.name for item in dataclasses.fields(self)]
+        return [None if name == "origin" else getattr(self, name) for name in names]
+
+    def __setstate__(self, state: list[object]) -> None:
+        for item, value in zip(dataclasses.fields(self), state, strict=True):
+            object.__setattr__(self, item.name, value)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The values it makes."""
+        return tuple(result_names(self.result))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The values it reads, each once, in order of first use."""
+        call = self.call
+        return tuple(dict.fromkeys((*value_names(call.args), *value_names(dict(call.kwargs)))))
+
+    def states(self, modules: Mapping[str, ModuleSpec]) -> tuple[str, ...]:
+        """The canonical names of the parameters, buffers and constants it reads or writes."""
+        call = self.call
+        names = [*state_names_of(call.args), *state_names_of(dict(call.kwargs))]
+        if isinstance(call, ModuleCall):
+            names.extend(modules[call.module].state.values())
+        if isinstance(call, RegionCall):
+            for inner in call.body.ops:
+                names.extend(inner.states(modules))
+            names.extend(state_names_of(call.body.outputs))
+        return tuple(dict.fromkeys(names))
