@@ -146,8 +146,8 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--per-microbatch",
         action="store_true",
-        help="accept a loss that pairs the samples of a batch, as a contrastive one: it is that of "
-        "each micro-batch by itself",
+        help="accept a loss that micro-batches cannot give, as a contrastive one: each of them "
+        "has its own, and the mini-batch their weighted mean",
     )
     group.add_argument("--json", action="store_true", help="print one JSON document instead")
     group.add_argument(

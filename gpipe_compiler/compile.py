@@ -17,7 +17,7 @@ from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import emit, failed_place, refuse_taken
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.materialise import real_example
@@ -82,6 +82,14 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together
+        if not self.training and (self.remat, self.batchnorm) != (
+            RematChoice.NONE,
+            BatchNorm.MICRO,
+        ):
+            raise UsageError(
+                "--remat and --batchnorm are for training, and with --mode infer there is none",
+                hint="leave them out, or compile with --mode train",
+            )
 
     @property
     def policy(self) -> Policy:

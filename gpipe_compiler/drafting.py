@@ -184,7 +184,7 @@ class Drafting:
             # Where what lies between them leaves too few stages, they cannot be in one.
             with contextlib.suppress(PlanError):
                 drafts.append(self._cut_of(together, recompute))
-        best = min(drafts, key=lambda draft: draft.prediction.step_s)
+        best = min(drafts, key=self._merit)
         return best if best is apart else best.bounded_by(apart)
 
     def _tied(self, draft: Draft) -> list[list[str]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from math import inf
 
 import torch
 
@@ -115,7 +116,7 @@ class LossWeight:
     inputs: tuple[str, ...]
     ops: tuple[Op, ...]
     value: str
-    floor: float = 0.0
+    floor: float = -inf
     offset: float = 0.0
 
 

@@ -82,11 +82,12 @@ class Workers(Generic[T]):
     """Threads that run one task each per round; a context manager that always joins them.
 
     Args:
-        count: how many; a single worker is the calling thread itself.
+        devices: where each of them computes; a single worker is the calling thread itself.
         threads: intra-op threads of each on the CPU, None to leave torch's setting.
     """
 
-    def __init__(self, count: int, threads: int | None) -> None:
+    def __init__(self, devices: Sequence[torch.device], threads: int | None) -> None:
+        count = len(devices)
         self.count = count
         self.threads = threads
         self.tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
@@ -95,9 +96,9 @@ class Workers(Generic[T]):
             self.tasks = [queue.SimpleQueue() for _ in range(count)]
             self.pool = [
                 threading.Thread(
-                    target=_serve, args=(tasks, threads), name=f"stage-{i}", daemon=True
+                    target=_serve, args=(tasks, device, threads), name=f"stage-{i}", daemon=True
                 )
-                for i, tasks in enumerate(self.tasks)
+                for i, (tasks, device) in enumerate(zip(self.tasks, devices, strict=True))
             ]
             for thread in self.pool:
                 thread.start()
@@ -189,7 +190,12 @@ class _IntraOpThreads:
             torch.set_num_threads(self.before)
 
 
-def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None], threads: int | None) -> None:
+def _serve(
+    tasks: queue.SimpleQueue[Callable[[], None] | None], device: torch.device, threads: int | None
+) -> None:
+    if device.type == "cuda":
+        # What the model makes on "cuda" is to be on this GPU.
+        torch.cuda.set_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
     while (task := tasks.get()) is not None:

@@ -84,7 +84,7 @@ class LocalRunner:
         on_cpu = sum(device.type == "cpu" for device in devices)
         threads = max(1, torch.get_num_threads() // on_cpu) if on_cpu > 1 else None
         self.threads = threads or torch.get_num_threads()
-        self.workers: Workers[Outcome] = Workers(len(devices), threads)
+        self.workers: Workers[Outcome] = Workers(devices, threads)
 
     def run(self, prepared: Prepared, job: Job) -> Result:
         """Execute every device's program once."""

@@ -93,7 +93,7 @@ class TestCompileArguments:
 
     def test_everything(self, compiler: Compiler) -> None:
         words = (
-            "model.py --stages 2 --microbatches 8 --schedule 1f1b --mode infer --frontend export "
+            "model.py --stages 2 --microbatches 8 --schedule 1f1b --per-microbatch --frontend export "
             "--cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here --force "
             "--no-validate --seed 7 --remat auto --batchnorm deferred --precision bf16 "
             "--memory 16GiB"
@@ -107,7 +107,7 @@ class TestCompileArguments:
             remat=RematChoice.AUTO,
             batchnorm=BatchNorm.DEFERRED,
             precision=Precision.BF16,
-            training=False,
+            per_microbatch=True,
             frontend=Frontend.EXPORT,
             measured=True,
             cluster=Cluster(
@@ -120,8 +120,15 @@ class TestCompileArguments:
         )
         assert compiler.directory == Path("here")
         assert compiler.subject is not None
-        assert not compiler.subject.training
         assert compiler.subject.args[0].shape == (16, 3)
+
+    def test_inference(self, compiler: Compiler) -> None:
+        assert cli.compile_command("model.py --stages 2 --mode infer".split()) == 0
+
+        assert compiler.options is not None
+        assert not compiler.options.training
+        assert compiler.subject is not None
+        assert not compiler.subject.training
 
     def test_the_seed_fixes_random_inputs(self, compiler: Compiler) -> None:
         drawn = []
@@ -159,6 +166,7 @@ class TestCompileArguments:
                 "model.py --stages 2 --batchnorm exact --schedule 1f1b",
                 "the schedule 1f1b cannot do that",
             ),
+            ("model.py --stages 2 --mode infer --remat full", "with --mode infer there is none"),
             ("model.py --stages 2 --schedule zero", "invalid choice: 'zero'"),
             ("model.py --stages 2 --device abacus", "invalid choice: 'abacus'"),
             ("model.py --stages 2 --what", "unrecognized arguments: --what"),

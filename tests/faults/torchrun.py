@@ -82,8 +82,12 @@ class Training:
             time.sleep(0.05)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL to one rank."""
-        os.kill(self.ranks()[rank], signal.SIGKILL)
+        """SIGKILL to one rank; to one that is just being restarted, as soon as it lives."""
+        end = time.monotonic() + PATIENCE_S
+        while rank not in (alive := self.ranks()):
+            assert time.monotonic() < end, f"rank {rank} does not come back"
+            time.sleep(0.01)
+        os.kill(alive[rank], signal.SIGKILL)
 
     def finish(self) -> int:
         """The exit code."""
