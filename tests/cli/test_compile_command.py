@@ -93,9 +93,9 @@ class TestCompileArguments:
 
     def test_everything(self, compiler: Compiler) -> None:
         words = (
-            "model.py --stages 2 --microbatches 8 --schedule 1f1b --per-microbatch --frontend export "
-            "--cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here --force "
-            "--no-validate --seed 7 --remat auto --batchnorm deferred --precision bf16 "
+            "model.py --stages 2 --microbatches 8 --schedule 1f1b --frontend export "
+            "--per-microbatch --cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here "
+            "--force --no-validate --seed 7 --remat auto --batchnorm deferred --precision bf16 "
             "--memory 16GiB"
         )
 
@@ -123,7 +123,7 @@ class TestCompileArguments:
         assert compiler.subject.args[0].shape == (16, 3)
 
     def test_inference(self, compiler: Compiler) -> None:
-        assert cli.compile_command("model.py --stages 2 --mode infer".split()) == 0
+        assert cli.compile_command(["model.py", "--stages", "2", "--mode", "infer"]) == 0
 
         assert compiler.options is not None
         assert not compiler.options.training
