@@ -32,10 +32,10 @@ demo: $(VENV)/.installed
 	@echo 'The generated code:    $(CURDIR)/$(DEMO)/stage_0.py and its neighbours'
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not slow'
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/pytest -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

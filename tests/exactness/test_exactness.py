@@ -15,8 +15,6 @@ from table import STAGES, largest_difference
 from train_packages import REMATS, SCHEDULES
 from training_cases import CASES
 
-pytestmark = pytest.mark.xdist_group("exactness")
-
 
 @pytest.mark.parametrize("transport", ["local", "torchrun"])
 @pytest.mark.parametrize("remat", REMATS)

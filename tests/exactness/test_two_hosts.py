@@ -15,8 +15,6 @@ import torch
 from table import largest_difference
 from training_cases import CASES
 
-pytestmark = pytest.mark.xdist_group("exactness")
-
 HERE = Path(__file__).parent
 
 TORCHRUN = (

@@ -39,11 +39,7 @@ CLUSTER = Cluster(DEFAULT_HOST, IN_PROCESS)
 
 every_example = pytest.mark.parametrize(
     "small",
-    # One worker of xdist traces an example once for all its pipelines.
-    [
-        pytest.param(small, marks=pytest.mark.xdist_group(small.name), id=str(small))
-        for small in SMALL
-    ],
+    [pytest.param(small, id=str(small)) for small in SMALL],
 )
 every_pipeline = pytest.mark.parametrize(
     ("stages", "schedule"),

@@ -21,8 +21,6 @@ from gpipe_compiler.cli import compile_command
 from gpipe_compiler.runtime.checkpoint.folder import latest
 from gpipe_compiler.runtime.checkpoint.plain import read_checkpoint
 
-pytestmark = pytest.mark.xdist_group("training_runs")
-
 STEPS = 20
 HALF = 10
 NAMES = ("mlp_digits", "transformer")

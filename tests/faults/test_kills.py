@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torchrun import PATIENCE_S, training
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 STEPS = 60
 WORDS = ["--steps", str(STEPS), "--checkpoint-every", "4"]
 
