@@ -16,6 +16,7 @@ from table import largest_difference
 from training_cases import CASES
 
 HERE = Path(__file__).parent
+TWO_HOSTS = HERE.parent / "helpers" / "two_hosts.sh"
 
 TORCHRUN = (
     "exec {python} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank $HOST "
@@ -29,7 +30,7 @@ def on_two_hosts(words: str) -> subprocess.CompletedProcess[str]:
         python=sys.executable, words=words
     )
     return subprocess.run(
-        [str(HERE / "two_hosts.sh"), "sh", "-c", script],
+        [str(TWO_HOSTS), "sh", "-c", script],
         check=False,
         capture_output=True,
         text=True,
@@ -42,9 +43,7 @@ def on_two_hosts(words: str) -> subprocess.CompletedProcess[str]:
 def hosts():
     """Nothing here can be tested where the kernel lets nobody make namespaces."""
     try:
-        made = subprocess.run(
-            [str(HERE / "two_hosts.sh"), "true"], check=False, capture_output=True
-        )
+        made = subprocess.run([str(TWO_HOSTS), "true"], check=False, capture_output=True)
     except FileNotFoundError:
         pytest.skip("no unshare on this system")
     if made.returncode:

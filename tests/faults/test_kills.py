@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchrun import PATIENCE_S, training
+from torchrun import PATIENCE_S, TWO_HOSTS, training
 
 STEPS = 60
 WORDS = ["--steps", str(STEPS), "--checkpoint-every", "4"]
@@ -44,6 +44,23 @@ def test_killed_ranks_lose_and_double_no_step(package, undisturbed, tmp_path, ki
             running.wait_for(moment)
             time.sleep(draw.uniform(0, 0.02))
             running.kill(draw.randrange(2))
+        assert running.finish() == 0, running.said()
+        assert running.steps() == list(range(1, STEPS + 1))
+        assert_same(load_file(running.weights), undisturbed)
+
+
+def test_two_hosts_start_again_together(package, undisturbed, tmp_path):
+    """A rank is killed on one host and then on the other; both go on from the same checkpoint."""
+    try:
+        made = subprocess.run([str(TWO_HOSTS), "true"], check=False, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no unshare on this system")
+    if made.returncode:
+        pytest.skip(f"no network namespaces: {made.stderr.decode(errors='replace').strip()}")
+    with training(package, tmp_path, WORDS, restarts=3, hosts=2) as running:
+        for step, rank in ((10, 0), (30, 1)):
+            running.wait_for(step)
+            running.kill(rank)
         assert running.finish() == 0, running.said()
         assert running.steps() == list(range(1, STEPS + 1))
         assert_same(load_file(running.weights), undisturbed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,25 +16,44 @@ from pathlib import Path
 PATIENCE_S = 240.0
 
 
+TWO_HOSTS = Path(__file__).parents[1] / "helpers" / "two_hosts.sh"
+
+ONE = "--standalone --nproc-per-node=2"
+BOTH = (
+    "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400 "
+    "--rdzv-id=run --rdzv-conf=is_host=$((1 - HOST)) --local-addr=$ADDRESS"
+)
+"""The processes of torchrun on one host; and on each of two, which look for each other."""
+
+
 class Training:
     """`run.py train` with a process per stage.
+
+    Args:
+        hosts: 1, or 2 with a process on each.
 
     Attributes:
         log: the steps that were done, one line of JSON each.
     """
 
-    def __init__(self, package: Path, folder: Path, words: list[str], restarts: int = 0) -> None:
+    def __init__(
+        self, package: Path, folder: Path, words: list[str], restarts: int, hosts: int
+    ) -> None:
         self.log = folder / "log.jsonl"
         self.errors = folder / "stderr.txt"
         self.weights = folder / "weights.safetensors"
         self.checkpoints = folder / "checkpoints"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-        command += [str(package / "run.py"), "train", "--log-file", str(self.log)]
-        command += ["--save", str(self.weights), "--checkpoint-dir", str(self.checkpoints)]
+        command = [str(package / "run.py"), "train", "--log-file", str(self.log)]
+        command += ["--save", str(self.weights), "--checkpoint-dir", str(self.checkpoints), *words]
+        script = (
+            f"{'' if hosts == 1 else 'export GLOO_SOCKET_IFNAME=$CABLE;'} "
+            f"exec {sys.executable} -m torch.distributed.run {ONE if hosts == 1 else BOTH} "
+            f"--max-restarts={restarts} --monitor-interval=0.1 {shlex.join(command)}"
+        )
+        prefix = [] if hosts == 1 else [str(TWO_HOSTS)]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*command, *words],
+                [*prefix, "sh", "-c", script],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -55,7 +75,7 @@ class Training:
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks that live."""
         found = {}
-        for line in _children(self.process.pid):
+        for line in _descendants(self.process.pid):
             environment = Path("/proc", str(line), "environ")
             try:
                 words = environment.read_bytes().split(b"\0")
@@ -96,11 +116,11 @@ class Training:
 
 @contextmanager
 def training(
-    package: Path, folder: Path, words: list[str], restarts: int = 0
+    package: Path, folder: Path, words: list[str], restarts: int = 0, hosts: int = 1
 ) -> Iterator[Training]:
     """A training that leaves no process behind."""
     folder.mkdir(exist_ok=True)
-    running = Training(package, folder, words, restarts)
+    running = Training(package, folder, words, restarts, hosts)
     try:
         yield running
     finally:
@@ -111,9 +131,10 @@ def training(
             running.process.wait()
 
 
-def _children(parent: int) -> list[int]:
+def _descendants(parent: int) -> list[int]:
     path = Path("/proc", str(parent), "task", str(parent), "children")
     try:
-        return [int(word) for word in path.read_text().split()]
+        children = [int(word) for word in path.read_text().split()]
     except OSError:
         return []
+    return [*children, *(one for child in children for one in _descendants(child))]
