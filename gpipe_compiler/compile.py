@@ -259,10 +259,15 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             example=real_example(subject) if on_meta(graph) else None,
         )
     except ValidationError as error:
-        left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
-        hint = f"{error.hint}; {left}" if error.hint else left
-        raise ValidationError(error.problem, location=error.location, hint=hint) from error
+        raise _left_aside(error, directory) from error
     return Compiled(frontend, made, placed, found[0] if found else None, refused)
+
+
+def _left_aside(error: ValidationError, directory: Path) -> ValidationError:
+    """The error, which tells too where the package is."""
+    left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
+    hint = f"{error.hint}; {left}" if error.hint else left
+    return ValidationError(error.problem, location=error.location, hint=hint)
 
 
 def default_microbatches(batch_size: int, stages: int) -> int:
