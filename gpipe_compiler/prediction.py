@@ -35,8 +35,9 @@ def predict(
         for stage, time in zip(stages, found.times, strict=True)
     ]
     simulation = simulate(orders, times, joint)
-    sum_s = {name: _sum_s(graph, name, owners, link) for name, owners in shared(graph, stages)}
-    step_s = _with_sums(simulation, dict(shared(graph, stages)), sum_s)
+    owners = dict(shared(graph, stages))
+    sum_s = {name: _sum_s(graph, name, held, link) for name, held in owners.items()}
+    step_s = _with_sums(simulation, owners, sum_s)
     whole = step_s * len(orders)
     microbatches = max((action.microbatch + 1 for order in orders for action in order), default=1)
     flying = in_flight(orders, len(stages))
