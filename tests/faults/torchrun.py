@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -69,8 +70,8 @@ class Training:
 
     def said(self) -> str:
         """What the ranks wrote about their end; torchrun's own words left out."""
-        words = self.errors.read_text()
-        return words[: words.find("torch/distributed/elastic")][-4000:]
+        words = re.split(r"^E\d{4} .*/torch/distributed/", self.errors.read_text(), flags=re.M)[0]
+        return re.sub(r"^W\d{4} .*/torch/distributed/.*\n", "", words, flags=re.M)[-4000:]
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks that live."""
