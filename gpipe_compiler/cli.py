@@ -157,10 +157,10 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         link = dataclasses.replace(link, bandwidth=arguments.bandwidth)
     if arguments.latency is not None:
         link = dataclasses.replace(link, latency_s=arguments.latency)
-    device = cluster.device
+    devices = cluster.devices
     if arguments.memory is not None:
-        device = dataclasses.replace(device, memory=arguments.memory)
-    return dataclasses.replace(cluster, device=device, link=link)
+        devices = tuple(dataclasses.replace(d, memory=arguments.memory) for d in devices)
+    return dataclasses.replace(cluster, devices=devices, link=link)
 
 
 def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:

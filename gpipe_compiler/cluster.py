@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -49,11 +50,59 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal devices in a row, one per stage, with equal links between any two."""
+    """Devices, numbered from 0 host by host, and the links between any two of them.
 
-    device: Device
+    Attributes:
+        link: between two devices of one host.
+        network: between devices of different hosts; `link` unless given.
+        hosts: the host of every device, counting up from 0; empty for a single host.
+        exceptions: pairs of devices that another link connects, in both directions.
+        endless: whether there are as many more like the last device as anybody asks for.
+    """
+
+    devices: tuple[Device, ...]
     link: Link
+    network: Link | None = None
+    hosts: tuple[int, ...] = ()
+    exceptions: tuple[tuple[int, int, Link], ...] = ()
+    endless: bool = False
 
+    @classmethod
+    def of(cls, device: Device, link: Link) -> Cluster:
+        """Any number of equal devices, with equal links between any two."""
+        return cls((device,), link, endless=True)
+
+    def sized(self, count: int) -> Cluster:
+        """The same with at least `count` devices, where there are as many as anybody asks for."""
+        if not self.endless or len(self.devices) >= count:
+            return self
+        further = count - len(self.devices)
+        hosts = (*self.hosts, *(self.hosts[-1],) * further) if self.hosts else ()
+        return replace(self, devices=(*self.devices, *(self.devices[-1],) * further), hosts=hosts)
+
+    def host(self, device: int) -> int:
+        """The host of a device."""
+        return self.hosts[device] if self.hosts else 0
+
+    def between(self, one: int, other: int) -> Link:
+        """The link that connects two devices; what stays on a device moves in no time."""
+        if one == other:
+            return NO_LINK
+        for first, second, link in self.exceptions:
+            if {first, second} == {one, other}:
+                return link
+        if self.network is not None and self.host(one) != self.host(other):
+            return self.network
+        return self.link
+
+    @property
+    def kinds(self) -> tuple[Device, ...]:
+        """The devices that differ from one another, in order of appearance."""
+        return tuple(dict.fromkeys(self.devices))
+
+
+NO_LINK = Link(bandwidth=math.inf, latency_s=0.0)
+"""What connects a device with itself."""
 
 _GB = 10**9
 _LAUNCH_S = 5e-6
@@ -76,11 +125,11 @@ NVLINK4 = Link(bandwidth=450e9, latency_s=1e-5)
 
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {
-        "h200": Cluster(Device("H200", 66.9e12, 4.8e12, 141 * _GB, _LAUNCH_S, 989e12), NVLINK4),
-        "h100": Cluster(Device("H100", 66.9e12, 3.35e12, 80 * _GB, _LAUNCH_S, 989e12), NVLINK4),
-        "a100": Cluster(Device("A100", 19.5e12, 2.039e12, 80 * _GB, _LAUNCH_S, 312e12), NVLINK3),
-        "v100": Cluster(Device("V100", 15.7e12, 0.9e12, 32 * _GB, _LAUNCH_S, 125e12), NVLINK2),
-        "p40": Cluster(Device("P40", 11.76e12, 0.346e12, 24 * _GB, _LAUNCH_S), PCIE3),
+        "h200": Cluster.of(Device("H200", 66.9e12, 4.8e12, 141 * _GB, _LAUNCH_S, 989e12), NVLINK4),
+        "h100": Cluster.of(Device("H100", 66.9e12, 3.35e12, 80 * _GB, _LAUNCH_S, 989e12), NVLINK4),
+        "a100": Cluster.of(Device("A100", 19.5e12, 2.039e12, 80 * _GB, _LAUNCH_S, 312e12), NVLINK3),
+        "v100": Cluster.of(Device("V100", 15.7e12, 0.9e12, 32 * _GB, _LAUNCH_S, 125e12), NVLINK2),
+        "p40": Cluster.of(Device("P40", 11.76e12, 0.346e12, 24 * _GB, _LAUNCH_S), PCIE3),
     }
 )
 """Built-in machines by name: fp32 without tensor cores, 16 bits with them (dense), bandwidth and
@@ -114,7 +163,7 @@ def local_cluster() -> Cluster:
     A package runs as threads of one process and as processes under torchrun alike; the link is that
     of the slower way, so that the cut holds for both.
     """
-    return Cluster(this_machine(), PCIE4 if torch.cuda.is_available() else GLOO)
+    return Cluster.of(this_machine(), PCIE4 if torch.cuda.is_available() else GLOO)
 
 
 def this_machine() -> Device:

@@ -186,10 +186,11 @@ def plan(
     """
     batch_size = graph.batch_size
     count = default_microbatches(batch_size, stages) if microbatches is None else microbatches
-    size = microbatch_size(batch_size, count)
+    size = microbatch_size(batch_size, count, policy.data_parallel)
     cluster = cluster or local_cluster()
     graph = check(weigh_loss(annotate(graph, size, policy.precision)), after="loss_weight")
-    costs = measure(graph, cluster.device) if measured else roofline(graph, cluster.device)
+    cost_on = measure if measured else roofline
+    costs = [cost_on(graph, device) for device in cluster.kinds]
     return make_plan(
         graph,
         stages=stages,

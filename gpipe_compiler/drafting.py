@@ -7,23 +7,24 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
+from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut import Cut, StepKind, cut
+from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
 from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.cut_setting import Setting
+from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.prediction import in_flight, peak_bytes, predict, shared
+from gpipe_compiler.prediction import peak_bytes, predict, shared
 from gpipe_compiler.runtime.joint import joint_of
-from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Remat
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, OptimizerKind, Remat
 from gpipe_compiler.simulate import StageTimes
 
 _WORTH_A_CUT = 1e-3
@@ -62,16 +63,17 @@ class Drafting:
     """What every draft of a graph is made from.
 
     Attributes:
+        setting: in which nothing is recomputed.
+        cluster: whose devices the seats of the setting are.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
     """
 
     facts: Facts
     problem: CutProblem
-    step: StepKind
-    count: int
-    microbatches: int
+    setting: Setting
     cluster: Cluster
+    optimizer: OptimizerKind
     most_down_sets: int
     whole: frozenset[str]
     random: bool
@@ -80,39 +82,35 @@ class Drafting:
     def of(
         cls,
         graph: Graph,
-        costs: Costs,
+        costs: Sequence[Costs],
         cluster: Cluster,
-        stages: int,
-        microbatches: int,
+        setting: Setting,
         policy: Policy,
         most_down_sets: int,
     ) -> Drafting:
         """The problem of an annotated graph.
 
+        Args:
+            costs: on each kind of device of the cluster.
+
         Raises:
             ModelError: naming an op that cannot run.
         """
         training = graph.loss is not None
-        facts = Facts.of(graph, costs)
+        facts = Facts.of(graph, costs[0])
         whole: frozenset[str] = frozenset()
-        if policy.batchnorm is BatchNorm.EXACT and training and microbatches > 1:
+        if policy.batchnorm is BatchNorm.EXACT and training and setting.microbatches > 1:
             whole = mixing_ops(graph) | facts.effects.state_writes.keys()
         return cls(
             facts,
-            problem_of(facts),
-            StepKind(policy.schedule.value) if training else StepKind.INFERENCE,
-            stages,
-            microbatches,
+            problem_of(facts, costs[1:], policy.optimizer),
+            setting,
             cluster,
+            policy.optimizer,
             most_down_sets,
             whole,
             bool(whole and random_ops(graph)),
         )
-
-    @cached_property
-    def orders(self) -> Orders:
-        """Each device's actions."""
-        return self.step.orders(self.count, self.microbatches)
 
     def choose(self, choice: RematChoice) -> Draft:
         """The cut into stages that recompute as asked.
@@ -125,11 +123,11 @@ class Drafting:
         The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
         of stages which do neither.
         """
-        plain = self._cut((False,) * self.count)
+        plain = self._cut((False,) * self.setting.stages)
         if choice is RematChoice.NONE:
             return plain
         if choice is RematChoice.FULL:
-            full = self._cut((True,) * self.count)
+            full = self._cut((True,) * self.setting.stages)
             return full.bounded_by(plain) if full.joint else full
         asked = self._too_large(plain)
         if not any(asked):
@@ -145,27 +143,24 @@ class Drafting:
             asked = wanted
         return min(drafts, key=self._merit).bounded_by(plain)
 
-    def _merit(self, draft: Draft) -> tuple[int, float]:
+    def _merit(self, draft: Draft) -> tuple[float, float]:
         """How far a draft is from fitting its devices, and its step; less is better."""
-        memory = self.cluster.device.memory
-        over = sum(max(0, peak - memory) for peak in draft.prediction.peak_bytes)
-        return over, draft.prediction.step_s
+        pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
+        over = (size - self.setting.seats[seat].memory for size, seat in pairs)
+        return sum(max(0.0, excess) for excess in over), draft.prediction.step_s
 
     def _too_large(self, draft: Draft) -> tuple[bool, ...]:
-        """For every stage, whether it does not fit its device, and recomputing makes it smaller."""
-        flying = in_flight(self.orders, self.count)
-        found = []
-        for stage, count in zip(draft.stages, flying, strict=True):
-            whole, part = (
-                peak_bytes(
-                    self.facts.graph,
-                    dataclasses.replace(stage, remat=remat),
-                    count,
-                    whole=stage.index in draft.joint,
+        """For every stage, whether its device is too full, and recomputing makes it smaller."""
+        found = [False] * self.setting.stages
+        by_device = zip(loads(self.setting.orders, (), draft.joint), draft.found.seats, strict=True)
+        for load, seat in by_device:
+            full = peak_bytes(draft.stages, load) > self.setting.seats[seat].memory
+            for stage in load.stages:
+                alone = load.of(stage)
+                smaller = draft.stages[stage].input_bytes < draft.stages[stage].saved_bytes
+                found[stage] = (
+                    full and smaller and stage not in draft.joint and alone.counts.max() > 1
                 )
-                for remat in (Remat.NONE, Remat.FULL)
-            )
-            found.append(whole > self.cluster.device.memory and part < whole)
         return tuple(found)
 
     def _cut(self, recompute: tuple[bool, ...]) -> Draft:
@@ -208,18 +203,14 @@ class Drafting:
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
         found = cut(
             problem,
-            stages=self.count,
-            microbatches=self.microbatches,
-            step=self.step,
-            link=self.cluster.link,
-            recompute=recompute,
-            most_down_sets=self.most_down_sets,
+            dataclasses.replace(self.setting, recompute=recompute),
+            self.most_down_sets,
         )
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
-        table = tabulate(self.facts, stage_of, self.count)
+        table = tabulate(self.facts, stage_of, self.setting.stages)
         stages = tuple(
-            _stage(self.facts, table, index, found.times[index], again)
+            _stage(self.facts, table, index, found.times[index], again, self.optimizer)
             for index, again in enumerate(recompute)
         )
         return self._draft(found, table, stages)
@@ -235,13 +226,23 @@ class Drafting:
     def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Draft:
         needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]
         joint = tuple(sorted(joint_of(needed, random=self.random)))
-        link = self.cluster.link
-        expected = predict(self.facts.graph, stages, self.orders, found, link, joint)
+
+        def between(one: int, other: int) -> Link:
+            places = (found.seats[self.setting.placement[stage]] for stage in (one, other))
+            return self.cluster.between(*places)
+
+        orders = self.setting.orders
+        expected = predict(self.facts.graph, stages, orders, found, between, joint)
         return Draft(found, table, stages, joint, expected)
 
 
 def _stage(
-    facts: Facts, table: StageTable, index: int, times: StageTimes, recompute: bool
+    facts: Facts,
+    table: StageTable,
+    index: int,
+    times: StageTimes,
+    recompute: bool,
+    optimizer: OptimizerKind,
 ) -> Stage:
     graph = facts.graph
     ops = table.ops[index]
@@ -268,6 +269,9 @@ def _stage(
         saved_bytes=facts.saved.saved_bytes(ops) if graph.loss is not None else 0,
         input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
         remat=Remat.FULL if recompute else Remat.NONE,
+        state_bytes=sum(held_bytes(graph, state, optimizer) for state in states),
+        weight_s=times.weight_s,
+        update_s=times.update_s,
     )
 
 

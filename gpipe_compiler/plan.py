@@ -21,7 +21,7 @@ from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 
-FORMAT = 1
+FORMAT = 2
 """The version of the JSON; a reader refuses any other."""
 
 
@@ -43,6 +43,9 @@ class Stage:
         input_bytes: of all it takes for one micro-batch, which is all that is kept of a
             micro-batch in flight under `Remat.FULL`.
         remat: what is kept between forward and backward.
+        state_bytes: parameters and buffers, with gradients and what the optimizer remembers.
+        weight_s: the part of `backward_s` that makes the gradients of parameters.
+        update_s: predicted seconds of reducing gradients over replicas and of the optimizer.
     """
 
     index: int
@@ -60,6 +63,9 @@ class Stage:
     saved_bytes: int
     input_bytes: int = 0
     remat: Remat = Remat.NONE
+    state_bytes: int = 0
+    weight_s: float = 0.0
+    update_s: float = 0.0
 
     @property
     def recompute_s(self) -> float:
@@ -77,7 +83,9 @@ class Prediction:
         bubble: the share of device time spent waiting, 0 to 1.
         lower_bound_s: no plan of this graph with so many stages takes less.
         proved: whether the cut is known to be optimal.
-        peak_bytes: for every stage, weights, gradients and what autograd keeps, at the peak.
+        peak_bytes: for every stage, its state, gradients, optimizer and what autograd keeps, at
+            the peak.
+        device_bytes: the same for every device of the pipeline, with all its stages.
         recompute: the share of device time spent running forwards again, 0 to 1.
         shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
             share.
@@ -91,6 +99,7 @@ class Prediction:
     peak_bytes: tuple[int, ...]
     recompute: float = 0.0
     shared_sum_s: float = 0.0
+    device_bytes: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -110,6 +119,9 @@ class Plan:
         orders: each device's compute actions.
         cost_source: how op times were found, in words.
         joint: the stages that take all micro-batches as one, for exact BatchNorm.
+        placement: the device of the pipeline that each stage runs on; empty for one each.
+        seats: for every device of the pipeline, its number in the cluster; empty where they are
+            taken in order.
         precision: that which shapes, bytes and times are for.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -128,8 +140,22 @@ class Plan:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     joint: tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
+    seats: tuple[int, ...] = ()
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
+
+    def device_of(self, stage: int) -> int:
+        """The number in the cluster of the device that a stage runs on."""
+        place = self.placement[stage] if self.placement else stage
+        return self.seats[place] if self.seats else place
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those of the pipeline, by rank."""
+        count = len(self.orders)
+        cluster = self.cluster.sized(count)
+        return tuple(cluster.devices[seat] for seat in self.seats or range(count))
 
     @property
     def microbatch_size(self) -> int:
@@ -206,12 +232,24 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "precision": Precision(fields.get("precision", Precision.FP32.value)),
         "joint": tuple(fields.get("joint", ())),
         "orders": tuple(parse_order(order) for order in fields["orders"]),
-        "cluster": Cluster(
-            Device(**fields["cluster"]["device"]), Link(**fields["cluster"]["link"])
-        ),
+        "cluster": _cluster(fields["cluster"]),
+        "placement": tuple(fields["placement"]),
+        "seats": tuple(fields["seats"]),
         "prediction": Prediction(**_tuples(prediction)),
         "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
     }
+
+
+def _cluster(fields: dict[str, Any]) -> Cluster:
+    network = fields["network"]
+    return Cluster(
+        devices=tuple(Device(**device) for device in fields["devices"]),
+        link=Link(**fields["link"]),
+        network=None if network is None else Link(**network),
+        hosts=tuple(fields["hosts"]),
+        exceptions=tuple((a, b, Link(**link)) for a, b, link in fields["exceptions"]),
+        endless=fields["endless"],
+    )
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS
+from gpipe_compiler.passes.cut_setting import Seat, Setting
+from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.prediction import shared
 from gpipe_compiler.runtime.schedule import lower, prove
-from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.schedule.choosing import devices_for
+from gpipe_compiler.runtime.spec import ScheduleKind
 
 
 def make_plan(
@@ -22,16 +27,17 @@ def make_plan(
     microbatches: int,
     batch_size: int,
     cluster: Cluster,
-    costs: Costs,
+    costs: Sequence[Costs],
     policy: Policy = Policy(),  # noqa: B008  # frozen
     most_down_sets: int = MOST_DOWN_SETS,
 ) -> Plan:
-    """The plan with the shortest simulated step that was found, one device per stage.
+    """The plan with the shortest simulated step that was found.
 
     Args:
         graph: annotated at the size of one micro-batch, as `costs` are; training when it has a
             loss, else inference.
         batch_size: samples of a mini-batch.
+        costs: on each kind of device of the cluster.
         most_down_sets: places to cut up to which the search is over all of them.
 
     The schedule is lowered and proved free of deadlock.
@@ -40,11 +46,16 @@ def make_plan(
         UsageError: for no stages or no micro-batches.
         PlanError: when the batch does not split, or there are more stages than ops.
     """
-    _check_annotated(graph, costs, microbatch_size(batch_size, microbatches), policy)
+    size = microbatch_size(batch_size, microbatches, policy.data_parallel)
+    for cost in costs:
+        _check_annotated(graph, cost, size, policy)
     _check_outputs(graph, microbatches)
-    drafting = Drafting.of(graph, costs, cluster, stages, microbatches, policy, most_down_sets)
+    training = graph.loss is not None
+    setting = setting_for(cluster, stages, microbatches, policy, training=training)
+    cluster = cluster.sized(len(setting.seats))
+    drafting = Drafting.of(graph, costs, cluster, setting, policy, most_down_sets)
     draft = drafting.choose(policy.remat if graph.loss is not None else RematChoice.NONE)
-    _prove(graph, draft, drafting.orders)
+    _prove(graph, draft, setting)
     return Plan(
         name=graph.name,
         stages=draft.stages,
@@ -53,13 +64,15 @@ def make_plan(
         microbatches=microbatches,
         batch_size=batch_size,
         training=graph.loss is not None,
-        orders=drafting.orders,
+        orders=setting.orders,
         cluster=cluster,
-        cost_source=costs.source,
+        cost_source=costs[0].source,
         prediction=draft.prediction,
         batchnorm=policy.batchnorm,
         precision=policy.precision,
         joint=draft.joint,
+        placement=setting.placement,
+        seats=draft.found.seats,
         graph=graph,
     )
 
@@ -100,20 +113,64 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             )
 
 
-def _prove(graph: Graph, draft: Draft, orders: Orders) -> None:
+def _prove(graph: Graph, draft: Draft, setting: Setting) -> None:
     """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
 
     Raises:
         DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
     """
-    placement, crossings = range(len(draft.stages)), draft.table.crossings
+    placement, crossings = setting.placement, draft.table.crossings
     owners = dict(shared(graph, draft.stages))
-    programs = lower(orders, placement, crossings, owners, draft.joint)
+    programs = lower(setting.orders, placement, crossings, owners, draft.joint)
     prove(programs, placement, crossings, draft.joint)
 
 
-def microbatch_size(batch_size: int, microbatches: int) -> int:
+def setting_for(
+    cluster: Cluster, stages: int, microbatches: int, policy: Policy, *, training: bool
+) -> Setting:
+    """What a cut into so many stages is for, in which nothing is recomputed.
+
+    Raises:
+        UsageError: when there are too few devices for the replicas.
+        PlanError: when the schedule cannot have so many stages.
+    """
+    kind = policy.schedule if training else None
+    try:
+        wanted = devices_for(kind or ScheduleKind.GPIPE, stages)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    replicas = policy.data_parallel
+    cluster = cluster.sized(wanted)
+    there = len(cluster.devices) if cluster.endless else len(cluster.devices) // replicas
+    if there < 1:
+        raise UsageError(
+            f"{replicas} replicas of the pipeline need more than {len(cluster.devices)} devices"
+        )
+    kinds = cluster.kinds
+    numbers = range(there)
+    seats = []
+    for number in numbers:
+        device = cluster.devices[number]
+        rate = update_s_per_byte(device, policy.optimizer, replicas, cluster.link)
+        seats.append(
+            Seat(
+                kinds.index(device),
+                device.memory,
+                cluster.host(number),
+                rate if training else 0.0,
+                cluster.link.latency_s * (replicas > 1) if training else 0.0,
+            )
+        )
+    links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
+    devices = min(wanted, there)
+    return Setting(kind, stages, microbatches, tuple(seats), links, devices)
+
+
+def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> int:
     """Samples in a micro-batch.
+
+    Args:
+        replicas: that share the batch.
 
     Raises:
         UsageError: for no micro-batches.
@@ -121,6 +178,12 @@ def microbatch_size(batch_size: int, microbatches: int) -> int:
     """
     if microbatches < 1:
         raise UsageError(f"{microbatches} micro-batches: at least one is needed")
+    if batch_size % replicas:
+        raise PlanError(
+            f"a batch of {batch_size} samples does not split over {replicas} replicas",
+            hint="use an example batch of another size; the package itself runs any",
+        )
+    batch_size //= replicas
     if batch_size % microbatches:
         fitting = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
         near = sorted(

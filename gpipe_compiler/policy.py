@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 
 
 class RematChoice(Enum):
@@ -31,6 +31,8 @@ class Policy:
     """What a plan is to be made for, beside its sizes.
 
     Attributes:
+        data_parallel: replicas of the pipeline, which share every mini-batch.
+        optimizer: whose memory and time count.
         precision: in which the graph was annotated too.
     """
 
@@ -38,6 +40,8 @@ class Policy:
     remat: RematChoice = RematChoice.NONE
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
+    data_parallel: int = 1
+    optimizer: OptimizerKind = OptimizerKind.SGD
 
     def __post_init__(self) -> None:
         if self.batchnorm is BatchNorm.EXACT and self.schedule is not ScheduleKind.GPIPE:

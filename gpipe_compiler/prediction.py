@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gpipe_compiler.cluster import Link
+from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Prediction, Stage
-from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
-from gpipe_compiler.runtime.spec import Precision, Remat
+from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.simulate import Lane, Simulation, simulate
 
 
@@ -20,13 +20,14 @@ def predict(
     stages: Sequence[Stage],
     orders: Orders,
     found: Cut,
-    link: Link,
+    between: Callable[[int, int], Link],
     joint: Collection[int] = (),
 ) -> Prediction:
     """What to expect of these stages, whose times are those of the cut.
 
     Args:
-        link: over which stages add up the gradients of parameters they share.
+        between: the link between two stages, over which they add up the gradients of parameters
+            that they share.
         joint: the stages that take all micro-batches as one. The cut was made as if none did; its
             lower bound holds for them too.
     """
@@ -35,22 +36,23 @@ def predict(
         for stage, time in zip(stages, found.times, strict=True)
     ]
     simulation = simulate(orders, times, joint)
+    update_s = [time.update_s for time in times]
     owners = dict(shared(graph, stages))
-    sum_s = {name: _sum_s(graph, name, held, link) for name, held in owners.items()}
-    step_s = _with_sums(simulation, owners, sum_s)
+    sum_s = {name: _sum_s(graph, name, held, between) for name, held in owners.items()}
+    step_s = _with_sums(simulation, owners, sum_s, update_s)
     whole = step_s * len(orders)
     microbatches = max((action.microbatch + 1 for order in orders for action in order), default=1)
-    flying = in_flight(orders, len(stages))
+    recompute = [stage.index for stage in stages if stage.remat is Remat.FULL]
+    held = loads(orders, recompute, joint)
+    alone = {stage: load.of(stage) for load in held for stage in load.stages}
     return Prediction(
         step_s=step_s,
         bottleneck_s=max(simulation.busy_s) / microbatches,
         bubble=1.0 - sum(simulation.busy_s) / whole if whole > 0 else 0.0,
         lower_bound_s=found.lower_bound_s,
         proved=found.proved and not joint and not sum_s,
-        peak_bytes=tuple(
-            peak_bytes(graph, stage, count, whole=stage.index in joint)
-            for stage, count in zip(stages, flying, strict=True)
-        ),
+        peak_bytes=tuple(peak_bytes(stages, alone[stage.index]) for stage in stages),
+        device_bytes=tuple(peak_bytes(stages, load) for load in held),
         recompute=sum(simulation.recompute_s) / whole if whole > 0 else 0.0,
         shared_sum_s=sum(sum_s.values()),
     )
@@ -68,19 +70,24 @@ def shared(graph: Graph, stages: Sequence[Stage]) -> list[tuple[str, tuple[int, 
     return [(name, tuple(held)) for name, held in owners.items() if len(held) > 1]
 
 
-def _sum_s(graph: Graph, name: str, owners: Sequence[int], link: Link) -> float:
+def _sum_s(
+    graph: Graph, name: str, owners: Sequence[int], between: Callable[[int, int], Link]
+) -> float:
     """Seconds in which the owners' gradients go to the first of them, and the sum comes back."""
-    return 2 * (len(owners) - 1) * link.seconds(graph.state[name].bytes)
+    first, *others = owners
+    size = graph.state[name].bytes
+    return 2 * sum(between(first, other).seconds(size) for other in others)
 
 
 def _with_sums(
     simulation: Simulation,
     owners: Mapping[str, Sequence[int]],
     sum_s: Mapping[str, float],
+    update_s: Sequence[float],
 ) -> float:
     """The end of the step, when shared gradients are summed one after another.
 
-    Each waits for the last backward of its owners.
+    Each waits for the last backward of its owners, which are updated after it.
     """
     ends: dict[int, float] = {}
     for span in simulation.timeline:
@@ -90,43 +97,13 @@ def _with_sums(
     free = 0.0
     for name in sorted(owners, key=lambda name: max(ends[stage] for stage in owners[name])):
         free = max(free, *(ends[stage] for stage in owners[name])) + sum_s[name]
-    return max(simulation.step_s, free)
+    tied = {stage for stages in owners.values() for stage in stages}
+    return max(simulation.step_s, free + max((update_s[stage] for stage in tied), default=0.0))
 
 
-def peak_bytes(graph: Graph, stage: Stage, flying: int, *, whole: bool = False) -> int:
-    """The bytes of a stage at its peak: its state, gradients, and what it keeps of micro-batches.
-
-    A stage that recomputes keeps what it received of each, and one of them whole at a time.
-
-    Args:
-        flying: the most micro-batches that wait for their backward at one time.
-        whole: whether the stage takes them as one, and has all of them whole for its backward.
-    """
-    states = [graph.state[name] for name in stage.state]
-    fixed = sum(state.bytes for state in states)
-    trained = sum(state.bytes for state in states if state.requires_grad)
-    if graph.loss is not None:
-        fixed += trained
-        if graph.precision is not Precision.FP32:
-            fixed += trained // 2  # a run keeps 16-bit copies of its weights
-    if stage.remat is Remat.FULL and flying > 1 and not whole:
-        return fixed + flying * stage.input_bytes + stage.saved_bytes
-    return fixed + flying * stage.saved_bytes
-
-
-def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
-    """For every stage, the most micro-batches that wait for their backward at one time.
-
-    One, where nothing comes back: a stage works on one micro-batch after the other.
-    """
-    most = [1] * stages
-    for order in orders:
-        for stage in {action.stage for action in order}:
-            own = [action for action in order if action.stage == stage]
-            if any(action.phase is Phase.BACKWARD for action in own):
-                most[stage] = max(accumulate(map(_step, own)))
-    return tuple(most)
-
-
-def _step(action: Compute) -> int:
-    return 1 if action.phase is Phase.FORWARD else -1
+def peak_bytes(stages: Sequence[Stage], load: Load) -> int:
+    """The bytes of some stages of a device at its peak: their state, and what they hold of
+    micro-batches."""
+    held = [stages[index] for index in load.stages]
+    sizes = [stage.input_bytes for stage in held], [stage.saved_bytes for stage in held]
+    return sum(stage.state_bytes for stage in held) + int(load.peak(*sizes))

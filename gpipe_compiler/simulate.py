@@ -13,6 +13,12 @@ The cost model, which the cut minimises and the report quotes:
 - A stage that recomputes runs its forward again before a backward, as soon as its device is free:
   it has what it received, and need not wait for the gradient. `recomputed` says before which
   backwards.
+- Where a schedule splits the backward, its first part, which makes the gradients of what the stage
+  received, takes backward - weight, and its second part, at a later time, weight.
+- After its last action a stage updates its parameters: replicas reduce gradients, the optimizer
+  steps. The stages of a device do so one after another; other devices go on meanwhile.
+- What a stage receives from another stage of its own device takes no time (the caller says so, by
+  times of zero).
 - A joint stage starts when it has received all micro-batches, and hands nothing on before it has
   computed all of them; it takes as long for each as it would alone.
 
@@ -41,9 +47,12 @@ class StageTimes:
     """Seconds of one micro-batch in one stage.
 
     Attributes:
+        backward_s: both parts of it.
         receive_s: what comes through its port before `forward_s` can start.
         gradient_s: what leaves through its port after `backward_s`.
         recompute_s: what the device runs again before `backward_s`, where it has to.
+        weight_s: the part of `backward_s` that makes the gradients of parameters.
+        update_s: once a step, after the stage's last action.
     """
 
     forward_s: float
@@ -51,12 +60,15 @@ class StageTimes:
     receive_s: float = 0.0
     gradient_s: float = 0.0
     recompute_s: float = 0.0
+    weight_s: float = 0.0
+    update_s: float = 0.0
 
 
 class Lane(Enum):
     """Where a span of time is spent."""
 
     DEVICE = "device"
+    UPDATE = "update"
     RECEIVE = "receive"
     GRADIENT = "gradient"
 
@@ -64,6 +76,8 @@ class Lane(Enum):
 @dataclass(frozen=True, slots=True)
 class Span:
     """One action's time: on the device numbered `device`, or on the port of the action's stage.
+
+    The action of an update is the last one of its stage.
 
     Attributes:
         recompute: whether the device runs the forward again that this backward needs.
@@ -82,7 +96,8 @@ class Simulation:
     """What a step takes.
 
     Attributes:
-        step_s: from the first action's start to the last action's end, transfers included.
+        step_s: from the first action's start to the last action's end, transfers and updates
+            included.
         busy_s: for every device, seconds spent computing, recomputing included.
         timeline: every span that takes time on a port or recomputes, and every action of a
             device, in the order they are worked out (which is topological, not chronological).
@@ -148,6 +163,8 @@ def _needed(action: Compute, last_stage: int) -> Compute | None:
     stage, microbatch = action.stage, action.microbatch
     if action.phase is Phase.FORWARD:
         return Compute(stage - 1, Phase.FORWARD, microbatch) if stage else None
+    if action.phase is Phase.WEIGHT:
+        return Compute(stage, Phase.BACKWARD, microbatch)
     if stage == last_stage:
         return Compute(stage, Phase.FORWARD, microbatch)
     return Compute(stage + 1, Phase.BACKWARD, microbatch)
@@ -165,6 +182,11 @@ def recomputed(orders: Orders, joint: Collection[int] = ()) -> frozenset[Compute
     )
 
 
+def split_stages(orders: Orders) -> frozenset[int]:
+    """The stages whose backward comes in two parts."""
+    return frozenset(a.stage for order in orders for a in order if a.phase is Phase.WEIGHT)
+
+
 def simulate(
     orders: Orders, times: Sequence[StageTimes], joint: Collection[int] = ()
 ) -> Simulation:
@@ -179,11 +201,12 @@ def simulate(
     Raises:
         PlanError: when some device would wait for ever.
     """
-    run = _Run(times, len(orders), Joint.of(joint, orders))
+    run = _Run(times, len(orders), Joint.of(joint, orders), split_stages(orders))
     again = recomputed(orders, joint)
     for device, action in topological(orders, run.joint):
         arrival = run.arrive(device, action)
         run.compute(device, action, arrival, again=action in again)
+    run.update()
     step = max((span.end_s for span in run.timeline), default=0.0)
     return Simulation(step, tuple(run.busy), tuple(run.timeline))
 
@@ -191,9 +214,12 @@ def simulate(
 class _Run:
     """The devices and ports while a schedule is simulated, action by action."""
 
-    def __init__(self, times: Sequence[StageTimes], devices: int, joint: Joint) -> None:
+    def __init__(
+        self, times: Sequence[StageTimes], devices: int, joint: Joint, split: Collection[int]
+    ) -> None:
         self.times = times
         self.joint = joint
+        self.split = split
         self.busy = [0.0] * devices
         self.timeline: list[Span] = []
         self._device_free = [0.0] * devices
@@ -223,17 +249,34 @@ class _Run:
         recompute_s = stage.recompute_s * len(self.joint.begun(action)) if again else 0.0
         if recompute_s > 0:
             self._work(device, action, self._device_free[device], recompute_s, recompute=True)
-        forward = action.phase is Phase.FORWARD
         start = max(arrival, self._device_free[device])
-        self._work(device, action, start, stage.forward_s if forward else stage.backward_s)
+        self._work(device, action, start, self._seconds(action))
         for microbatch in self.joint.completed(action):
             made = Compute(action.stage, action.phase, microbatch)
             end = self._device_free[device]
-            if not forward and stage.gradient_s > 0:
+            if action.phase is Phase.BACKWARD and stage.gradient_s > 0:
                 start = max(end, self._gradient_free[action.stage])
                 end = self._gradient_free[action.stage] = start + stage.gradient_s
                 self.timeline.append(Span(Lane.GRADIENT, device, made, start, end))
             self._ready[made] = end
+
+    def _seconds(self, action: Compute) -> float:
+        stage = self.times[action.stage]
+        if action.phase is Phase.FORWARD:
+            return stage.forward_s
+        if action.phase is Phase.WEIGHT:
+            return stage.weight_s
+        return stage.backward_s - (stage.weight_s if action.stage in self.split else 0.0)
+
+    def update(self) -> None:
+        """After the last actions: each device updates its stages, in the order they have ended."""
+        last = {span.action.stage: span for span in self.timeline if span.lane is Lane.DEVICE}
+        for stage, span in sorted(last.items(), key=lambda item: item[1].end_s):
+            seconds = self.times[stage].update_s
+            if seconds > 0:
+                start = self._device_free[span.device]
+                end = self._device_free[span.device] = start + seconds
+                self.timeline.append(Span(Lane.UPDATE, span.device, span.action, start, end))
 
     def _work(
         self, device: int, action: Compute, start: float, seconds: float, *, recompute: bool = False
@@ -247,8 +290,7 @@ def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np
     """`simulate(...).step_s` of many pipelines under one schedule.
 
     Args:
-        times: shape (pipelines, stages, 5), the last dimension forward, backward, receive,
-            gradient, recompute, as the fields of `StageTimes`.
+        times: shape (pipelines, stages, 7), the last dimension as the fields of `StageTimes`.
 
     Raises:
         PlanError: when some device would wait for ever.
@@ -260,23 +302,29 @@ def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np
     ready: dict[Compute, npt.NDArray[np.float64]] = {}
     columns = np.ascontiguousarray(times.transpose(1, 2, 0))
     nothing = np.zeros(count)
-    again = recomputed(orders)
+    again, split = recomputed(orders), split_stages(orders)
     for device, action in topological(orders):
         stage = action.stage
-        forward_s, backward_s, receive_s, gradient_s, recompute_s = columns[stage]
+        forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = columns[stage]
         needed = _needed(action, stages - 1)
         arrival = ready[needed] if needed is not None else nothing
         if action.phase is Phase.FORWARD:
             arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
-            end = np.maximum(arrival, device_free[device]) + forward_s
-            device_free[device] = end
+            end = device_free[device] = np.maximum(arrival, device_free[device]) + forward_s
+        elif action.phase is Phase.WEIGHT:
+            end = device_free[device] = np.maximum(arrival, device_free[device]) + weight_s
         else:
             ready_s = device_free[device] + recompute_s if action in again else device_free[device]
             computed = np.maximum(arrival, ready_s) + backward_s
+            if stage in split:
+                computed = computed - weight_s
             device_free[device] = computed
             end = np.maximum(computed, gradient_free[stage]) + gradient_s
             gradient_free[stage] = end
         ready[action] = end
+    for device, order in enumerate(orders):
+        for stage in {action.stage for action in order}:
+            device_free[device] += columns[stage][6]
     last = np.maximum(device_free.max(axis=0), gradient_free.max(axis=0))
     return np.asarray(np.maximum(last, receive_free.max(axis=0)))
 

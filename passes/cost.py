@@ -52,6 +52,7 @@ class OpCost:
 
     Attributes:
         forward_s, backward_s: seconds. An op whose results need no gradient has no backward.
+        weight_s: the part of `backward_s` that makes the gradients of parameters.
         flops, backward_flops: floating-point operations of matrix products, convolutions and
             attention, a multiply-add counted as two; other arithmetic is not counted.
         bytes, backward_bytes: read and written by all its kernels.
@@ -63,6 +64,7 @@ class OpCost:
     backward_flops: int = 0
     bytes: int = 0
     backward_bytes: int = 0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
-from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.passes.cut_contract import Contracted, contract
 from gpipe_compiler.passes.cut_criteria import FillDrain, Ordered, Rounds
@@ -23,10 +21,10 @@ from gpipe_compiler.passes.cut_local import chain_times, improve_chain
 from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
 from gpipe_compiler.passes.cut_problem import CutProblem
 from gpipe_compiler.passes.cut_search import TOLERANCE, Criterion, search
+from gpipe_compiler.passes.cut_setting import Setting
 from gpipe_compiler.passes.cut_space import Floats, Space, down_sets, prefixes
 from gpipe_compiler.passes.cut_tables import Tables, bottleneck_chain, tables
-from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
-from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, recomputed, simulate, step_times
 
 MOST_DOWN_SETS = 20_000
@@ -45,23 +43,6 @@ NEIGHBOURS = 2_000
 """Down-sets in that neighbourhood at most."""
 
 
-class StepKind(Enum):
-    """Which step is to be short."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INFERENCE = "inference"
-
-    def orders(self, stages: int, microbatches: int) -> Orders:
-        """The schedule with one device per stage."""
-        generator = {
-            StepKind.GPIPE: gpipe,
-            StepKind.ONE_F_ONE_B: one_f_one_b,
-            StepKind.INFERENCE: forward_only,
-        }[self]
-        return generator(range(stages), microbatches)
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Stages, and how good they are.
@@ -70,6 +51,8 @@ class Cut:
         stage_of: the stage of every node of the problem.
         times: seconds of one micro-batch in every stage.
         step_s: the simulated time of the step.
+        bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
+        seats: for every device of the pipeline, which of the setting's seats it is.
         lower_bound_s: no cut into as many stages takes less.
         proved: whether `step_s` is the least possible, to within 1e-10 of it.
         down_sets: how many places to cut were looked at.
@@ -81,6 +64,8 @@ class Cut:
     lower_bound_s: float
     proved: bool
     down_sets: int
+    bottleneck_s: float = 0.0
+    seats: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -90,33 +75,22 @@ class Cut:
         return self.step_s / self.lower_bound_s - 1
 
 
-def cut(
-    problem: CutProblem,
-    *,
-    stages: int,
-    microbatches: int,
-    step: StepKind,
-    link: Link,
-    recompute: Sequence[bool] = (),
-    most_down_sets: int = MOST_DOWN_SETS,
-) -> Cut:
-    """The best cut found into exactly `stages` stages that are not empty.
+def cut(problem: CutProblem, setting: Setting, most_down_sets: int = MOST_DOWN_SETS) -> Cut:
+    """The best cut found into stages that are not empty.
 
-    For INFERENCE the backward times and gradients of the problem do not count.
-
-    Args:
-        recompute: for every stage, whether it runs its forward again before a backward; none does
-            unless given.
+    For inference the backward times and gradients of the problem do not count.
 
     Raises:
         UsageError: for no stages or no micro-batches.
         PlanError: when the problem has fewer parts than stages, or is none.
     """
+    stages, microbatches = setting.stages, setting.microbatches
     if stages < 1 or microbatches < 1:
         what, count = ("stages", stages) if stages < 1 else ("micro-batches", microbatches)
         raise UsageError(f"{count} {what}: at least one is needed")
-    if step is StepKind.INFERENCE:
+    if setting.kind is None:
         problem = problem.forward_only()
+    link = setting.links[0][-1]
     graph = contract(problem.check(), link, keep=stages)
     if graph.parts < stages:
         raise PlanError(
@@ -124,8 +98,8 @@ def cut(
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    again = tuple(recompute) or (False,) * stages
-    return _Cutter(problem, graph, stages, microbatches, step, again).best(most_down_sets)
+    again = setting.recompute or (False,) * stages
+    return _Cutter(problem, graph, stages, microbatches, setting, again).best(most_down_sets)
 
 
 @dataclass
@@ -136,11 +110,11 @@ class _Cutter:
     graph: Contracted
     stages: int
     microbatches: int
-    step: StepKind
+    setting: Setting
     recompute: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        self.orders = self.step.orders(self.stages, self.microbatches)
+        self.orders = self.setting.orders
         needed = {action.stage for action in recomputed(self.orders)}
         self.again = np.array(
             [float(asked and s in needed) for s, asked in enumerate(self.recompute)]
@@ -178,7 +152,11 @@ class _Cutter:
         if rough is None:
             return math.inf
         self._offer(space, rough)
-        if self.step is not StepKind.ONE_F_ONE_B or self.microbatches == 1 or self.stages == 1:
+        if (
+            self.setting.kind is not ScheduleKind.ONE_F_ONE_B
+            or self.microbatches == 1
+            or self.stages == 1
+        ):
             space.limit(self._longest_stage())
             plain = FillDrain(self.microbatches, self.total_s, self.again)
             return self._search(space, tables(space, self.stages, self.again), plain)
@@ -198,20 +176,21 @@ class _Cutter:
         found = search(space, bounds, criterion, self.stages, self.best_s)
         if found.chain is not None:
             chain = found.chain
-            if self.step is StepKind.ONE_F_ONE_B:
+            if self.setting.kind is ScheduleKind.ONE_F_ONE_B:
                 chain = improve_chain(space, chain, self._steps)
             self._offer(space, chain)
         return found.bound_s
 
     def _steps(self, times: Floats) -> Floats:
         again = times[:, :, :1] * self.again[:, None]
-        return step_times(self.orders, np.concatenate((times, again), axis=2))
+        rest = np.zeros((*again.shape[:2], 2))
+        return step_times(self.orders, np.concatenate((times, again, rest), axis=2))
 
     def _longest_stage(self) -> float:
         """A stage that computes for longer cannot be in a better cut than the best so far."""
         if self.microbatches == 1:
             return math.inf
-        if self.step is StepKind.ONE_F_ONE_B:
+        if self.setting.kind is ScheduleKind.ONE_F_ONE_B:
             return self.best_s / self.microbatches
         return (self.best_s - self.total_s) / (self.microbatches - 1)
 
@@ -234,7 +213,7 @@ class _Cutter:
         forward, backward = np.array(self.graph.forward_s), np.array(self.graph.backward_s)
         own = again * forward + backward
         device = max(float(own.sum()) / self.stages, float(own.max()))
-        if self.step is not StepKind.ONE_F_ONE_B:
+        if self.setting.kind is not ScheduleKind.ONE_F_ONE_B:
             return self.total_s + (self.microbatches - 1) * device
         # For stage s with R after it: step >= total - R + (M-1) own and >= total + R + (M-w) own.
         # Half the sum of both, weighed so that the stages' own times add up to the total.
@@ -257,4 +236,5 @@ class _Cutter:
             self.best_s if proved else bound,
             proved,
             looked,
+            seats=tuple(range(max(self.setting.placement) + 1)),
         )

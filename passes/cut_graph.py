@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,11 +12,12 @@ from gpipe_compiler.ir import Argument, Graph, Op, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.atoms import Atoms, atoms
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Node, Traffic
+from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
 from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
-from gpipe_compiler.runtime.spec import Crossing
+from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
 
 
 @dataclass(frozen=True)
@@ -113,20 +114,20 @@ class Facts:
         return () if op.name in self.duplicable and shapes_only else op.inputs
 
 
-def problem_of(facts: Facts) -> CutProblem:
-    """The cut problem of a graph. Its nodes are `facts.kept`, in this order."""
+def problem_of(
+    facts: Facts,
+    other_kinds: Sequence[Costs] = (),
+    optimizer: OptimizerKind = OptimizerKind.SGD,
+) -> CutProblem:
+    """The cut problem of a graph. Its nodes are `facts.kept`, in this order.
+
+    Args:
+        other_kinds: the costs on further kinds of devices.
+        optimizer: whose memory counts.
+    """
     graph = facts.graph
     index = {op.name: position for position, op in enumerate(facts.kept)}
-    nodes = tuple(
-        Node(
-            op.name,
-            facts.costs.ops[op.name].forward_s,
-            facts.costs.ops[op.name].backward_s,
-            facts.saved.saved_bytes((op.name,)),
-            sum(graph.state[name].bytes for name in op.states(graph.modules)),
-        )
-        for op in facts.kept
-    )
+    nodes = tuple(Node(op.name, *_seconds(facts.costs, op)) for op in facts.kept)
     last = {index[name] for name in facts.atoms.last_stage}
     if graph.loss is not None:
         maker = graph.producer.get(graph.loss.value)
@@ -142,7 +143,46 @@ def problem_of(facts: Facts) -> CutProblem:
         ),
         frozenset(last),
         last_alone=any(facts.kept[node].name not in graph.loss_only for node in last),
+        kept=(*_states(facts, optimizer), *_saved(facts)),
+        other_kinds=tuple(
+            tuple(Seconds(*_seconds(costs, op)) for op in facts.kept) for costs in other_kinds
+        ),
     )
+
+
+def _seconds(costs: Costs, op: Op) -> tuple[float, float, float]:
+    cost = costs.ops[op.name]
+    return cost.forward_s, cost.backward_s, cost.weight_s
+
+
+def _states(facts: Facts, optimizer: OptimizerKind) -> list[Kept]:
+    """The parameters, buffers and constants, with the nodes that hold them."""
+    graph = facts.graph
+    users: dict[str, list[int]] = {}
+    for position, op in enumerate(facts.kept):
+        for name in op.states(graph.modules):
+            users.setdefault(name, []).append(position)
+    return [
+        Kept(
+            tuple(dict.fromkeys(nodes)),
+            bytes=held_bytes(graph, graph.state[name], optimizer),
+            updated_bytes=updated_bytes(graph, graph.state[name]),
+        )
+        for name, nodes in users.items()
+    ]
+
+
+def _saved(facts: Facts) -> list[Kept]:
+    """What autograd keeps, with the nodes that save it."""
+    users: dict[int, list[int]] = {}
+    for position, op in enumerate(facts.kept):
+        for number in sorted(facts.saved.by_op.get(op.name, ())):
+            users.setdefault(number, []).append(position)
+    return [
+        Kept(tuple(nodes), microbatch_bytes=facts.saved.bytes[number])
+        for number, nodes in users.items()
+        if facts.saved.bytes[number]
+    ]
 
 
 def _traffic(facts: Facts, index: Mapping[str, int]) -> list[Traffic]:

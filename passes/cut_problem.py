@@ -17,13 +17,44 @@ GRAPH_INPUT = -1
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op: what it costs and what it keeps."""
+    """One op, and what it costs.
+
+    Attributes:
+        weight_s: the part of `backward_s` that makes the gradients of parameters; schedules that
+            split the backward run it later.
+    """
 
     name: str
     forward_s: float
     backward_s: float = 0.0
-    saved_bytes: int = 0
-    parameter_bytes: int = 0
+    weight_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Something that a stage has in memory, once, where any of these nodes lies in it.
+
+    Attributes:
+        users: indices of nodes, ascending.
+        bytes: held for good: a parameter, its gradient, what the optimizer knows of it.
+        microbatch_bytes: held for every micro-batch between its forward and its backward.
+        updated_bytes: of trained parameters, which replicas reduce and the optimizer changes
+            after a stage's last backward.
+    """
+
+    users: tuple[int, ...]
+    bytes: int = 0
+    microbatch_bytes: int = 0
+    updated_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What one node costs on another kind of device; as the fields of `Node`."""
+
+    forward_s: float
+    backward_s: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +85,11 @@ class CutProblem:
         groups: nodes that must stay in one stage (atoms).
         last: nodes that must lie in the last stage; so must all that follow from them.
         last_alone: whether these may make up the last stage by themselves.
+        kept: what the nodes keep in memory.
+        other_kinds: for each further kind of device, the costs of all nodes on it. The costs of
+            `nodes` are those on kind 0.
+        pinned: (node, stage) pairs.
+        apart: (before, after) pairs of nodes that must lie in different stages.
     """
 
     nodes: tuple[Node, ...]
@@ -62,6 +98,10 @@ class CutProblem:
     groups: tuple[tuple[int, ...], ...] = ()
     last: frozenset[int] = frozenset()
     last_alone: bool = True
+    kept: tuple[Kept, ...] = ()
+    other_kinds: tuple[tuple[Seconds, ...], ...] = ()
+    pinned: tuple[tuple[int, int], ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
 
     def edges(self) -> Iterator[tuple[int, int]]:
         """Every (before, after) pair of nodes, some perhaps twice."""
@@ -74,8 +114,12 @@ class CutProblem:
         """The same problem for inference: nothing goes backward."""
         return replace(
             self,
-            nodes=tuple(replace(node, backward_s=0.0) for node in self.nodes),
+            nodes=tuple(replace(node, backward_s=0.0, weight_s=0.0) for node in self.nodes),
             values=tuple(replace(value, gradient_bytes=0) for value in self.values),
+            kept=tuple(replace(kept, microbatch_bytes=0, updated_bytes=0) for kept in self.kept),
+            other_kinds=tuple(
+                tuple(Seconds(seconds.forward_s) for seconds in kind) for kind in self.other_kinds
+            ),
         )
 
     def check(self) -> CutProblem:

@@ -13,7 +13,7 @@ from gpipe_compiler.compile import default_microbatches
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
 
-CLUSTER = Cluster(DEFAULT_HOST, IN_PROCESS)
+CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 
 
 @pytest.fixture(scope="module")

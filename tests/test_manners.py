@@ -33,7 +33,7 @@ OPTIONS = CompileOptions(
     stages=2,
     microbatches=4,
     frontend=Frontend.FX,
-    cluster=Cluster(DEFAULT_HOST, IN_PROCESS),
+    cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS),
 )
 BATCH = 8
 

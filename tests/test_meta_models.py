@@ -37,7 +37,7 @@ def compiled(model: Path, directory: Path, stages: int = 2, **options: object) -
     chosen = CompileOptions(
         stages=stages,
         microbatches=2,
-        cluster=Cluster(DEFAULT_HOST, IN_PROCESS),
+        cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS),
         **options,  # type: ignore[arg-type]  # a test's own options
     )
     return compile_subject(load(str(model)), chosen, directory)

@@ -27,7 +27,7 @@ from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, simulate
 
-CLUSTER = Cluster(DEFAULT_HOST, Link(1e9, 1e-6))
+CLUSTER = Cluster.of(DEFAULT_HOST, Link(1e9, 1e-6))
 BATCH = 8
 
 

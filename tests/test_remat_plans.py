@@ -55,7 +55,9 @@ def graph() -> Graph:
 
 def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
     device = dataclasses.replace(DEFAULT_HOST, memory=memory)
-    return plan(graph, stages=stages, microbatches=M, policy=policy, cluster=Cluster(device, LINK))
+    return plan(
+        graph, stages=stages, microbatches=M, policy=policy, cluster=Cluster.of(device, LINK)
+    )
 
 
 def fixed_bytes(plan_: Plan, stage: int) -> int:
@@ -212,7 +214,7 @@ def test_a_schedule_that_cannot_normalise_the_whole_batch_is_refused() -> None:
 def test_older_plans_are_read() -> None:
     """What was written before there was a choice is a plan without it."""
     graph = trace(nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.FX)
-    made = plan(graph, stages=1, microbatches=2, cluster=Cluster(DEFAULT_HOST, LINK))
+    made = plan(graph, stages=1, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, LINK))
     fields = json.loads(made.to_json())
     for name in ("batchnorm", "precision"):
         del fields[name]

@@ -50,7 +50,7 @@ def traced(pairs: tuple[tuple[int, int], ...]) -> Graph:
 
 def planned(link: Link, stages: int = 2, pairs: tuple[tuple[int, int], ...] = ((2, 3),)) -> Plan:
     graph = traced(pairs)
-    return plan(graph, stages=stages, microbatches=4, cluster=Cluster(FLAT, link))
+    return plan(graph, stages=stages, microbatches=4, cluster=Cluster.of(FLAT, link))
 
 
 def owners(found: Plan, name: str) -> list[int]:

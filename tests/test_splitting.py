@@ -34,7 +34,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.splitting import Losses
 from gpipe_compiler.validate import validate
 
-CLUSTER = Cluster(DEFAULT_HOST, IN_PROCESS)
+CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX, cluster=CLUSTER)
 VOCABULARY = 11
 

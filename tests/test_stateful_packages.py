@@ -87,7 +87,7 @@ def package(
         copy.deepcopy(model), batch[0], target=batch[1], loss_fn=F.mse_loss, frontend=request.param
     )
     made = gpc.plan(
-        graph, stages=2, microbatches=MICROBATCHES, cluster=Cluster(DEFAULT_HOST, IN_PROCESS)
+        graph, stages=2, microbatches=MICROBATCHES, cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS)
     )
     place: Path = tmp_path_factory.mktemp("made") / f"stateful_{request.param.value}"
     gpc.emit(made, place)

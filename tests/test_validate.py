@@ -27,7 +27,7 @@ OPTIONS = CompileOptions(
     stages=2,
     microbatches=2,
     frontend=Frontend.FX,
-    cluster=Cluster(DEFAULT_HOST, Link(1e18, 0.0)),
+    cluster=Cluster.of(DEFAULT_HOST, Link(1e18, 0.0)),
 )
 
 

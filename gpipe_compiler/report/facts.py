@@ -81,7 +81,12 @@ def modules_of(plan: Plan, stage: Stage) -> str:
 
 def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
     """For every stage, seconds of one micro-batch: computing, and moving what it receives."""
-    link = plan.cluster.link
+    cluster = plan.cluster
+
+    def seconds(crossing: Crossing, target: int) -> float:
+        ends = plan.device_of(crossing.source), plan.device_of(target)
+        return cluster.between(*ends).seconds(crossing_bytes(crossing))
+
     times = []
     for stage in plan.stages:
         received = [c for c in plan.crossings if stage.index in c.targets]
@@ -90,11 +95,11 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
                 forward_s=stage.forward_s,
                 backward_s=stage.backward_s if plan.training else 0.0,
                 recompute_s=stage.recompute_s if plan.training else 0.0,
-                receive_s=sum(link.seconds(crossing_bytes(c)) for c in received),
+                weight_s=stage.weight_s,
+                update_s=stage.update_s,
+                receive_s=sum(seconds(c, stage.index) for c in received),
                 gradient_s=sum(
-                    link.seconds(crossing_bytes(c))
-                    for c in received
-                    if c.gradient and plan.training
+                    seconds(c, stage.index) for c in received if c.gradient and plan.training
                 ),
             )
         )

@@ -56,7 +56,7 @@ def headline(plan: Plan) -> Text:
     work = "trains" if plan.training else "infers"
     return Text.assemble(
         (plan.name, "bold"),
-        f" {work} in {counted(len(plan.stages), 'stage')} on {plan.cluster.device.name}: "
+        f" {work} in {counted(len(plan.stages), 'stage')} on {plan.devices[0].name}: "
         f"{plan.schedule.value}, a batch of {plan.batch_size} in "
         f"{counted(plan.microbatches, 'micro-batch', 'es')} of {plan.microbatch_size}"
         f"{_manner(plan)}",
@@ -157,7 +157,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _memory(plan: Plan) -> str:
-    peaks, memory = plan.prediction.peak_bytes, plan.cluster.device.memory
+    peaks, memory = plan.prediction.peak_bytes, plan.devices[0].memory
     peak = max(peaks, default=0)
     text = f"{format_bytes(peak)} on a device of {format_bytes(memory)}"
     over = [str(stage) for stage, size in enumerate(peaks) if size > memory]

@@ -11,8 +11,8 @@ from .errors import UsageError
 from .hooks import UserHooks
 from .keeping import KEPT, LATEST, CheckpointOptions
 from .learning_rate import RateChoice, RateShape
-from .optimizer import OptimizerChoice, OptimizerKind
-from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
+from .optimizer import OptimizerChoice
+from .spec import BatchNorm, OptimizerKind, PipelineSpec, Precision, Remat, ScheduleKind
 from .train import TrainOptions
 
 STEPS = 100

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from .errors import UsageError
 from .hooks import UserHooks
 from .pipeline import Pipeline
-
-
-class OptimizerKind(Enum):
-    """The optimizers of the command, by the name a user types."""
-
-    SGD = "sgd"
-    MOMENTUM = "momentum"
-    ADAM = "adam"
-    ADAMW = "adamw"
-
+from .spec import OptimizerKind
 
 DEFAULT_RATES: Mapping[OptimizerKind, float] = {
     OptimizerKind.SGD: 0.01,

@@ -16,6 +16,9 @@ class ScheduleKind(Enum):
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZBV = "zbv"
 
 
 class Reduction(Enum):
@@ -56,6 +59,15 @@ class Precision(Enum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+
+
+class OptimizerKind(Enum):
+    """The optimizers of the command, by the name a user types."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAM = "adam"
+    ADAMW = "adamw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +191,11 @@ class PipelineSpec:
     """Everything about a pipeline but its weights.
 
     Attributes:
-        orders: for the default schedule, micro-batch count and one device per stage, each device's
-            actions as `0F0 0F1 ...`.
+        placement: the device of each stage, as planned; empty for one device per stage.
+        device_order: for every device of the pipeline, its number among those of the machine (or,
+            host by host, of all machines); empty where they are taken in order.
+        orders: for the default schedule, micro-batch count and placement, each device's actions as
+            `0F0 0F1 ...`.
         microbatch_size: samples in a micro-batch, as planned; the shapes of crossings are for it.
         aliases: further names of tied parameters to the canonical ones.
         precision: as planned; the dtypes of crossings are those under it.
@@ -196,6 +211,8 @@ class PipelineSpec:
     microbatches: int
     microbatch_size: int
     orders: tuple[str, ...] = ()
+    placement: tuple[int, ...] = ()
+    device_order: tuple[int, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32

@@ -16,7 +16,7 @@ from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 
-TOY = Cluster(Device("toy", 1e9, 1e9, 10**6, 1e-6), IN_PROCESS)
+TOY = Cluster.of(Device("toy", 1e9, 1e9, 10**6, 1e-6), IN_PROCESS)
 
 PLAN = Plan(
     name="model",

@@ -110,7 +110,7 @@ class TestCompileArguments:
             per_microbatch=True,
             frontend=Frontend.EXPORT,
             measured=True,
-            cluster=Cluster(
+            cluster=Cluster.of(
                 dataclasses.replace(compiler.plan.cluster.device, memory=16 * 2**30),
                 Link(12.5e9, 2e-3),
             ),

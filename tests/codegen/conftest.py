@@ -50,7 +50,7 @@ def _neighbour(name: str) -> ModuleType:
 
 
 models = _neighbour("models")
-CLUSTER = Cluster(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))
+CLUSTER = Cluster.of(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))
 MICROBATCHES = 2
 
 

@@ -22,7 +22,7 @@ from gpipe_compiler.plan import Plan
 
 STAGES = (1, 2, 4)
 
-FREE_LINKS = Cluster(Device("flat", 1e9, 1e12, 1 << 34, 0.0), Link(1e18, 0.0))
+FREE_LINKS = Cluster.of(Device("flat", 1e9, 1e12, 1 << 34, 0.0), Link(1e18, 0.0))
 """Where nothing but arithmetic takes time, so that four equal blocks make four stages."""
 
 

@@ -34,7 +34,7 @@ one gradient moves a weight by a hundredth."""
 FP32_TOLERANCE = 1e-6
 """Where the loss is computed in fp32."""
 
-CLUSTER = Cluster(DEFAULT_HOST, IN_PROCESS)
+CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 """Not this machine as it is measured at the moment, so that cuts are the same every day."""
 
 every_example = pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def plan() -> Plan:
         batch_size=8,
         training=True,
         orders=tuple(parse_order(f"{s}F0 {s}F1 {s}B1 {s}B0") for s in range(3)),
-        cluster=Cluster(Device("toy", 1e9, 1e9, 10**6, 1e-6), Link(1e6, 0.0)),
+        cluster=Cluster.of(Device("toy", 1e9, 1e9, 10**6, 1e-6), Link(1e6, 0.0)),
         cost_source="estimated for toy",
         prediction=Prediction(18.0, 6.0, 1 - 24 / 54, 15.0, False, (2000, 3000, 1000)),
         noted=notes,

@@ -9,18 +9,23 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """The part of a stage's work."""
+    """The part of a stage's work.
+
+    Where a schedule gives a stage WEIGHT actions, its BACKWARD makes the gradients of what it
+    received, and WEIGHT those of its parameters, at any later time; elsewhere BACKWARD makes both.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
 
-_COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
+_COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One stage's forward or backward of one micro-batch; prints as `2F0`."""
+    """One part of one stage's work on one micro-batch; prints as `2F0`."""
 
     stage: int
     phase: Phase
@@ -38,7 +43,7 @@ class Compute:
         """
         match = _COMPUTE.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no action: expected stage, F or B, micro-batch (2F0)")
+            raise ValueError(f"{text!r} is no action: expected stage, F, B or W, micro-batch (2F0)")
         return cls(int(match[1]), Phase(match[2]), int(match[3]))
 
 

@@ -1,0 +1,124 @@
+"""What the stages of a cut run on, and how: devices, links, schedule, and what is to be short."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from gpipe_compiler.cluster import NO_LINK, Link
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.runtime.schedule import forward_only
+from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.schedule.choosing import (
+    devices_for,
+    orders_for,
+    placement_for,
+    splits_backward,
+)
+from gpipe_compiler.runtime.spec import ScheduleKind
+
+
+class Objective(Enum):
+    """What is to be short.
+
+    STEP: the simulated step (`simulate.py`). BOTTLENECK: the longest stage, where a stage takes as
+    long as its compute and all its transfers, in and out, forward and backward, one after another.
+    """
+
+    STEP = "step"
+    BOTTLENECK = "bottleneck"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A device that stages may run on.
+
+    Attributes:
+        kind: whose times hold here: 0 for those of the nodes, else `other_kinds[kind - 1]`.
+        memory: bytes it holds.
+        host: of the machine it is in; the devices of a host stay together in a pipeline, as
+            torchrun numbers processes.
+        update_s_per_byte: seconds per byte of trained parameters, after the last backward of a
+            stage: reducing over replicas, and the optimizer.
+        update_latency_s: seconds besides, for a stage with anything to update.
+    """
+
+    kind: int = 0
+    memory: float = math.inf
+    host: int = 0
+    update_s_per_byte: float = 0.0
+    update_latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a cut is for.
+
+    Attributes:
+        kind: of the schedule in training; None for inference.
+        stages: how many there are to be; none is empty.
+        seats: the devices there are, at least as many as the pipeline has. Which of them it has,
+            and in which order, is for the cut to find where they differ.
+        links: between any two seats.
+        devices: of the pipeline; None for as many as the schedule needs.
+        recompute: for every stage, whether it runs its forward again before a backward.
+        objective: what is to be short, among cuts that fit into memory.
+    """
+
+    kind: ScheduleKind | None
+    stages: int
+    microbatches: int
+    seats: tuple[Seat, ...]
+    links: tuple[tuple[Link, ...], ...]
+    devices: int | None = None
+    recompute: tuple[bool, ...] = ()
+    objective: Objective = Objective.STEP
+
+    @classmethod
+    def equal(
+        cls,
+        kind: ScheduleKind | None,
+        stages: int,
+        microbatches: int,
+        link: Link,
+        seat: Seat = Seat(),
+    ) -> Setting:
+        """Equal devices, one for every stage, and equal links."""
+        row = range(stages)
+        links = tuple(tuple(NO_LINK if a == b else link for b in row) for a in row)
+        return cls(kind, stages, microbatches, (seat,) * stages, links, stages)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The device of the pipeline that each stage runs on.
+
+        Raises:
+            PlanError: when the schedule cannot place so many stages.
+        """
+        kind = self.kind or ScheduleKind.GPIPE
+        try:
+            devices = self.devices or devices_for(kind, self.stages)
+            return placement_for(kind, self.stages, devices)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Each device's actions.
+
+        Raises:
+            PlanError: when the schedule cannot have so many stages or micro-batches.
+        """
+        try:
+            if self.kind is None:
+                return forward_only(self.placement, self.microbatches)
+            return orders_for(self.kind, self.placement, self.microbatches)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of parameters are made by actions of their own."""
+        return self.kind is not None and splits_backward(self.kind)

@@ -1,0 +1,42 @@
+"""What the state of a stage holds in memory, and what its update takes."""
+
+from __future__ import annotations
+
+from gpipe_compiler.cluster import Device, Link
+from gpipe_compiler.ir import Graph, State
+from gpipe_compiler.runtime.spec import OptimizerKind, Precision
+
+_COPIES = {
+    OptimizerKind.SGD: 0,
+    OptimizerKind.MOMENTUM: 1,
+    OptimizerKind.ADAM: 2,
+    OptimizerKind.ADAMW: 2,
+}
+"""How many numbers each optimizer remembers of every parameter."""
+
+
+def held_bytes(graph: Graph, state: State, optimizer: OptimizerKind) -> int:
+    """Bytes of a parameter or buffer, its gradient, and what the optimizer remembers of it.
+
+    Under autocast a run keeps 16-bit copies of its weights besides.
+    """
+    if graph.loss is None or not state.requires_grad:
+        return state.bytes
+    half = state.bytes // 2 if graph.precision is not Precision.FP32 else 0
+    return state.bytes * (2 + _COPIES[optimizer]) + half
+
+
+def updated_bytes(graph: Graph, state: State) -> int:
+    """Bytes of a parameter that training changes."""
+    return state.bytes if graph.loss is not None and state.requires_grad else 0
+
+
+def update_s_per_byte(device: Device, optimizer: OptimizerKind, replicas: int, link: Link) -> float:
+    """Seconds for each byte of trained parameters, after the last backward.
+
+    The optimizer reads weight and gradient, reads and writes what it remembers, and writes the
+    weight; before it the replicas send every gradient around a ring twice (Patarasuk and Yuan,
+    J. Parallel Distrib. Comput. 69(2), 2009).
+    """
+    steps = (3 + 2 * _COPIES[optimizer]) / device.memory_bandwidth
+    return steps + 2 * (replicas - 1) / replicas / link.bandwidth
