@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Cluster, Link
@@ -29,6 +30,9 @@ from gpipe_compiler.simulate import StageTimes
 
 _WORTH_A_CUT = 1e-3
 """The share of a step from which on the sums of shared gradients are tried to be avoided."""
+
+_MOST_PREFIXES = 8
+"""Stages up to which every number of first stages is tried to recompute."""
 
 _MOST_ALONE = 4
 """Shared parameters that are each tried in one stage; of more, all together are."""
@@ -113,26 +117,28 @@ class Drafting:
         )
 
     def choose(self, choice: RematChoice) -> Draft:
-        """The cut into stages that recompute as asked.
+        """The cut into stages that recompute as asked, with the shortest step that fits.
 
-        AUTO cuts as if nothing were recomputed. Where a stage does not fit its device, and would
-        hold less if it recomputed, it is to recompute, and the cut is made anew, until those that
-        do not recompute fit. Of these cuts, each with as few stages that recompute as it needs,
-        it takes the one with the shortest step among those that come closest to fitting.
+        AUTO has as few stages recompute as fit their devices. What it tries, where the best cut
+        does not fit as it is: cuts under the memory limit in which nothing is recomputed, in which
+        the first stages are (1F1B holds the most there), and in which those are that did not fit
+        in the cut before.
 
         The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
-        of stages which do neither.
+        of stages which do neither, on devices that hold anything.
         """
-        plain = self._cut((False,) * self.setting.stages)
+        nothing = (False,) * self.setting.stages
         if choice is RematChoice.NONE:
-            return plain
+            return self._cut(nothing)
         if choice is RematChoice.FULL:
             full = self._cut((True,) * self.setting.stages)
-            return full.bounded_by(plain) if full.joint else full
-        asked = self._too_large(plain)
+            return full.bounded_by(self._cut(nothing)) if full.joint else full
+        free = self._unlimited()._cut(nothing)
+        asked = self._too_large(free)
         if not any(asked):
-            return plain
-        drafts = [self._with_recompute(plain, asked)]
+            return free
+        drafts = [self._with_recompute(free, asked), self._cut(nothing)]
+        drafts.extend(self._least(self._cut(again)) for again in self._first_stages())
         while True:
             draft = self._cut(asked)
             needed = self._too_large(draft)
@@ -141,13 +147,29 @@ class Drafting:
             if wanted == asked:
                 break
             asked = wanted
-        return min(drafts, key=self._merit).bounded_by(plain)
+        return min(drafts, key=self._merit).bounded_by(free)
 
-    def _merit(self, draft: Draft) -> tuple[float, float]:
-        """How far a draft is from fitting its devices, and its step; less is better."""
+    def _unlimited(self) -> Drafting:
+        """The same on devices that hold anything."""
+        seats = tuple(dataclasses.replace(seat, memory=math.inf) for seat in self.setting.seats)
+        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, seats=seats))
+
+    def _first_stages(self) -> Iterator[tuple[bool, ...]]:
+        count = self.setting.stages
+        if count <= _MOST_PREFIXES:
+            for first in range(1, count + 1):
+                yield (True,) * first + (False,) * (count - first)
+
+    def _least(self, draft: Draft) -> Draft:
+        """The same cut, in which only those stages recompute that have to."""
+        return self._with_recompute(draft, self._too_large(draft))
+
+    def _merit(self, draft: Draft) -> tuple[float, float, int]:
+        """How far a draft is from fitting its devices, its step, and how many stages recompute."""
         pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
         over = (size - self.setting.seats[seat].memory for size, seat in pairs)
-        return sum(max(0.0, excess) for excess in over), draft.prediction.step_s
+        again = sum(stage.remat is Remat.FULL for stage in draft.stages)
+        return sum(max(0.0, excess) for excess in over), draft.prediction.step_s, again
 
     def _too_large(self, draft: Draft) -> tuple[bool, ...]:
         """For every stage, whether its device is too full, and recomputing makes it smaller."""

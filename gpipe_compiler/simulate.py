@@ -230,6 +230,8 @@ class _Run:
     def arrive(self, device: int, action: Compute) -> float:
         """When all that the action waits for has come through its stage's port."""
         stage = action.stage
+        if action.phase is Phase.WEIGHT:
+            return 0.0  # it waits for its device alone, not for the gradient to have been sent
         receive_s = self.times[stage].receive_s if action.phase is Phase.FORWARD else 0.0
         arrival = 0.0
         for microbatch in self.joint.begun(action):
@@ -312,7 +314,7 @@ def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np
             arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
             end = device_free[device] = np.maximum(arrival, device_free[device]) + forward_s
         elif action.phase is Phase.WEIGHT:
-            end = device_free[device] = np.maximum(arrival, device_free[device]) + weight_s
+            end = device_free[device] = device_free[device] + weight_s
         else:
             ready_s = device_free[device] + recompute_s if action in again else device_free[device]
             computed = np.maximum(arrival, ready_s) + backward_s

@@ -17,12 +17,12 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut_graph import Facts, tabulate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.prediction import in_flight
 from gpipe_compiler.report.facts import stage_times
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate import simulate
@@ -82,7 +82,7 @@ def test_a_step_that_recomputes_takes_what_the_closed_form_says(graph: Graph) ->
 
 
 def test_what_a_stage_that_recomputes_holds(graph: Graph) -> None:
-    """Its inputs for every micro-batch, and one micro-batch whole."""
+    """Its inputs for every micro-batch that waits, and one micro-batch whole."""
     made = planned(graph, Policy(remat=RematChoice.FULL))
 
     assert made.graph is not None
@@ -90,14 +90,14 @@ def test_what_a_stage_that_recomputes_holds(graph: Graph) -> None:
         shapes = [made.graph.values[name].shape for name in stage.inputs]
         taken = sum(4 * torch.Size(shape).numel() for shape in shapes)
         assert stage.input_bytes == taken > 0
-        assert peak == fixed_bytes(made, stage.index) + M * taken + stage.saved_bytes
+        assert peak == fixed_bytes(made, stage.index) + (M - 1) * taken + stage.saved_bytes
 
 
 def test_no_other_cut_that_recomputes_is_faster(graph: Graph) -> None:
     """Every cut of the chain of ops into two stages that recompute, simulated."""
     made = planned(graph, Policy(remat=RematChoice.FULL), stages=2)
     assert made.graph is not None
-    costs = roofline(made.graph, made.cluster.device)
+    costs = roofline(made.graph, made.devices[0])
     facts = Facts.of(made.graph, costs)
     free = [op.name for op in facts.kept if op.name not in facts.atoms.last_stage]
     steps = []
@@ -141,8 +141,8 @@ def test_auto_recomputes_only_where_memory_is_short(graph: Graph, schedule: Sche
         auto = planned(graph, Policy(schedule, RematChoice.AUTO), memory)
 
         assert max(auto.prediction.peak_bytes) <= memory
-        for stage, flying in zip(auto.stages, in_flight(auto.orders, K), strict=True):
-            whole = fixed_bytes(auto, stage.index) + flying * stage.saved_bytes
+        for stage, load in zip(auto.stages, loads(auto.orders), strict=True):
+            whole = fixed_bytes(auto, stage.index) + load.peak([0], [stage.saved_bytes])
             assert (stage.remat is Remat.FULL) == (whole > memory)
         assert simulate(auto.orders, stage_times(auto)).step_s == auto.prediction.step_s
         assert auto.prediction.lower_bound_s == none.prediction.lower_bound_s

@@ -107,11 +107,12 @@ def test_no_cut_is_quicker(share, monkeypatch):
 def cut_at(ends):
     """In the place of `passes.cut.cut`: the layers up to each end make a stage."""
 
-    def cut(problem, *, stages, link, **_):
+    def cut(problem, setting, _):
         if any(len(group) > 1 and min(group) < LAYERS for group in problem.groups):
             raise PlanError("these cuts are given")
         layer_of = {node.name: layer for layer, node in enumerate(problem.nodes)}
         stage_of = [sum(end <= layer_of[node.name] for end in ends) for node in problem.nodes]
+        stages, link = setting.stages, setting.links[0][1]
         boundary_s = link.seconds(SAMPLES // 4 * WIDTH * 4)
         times = []
         for stage in range(stages):
@@ -124,6 +125,6 @@ def cut_at(ends):
                     boundary_s if stage else 0.0,
                 )
             )
-        return Cut(tuple(stage_of), tuple(times), 1.0, 0.0, False, 1)
+        return Cut(tuple(stage_of), tuple(times), 1.0, 0.0, False, 1, seats=tuple(range(stages)))
 
     return cut

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,22 +72,55 @@ def test_equal_stages_have_the_published_bubble(schedule, p: int, m: int) -> Non
 def test_many_at_once_take_what_each_takes_alone(stages, m: int, schedule) -> None:  # type: ignore[no-untyped-def]  # drawn
     orders = schedule(range(len(stages)), m)
     slower = [
-        StageTimes(2 * s.forward_s, s.backward_s, s.receive_s, 3 * s.gradient_s, s.forward_s)
+        StageTimes(
+            2 * s.forward_s,
+            s.backward_s,
+            s.receive_s,
+            3 * s.gradient_s,
+            s.forward_s,
+            s.backward_s / 2,
+            s.receive_s,
+        )
         for s in stages
     ]
     if schedule is forward_only:
         stages = [StageTimes(s.forward_s, 0.0, s.receive_s) for s in stages]
         slower = [StageTimes(s.forward_s, 0.0, s.receive_s) for s in slower]
-    rows = [
-        [(s.forward_s, s.backward_s, s.receive_s, s.gradient_s, s.recompute_s) for s in each]
-        for each in (stages, slower)
-    ]
+    rows = [list(map(astuple, each)) for each in (stages, slower)]
 
     together = step_times(orders, np.array(rows))
 
     assert together.tolist() == pytest.approx(
         [simulate(orders, stages).step_s, simulate(orders, slower).step_s]
     )
+
+
+def test_a_split_backward_and_updates_by_hand() -> None:
+    """Weights while the gradient travels; the update of stage 1 while stage 0 still works."""
+    orders = (parse_order("0F0 0F1 0B0 0B1 0W0 0W1"), parse_order("1F0 1B0 1F1 1B1 1W0 1W1"))
+    stages = [
+        StageTimes(1.0, 3.0, weight_s=2.0, update_s=0.5),
+        StageTimes(1.0, 3.0, 1.0, 2.0, weight_s=1.0, update_s=4.0),
+    ]
+
+    simulation = simulate(orders, stages)
+    ends = {
+        (span.lane, str(span.action)): span.end_s
+        for span in simulation.timeline
+        if span.lane is not Lane.RECEIVE
+    }
+
+    assert ends[Lane.DEVICE, "1B0"] == 5.0
+    assert ends[Lane.GRADIENT, "1B0"] == 7.0
+    assert ends[Lane.DEVICE, "1B1"] == 8.0
+    assert ends[Lane.DEVICE, "1W1"] == 10.0
+    assert ends[Lane.UPDATE, "1W1"] == 14.0
+    assert ends[Lane.DEVICE, "0B1"] == 11.0
+    assert ends[Lane.DEVICE, "0W1"] == 15.0
+    assert ends[Lane.UPDATE, "0W1"] == 15.5
+    assert simulation.step_s == 15.5
+    assert simulation.busy_s == (8.0, 8.0)
+    assert step_times(orders, np.array([list(map(astuple, stages))])).tolist() == [15.5]
 
 
 def test_two_stages_by_hand() -> None:

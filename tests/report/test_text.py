@@ -60,14 +60,14 @@ def without_rules(text: str) -> list[str]:
 def test_a_plan_says_how_it_computes(plan: Plan) -> None:
     """Only where it is not as the model does it, and which stages are too large for a device."""
     stages = (*plan.stages[:2], dataclasses.replace(plan.stages[2], remat=Remat.FULL))
-    device = dataclasses.replace(plan.cluster.device, memory=1500)
+    device = dataclasses.replace(plan.devices[0], memory=1500)
     changed = dataclasses.replace(
         plan,
         stages=stages,
         batchnorm=BatchNorm.DEFERRED,
         precision=Precision.BF16,
         prediction=dataclasses.replace(plan.prediction, recompute=0.125),
-        cluster=dataclasses.replace(plan.cluster, device=device),
+        cluster=dataclasses.replace(plan.cluster, devices=(device,)),
     )
 
     text = str(changed)
