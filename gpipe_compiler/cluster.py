@@ -43,7 +43,7 @@ class Link:
     bandwidth: float
     latency_s: float
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: float) -> float:
         """Time to move `size` bytes; nothing moves in no time."""
         return self.latency_s + size / self.bandwidth if size else 0.0
 

@@ -71,8 +71,8 @@ class Traffic:
     name: str
     producer: int
     consumers: tuple[int, ...]
-    bytes: int
-    gradient_bytes: int = 0
+    bytes: float
+    gradient_bytes: float = 0
 
 
 @dataclass(frozen=True)
