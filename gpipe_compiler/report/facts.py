@@ -79,6 +79,19 @@ def modules_of(plan: Plan, stage: Stage) -> str:
     return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"
 
 
+def placed(plan: Plan) -> tuple[str, ...]:
+    """For every stage, the rank that runs it, and its device where devices differ.
+
+    Empty where every stage has a device of its own, and all devices are equal.
+    """
+    if len(plan.orders) == len(plan.stages) and len(set(plan.devices)) == 1:
+        return ()
+    ranks = plan.placement or tuple(range(len(plan.stages)))
+    if len(set(plan.devices)) == 1:
+        return tuple(map(str, ranks))
+    return tuple(f"{rank} ({plan.devices[rank].name})" for rank in ranks)
+
+
 def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
     """For every stage, seconds of one micro-batch: computing, and moving what it receives."""
     cluster = plan.cluster

@@ -17,6 +17,7 @@ _TOP = 24.0
 _HEIGHTS: Mapping[Lane, tuple[float, float]] = {
     Lane.RECEIVE: (4.0, 5.0),
     Lane.DEVICE: (10.0, 24.0),
+    Lane.UPDATE: (10.0, 24.0),
     Lane.GRADIENT: (35.0, 5.0),
 }
 """For every lane, where in its device's row it begins, and how high it is."""
@@ -24,8 +25,15 @@ _WORK: Mapping[str, str] = {
     "forward": "forward",
     "backward": "backward",
     "again": "forward again",
+    "weight": "gradients of the weights",
+    "update": "update",
 }
 """For every kind of bar on a device, what it does."""
+_PHASES: Mapping[Phase, str] = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WEIGHT: "weight",
+}
 _LETTER = 6.5
 _TICKS = 8
 
@@ -76,39 +84,47 @@ def gantt(simulation: Simulation) -> Gantt:
 
 
 def _kind(span: Span) -> str:
+    if span.lane is Lane.UPDATE:
+        return "update"
     if span.recompute:
         return "again"
-    return "forward" if span.action.phase is Phase.FORWARD else "backward"
+    return _PHASES[span.action.phase]
 
 
 def _bar(span: Span, scale: float, with_stage: bool) -> Bar:
     top, height = _HEIGHTS[span.lane]
     action = span.action
     width = (span.end_s - span.start_s) * scale
-    text = str(action) if with_stage else str(action.microbatch)
-    if span.recompute:
-        text = text.replace(action.phase.value, "R") if with_stage else f"R{text}"
-    fits = span.lane is Lane.DEVICE and width >= len(text) * _LETTER + 3
-    kind = {
-        Lane.DEVICE: _kind(span),
-        Lane.RECEIVE: "transfer",
-        Lane.GRADIENT: "transfer",
-    }[span.lane]
+    computes = span.lane in (Lane.DEVICE, Lane.UPDATE)
+    text = _text(span, with_stage) if computes else ""
     doing = {
         Lane.DEVICE: f"{_WORK[_kind(span)]} of stage {action.stage}",
+        Lane.UPDATE: f"stage {action.stage} reduces gradients and updates its parameters",
         Lane.RECEIVE: f"stage {action.stage} receives",
         Lane.GRADIENT: f"stage {action.stage} returns gradients",
     }[span.lane]
+    whose = "" if span.lane is Lane.UPDATE else f", micro-batch {action.microbatch}"
     return Bar(
         x=LEFT + span.start_s * scale,
         y=_TOP + span.device * ROW + top,
         width=width,
         height=height,
-        kind=kind,
-        text=text if fits else "",
-        tip=f"{action}: {doing}, micro-batch {action.microbatch}, "
-        f"{format_seconds(span.start_s)} to {format_seconds(span.end_s)}",
+        kind=_kind(span) if computes else "transfer",
+        text=text if width >= len(text) * _LETTER + 3 else "",
+        tip=f"{action}: {doing}{whose}, {format_seconds(span.start_s)} to "
+        f"{format_seconds(span.end_s)}",
     )
+
+
+def _text(span: Span, with_stage: bool) -> str:
+    """What stands in a bar: the micro-batch, or the whole action where devices have several
+    stages."""
+    action = span.action
+    if span.lane is Lane.UPDATE:
+        return f"{action.stage}U" if with_stage else "U"
+    if not with_stage:
+        return f"R{action.microbatch}" if span.recompute else str(action.microbatch)
+    return str(action).replace(action.phase.value, "R") if span.recompute else str(action)
 
 
 def _ticks(until_s: float) -> list[float]:

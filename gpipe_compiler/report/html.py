@@ -9,15 +9,20 @@ from markupsafe import Markup
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, timeline
-from gpipe_compiler.report.gantt import gantt
+from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, placed, timeline
+from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
 from gpipe_compiler.report.text import Held, headline, prediction_rows
+from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.runtime.spec import Remat
 
 _MOST_DRAWN = 60
 """Boundary values up to which the picture of the pipeline is one that can be read."""
+
+
+_MOST_ACTIONS = 10_000
+"""Actions of a step up to which it is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,10 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
         headline=headline(plan).plain,
         parameters=parameter_count(plan),
         facts=prediction_rows(plan),
-        gantt=gantt(timeline(plan)),
+        gantt=_gantt(plan),
+        split=any(action.phase is Phase.WEIGHT for order in plan.orders for action in order),
+        updates=any(stage.update_s > 0 for stage in plan.stages),
+        placed=placed(plan),
         stages=[
             (stage, modules_of(plan, stage), peak, memory)
             for stage, peak, memory in zip(
@@ -76,6 +84,13 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
         picture=_picture(plan),
         validation=validation,
     )
+
+
+def _gantt(plan: Plan) -> Gantt | None:
+    """The diagram of a step; None where it would have too many bars for a browser."""
+    if sum(map(len, plan.orders)) > _MOST_ACTIONS:
+        return None
+    return gantt(timeline(plan))
 
 
 def _memory(plan: Plan) -> tuple[MemoryBar, ...]:

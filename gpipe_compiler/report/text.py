@@ -12,7 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import boundaries, boundary_bytes, modules_of, parameter_count
+from gpipe_compiler.report.facts import (
+    boundaries,
+    boundary_bytes,
+    modules_of,
+    parameter_count,
+    placed,
+)
 from gpipe_compiler.report.units import (
     counted,
     format_bytes,
@@ -76,28 +82,36 @@ def _manner(plan: Plan) -> str:
 def stage_table(plan: Plan) -> Table:
     """One row for every stage: what it holds and what one micro-batch costs it."""
     recomputes = any(stage.remat is not Remat.NONE for stage in plan.stages)
+    updates = any(stage.update_s > 0 for stage in plan.stages)
+    ranks = placed(plan)
     columns = [
         "stage",
+        *(["device"] if ranks else []),
         "holds",
         "ops",
         "parameters",
         "forward",
         *(["backward"] if plan.training else []),
+        *(["update"] if updates else []),
         "receives",
         *(["saved"] if plan.training else []),
         *(["remat"] if recomputes else []),
         "peak",
     ]
-    title = "stages (times and bytes of one micro-batch, memory at its peak)"
+    title = "stages (times and bytes of one micro-batch, updates once a step, memory at its peak)"
+    if not updates:
+        title = "stages (times and bytes of one micro-batch, memory at its peak)"
     table = _table(title, columns, words={"holds"})
     for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True):
         table.add_row(
             str(stage.index),
+            *([ranks[stage.index]] if ranks else []),
             modules_of(plan, stage),
             _ops(len(stage.ops), len(stage.duplicates)),
             f"{stage.parameter_count:,}",
             format_seconds(stage.forward_s),
             *([format_seconds(stage.backward_s)] if plan.training else []),
+            *([format_seconds(stage.update_s)] if updates else []),
             format_bytes(stage.receive_bytes),
             *([format_bytes(stage.saved_bytes)] if plan.training else []),
             *([stage.remat.value] if recomputes else []),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import timeline
-from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.simulate import Lane, Span
 
 _LANES: Mapping[Lane, tuple[int, str]] = {
     Lane.DEVICE: (0, "computes"),
+    Lane.UPDATE: (0, "computes"),
     Lane.RECEIVE: (1, "receives"),
     Lane.GRADIENT: (2, "returns gradients"),
 }
@@ -25,7 +25,8 @@ def format_trace(plan: Plan) -> str:
     titles: list[dict[str, object]] = []
     for device in range(len(plan.orders)):
         titles.append(_title("process_name", device, 0, f"device {device}"))
-        titles.extend(_title("thread_name", device, row, title) for row, title in _LANES.values())
+        rows = dict(_LANES.values()).items()
+        titles.extend(_title("thread_name", device, row, title) for row, title in rows)
     return json.dumps({"traceEvents": [*titles, *map(_event, spans)]}) + "\n"
 
 
@@ -40,12 +41,13 @@ def _title(kind: str, device: int, row: int, text: str) -> dict[str, object]:
 
 
 def _event(span: Span) -> dict[str, object]:
-    forward = span.action.phase is Phase.FORWARD
-    work = "recompute" if span.recompute else "forward" if forward else "backward"
+    update = span.lane is Lane.UPDATE
+    work = "recompute" if span.recompute else span.action.phase.name.lower()
+    name = f"{work} for {span.action}" if span.recompute else str(span.action)
     return {
         "ph": "X",
-        "name": f"{work} for {span.action}" if span.recompute else str(span.action),
-        "cat": work,
+        "name": f"update of stage {span.action.stage}" if update else name,
+        "cat": "update" if update else work,
         "pid": span.device,
         "tid": _LANES[span.lane][0],
         "ts": span.start_s * 1e6,
