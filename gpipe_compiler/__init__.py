@@ -4,9 +4,11 @@
     made = plan(graph, stages=4)
     emit(made, Path("model_x4"))
 
-or all of it, with the proof that the package equals the model: `compile`.
+or all of it, with the proof that the package equals the model: `compile`. Graphs that did not come
+from torch are planned too: `plan_graph(read_graph(Path("graph.json")), BareSetting(stages=4))`.
 """
 
+from gpipe_compiler.bare_plan import BarePlan, BareSetting, plan_graph
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import (
     Compiled,
@@ -18,19 +20,26 @@ from gpipe_compiler.compile import (
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.graph_file import BareGraph, BareOp, parse_graph, read_graph
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.validate import Validation
 
 __all__ = [
+    "BareGraph",
+    "BareOp",
+    "BarePlan",
+    "BareSetting",
     "BatchNorm",
     "CompileOptions",
     "Compiled",
     "Frontend",
     "GPipeCompilerError",
     "Graph",
+    "Objective",
     "Plan",
     "Policy",
     "Precision",
@@ -40,6 +49,9 @@ __all__ = [
     "Validation",
     "compile",
     "emit",
+    "parse_graph",
     "plan",
+    "plan_graph",
+    "read_graph",
     "trace",
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpipe_compiler.cluster import CLUSTERS
 from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
@@ -27,7 +28,8 @@ def compile_parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
-        "example_inputs(), to be trained also loss_fn(output, target) and example_target()",
+        "example_inputs(), to be trained also loss_fn(output, target) and example_target(); or "
+        "graph.json, ops and edges that are only planned (docs/graph_file.md)",
     )
     parser.add_argument(
         "-k", "--stages", metavar="K", type=_positive, required=True, help="stages to cut it into"
@@ -45,6 +47,13 @@ def compile_parser() -> argparse.ArgumentParser:
         choices=[kind.value for kind in ScheduleKind],
         default=ScheduleKind.GPIPE.value,
         help="the order of the work (default %(default)s)",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=[objective.value for objective in Objective],
+        default=Objective.STEP.value,
+        help="what the stages are to make short: the simulated step, or the longest stage with "
+        "its transfers (default %(default)s)",
     )
     parser.add_argument(
         "--mode",

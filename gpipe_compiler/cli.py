@@ -22,6 +22,8 @@ from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
+from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
+from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.report.picture import write_picture
@@ -108,6 +110,9 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> None:
+    if is_graph(arguments.model):
+        _plan_graph(arguments)
+        return
     directory = _directory(arguments)
     options = CompileOptions(
         stages=arguments.stages,
@@ -124,6 +129,7 @@ def _compile(arguments: argparse.Namespace) -> None:
         force=arguments.force,
         seed=arguments.seed,
         per_microbatch=arguments.per_microbatch,
+        objective=Objective(arguments.objective),
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
@@ -134,6 +140,14 @@ def _compile(arguments: argparse.Namespace) -> None:
         print(json.dumps(_document(compiled), indent=2))
     else:
         _print_compiled(compiled)
+
+
+def _plan_graph(arguments: argparse.Namespace) -> None:
+    plan = plan_file(arguments, compile_parser())
+    if arguments.json:
+        print(plan.to_json(), end="")
+    else:
+        _console().print(show_bare_plan(plan))
 
 
 def _directory(arguments: argparse.Namespace) -> Path | None:

@@ -25,6 +25,7 @@ from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.measure import measure
 from gpipe_compiler.passes.shapes import annotate
@@ -63,6 +64,7 @@ class CompileOptions:
         force: replace a package that stands where this one goes.
         per_microbatch: accept that the loss of a mini-batch is that of its micro-batches, one by
             one, where they cannot give that of the whole.
+        objective: what the stages are to make short.
     """
 
     stages: int
@@ -79,6 +81,7 @@ class CompileOptions:
     force: bool = False
     seed: int = 0
     per_microbatch: bool = False
+    objective: Objective = Objective.STEP
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together
@@ -98,7 +101,13 @@ class CompileOptions:
         Raises:
             UsageError: for choices that do not go together; so does making these options.
         """
-        return Policy(self.schedule, self.remat, self.batchnorm, self.precision)
+        return Policy(
+            self.schedule,
+            self.remat,
+            self.batchnorm,
+            self.precision,
+            objective=self.objective,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,7 +163,9 @@ def setting_for(
         )
     links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
     devices = min(wanted, there)
-    return Setting(kind, stages, microbatches, tuple(seats), links, devices)
+    return Setting(
+        kind, stages, microbatches, tuple(seats), links, devices, objective=policy.objective
+    )
 
 
 def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 
 
@@ -33,6 +34,7 @@ class Policy:
     Attributes:
         data_parallel: replicas of the pipeline, which share every mini-batch.
         optimizer: whose memory and time count.
+        objective: what the stages are to make short.
         precision: in which the graph was annotated too.
     """
 
@@ -42,6 +44,7 @@ class Policy:
     precision: Precision = Precision.FP32
     data_parallel: int = 1
     optimizer: OptimizerKind = OptimizerKind.SGD
+    objective: Objective = Objective.STEP
 
     def __post_init__(self) -> None:
         if self.batchnorm is BatchNorm.EXACT and self.schedule is not ScheduleKind.GPIPE:

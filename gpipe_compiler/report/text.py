@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterable
 from typing import Protocol
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +17,7 @@ from gpipe_compiler.report.facts import (
     parameter_count,
     placed,
 )
+from gpipe_compiler.report.tables import figure_table, pairs_table
 from gpipe_compiler.report.units import (
     counted,
     format_bytes,
@@ -101,7 +100,7 @@ def stage_table(plan: Plan) -> Table:
     title = "stages (times and bytes of one micro-batch, updates once a step, memory at its peak)"
     if not updates:
         title = "stages (times and bytes of one micro-batch, memory at its peak)"
-    table = _table(title, columns, words={"holds"})
+    table = figure_table(title, columns, words={"holds"})
     for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True):
         table.add_row(
             str(stage.index),
@@ -128,7 +127,9 @@ def boundary_table(plan: Plan) -> Table:
     """One row for every value that crosses between stages."""
     gradient = ["gradient"] if plan.training else []
     columns = ["value", "stages", "type", "bytes", *gradient, "made by", "line"]
-    table = _table("boundaries (of one micro-batch)", columns, words={"value", "made by", "line"})
+    table = figure_table(
+        "boundaries (of one micro-batch)", columns, words={"value", "made by", "line"}
+    )
     for boundary in boundaries(plan):
         crossing = boundary.crossing
         table.add_row(
@@ -145,7 +146,7 @@ def boundary_table(plan: Plan) -> Table:
 
 def prediction_table(plan: Plan) -> Table:
     """What to expect of a step, and how good the plan is."""
-    return _pairs("prediction", prediction_rows(plan))
+    return pairs_table("prediction", prediction_rows(plan))
 
 
 def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -213,7 +214,7 @@ def summary_table(
         *prediction_rows(plan),
         ("validated", unvalidated if validation is None else format_validation(validation)),
     ]
-    return _pairs("summary", facts)
+    return pairs_table("summary", facts)
 
 
 def format_validation(validation: Held) -> str:
@@ -225,35 +226,3 @@ def format_validation(validation: Held) -> str:
         for row in validation.rows
     )
     return "\n".join((*compared, *validation.notes))
-
-
-def _table(title: str, columns: Iterable[str], words: Container[str]) -> Table:
-    """An empty table; columns of words stand at the left and fold, those of figures do neither."""
-    table = _titled(title)
-    table.collapse_padding = True
-    for name in columns:
-        if name in words:
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    table = _titled(title)
-    table.show_header = False
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in pairs:
-        table.add_row(name, value)
-    return table
-
-
-def _titled(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )

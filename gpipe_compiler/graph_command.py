@@ -1,0 +1,116 @@
+"""`gpipe-compile graph.json`: a plan for a graph from elsewhere, printed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpipe_compiler.bare_plan import DEFAULT_LINK, BarePlan, BareSetting, plan_graph
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.graph_file import read_graph
+from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.report.tables import figure_table, pairs_table
+from gpipe_compiler.report.units import counted, format_bytes, format_seconds, format_share
+from gpipe_compiler.runtime.spec import ScheduleKind
+
+MICROBATCHES_PER_STAGE = 4
+"""Where nobody says how many micro-batches there are."""
+
+_UNDERSTOOD = frozenset(
+    {"model", "stages", "microbatches", "schedule", "objective", "mode", "bandwidth", "latency"}
+    | {"memory", "dry_run", "json"}
+)
+"""Options that mean something for a bare graph."""
+
+_NAMES = 4
+"""Ops of a stage that its row names."""
+
+
+def is_graph(model: str) -> bool:
+    """Whether MODEL of the command names a graph, and no program."""
+    return model.endswith(".json")
+
+
+def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> BarePlan:
+    """The plan that the command asks for.
+
+    Args:
+        parser: that made the arguments; it knows their defaults.
+
+    Raises:
+        UsageError: for options that say something about a model, of which a graph has none.
+    """
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(arguments).items()
+        if name not in _UNDERSTOOD and value != parser.get_default(name)
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: a graph in a JSON file is only planned, not traced or emitted",
+            hint="leave it out, or name a model.py",
+        )
+    link = dataclasses.replace(
+        DEFAULT_LINK,
+        bandwidth=arguments.bandwidth or DEFAULT_LINK.bandwidth,
+        latency_s=arguments.latency or DEFAULT_LINK.latency_s,
+    )
+    setting = BareSetting(
+        arguments.stages,
+        arguments.microbatches or MICROBATCHES_PER_STAGE * arguments.stages,
+        ScheduleKind(arguments.schedule),
+        Objective(arguments.objective),
+        None if arguments.mode == "train" else False,
+        link,
+        math.inf if arguments.memory is None else arguments.memory,
+    )
+    return plan_graph(read_graph(Path(arguments.model)), setting)
+
+
+def show_bare_plan(plan: BarePlan) -> RenderableType:
+    """Stages and prediction, one below the other."""
+    manner = plan.schedule.value if plan.schedule else "inference"
+    headline = Text.assemble(
+        (plan.graph, "bold"),
+        f" in {counted(len(plan.stages), 'stage')}: {manner}, "
+        f"{counted(plan.microbatches, 'micro-batch', 'es')}, "
+        f"shortest {plan.objective.value}",
+    )
+    back = plan.schedule is not None
+    columns = ["stage", "device", "ops", "names", "forward", *(["backward"] if back else [])]
+    columns += ["transfers", "all", "receives", "sends", "parameters"]
+    table = figure_table("stages (times and bytes of one micro-batch)", columns, words={"names"})
+    for index, stage in enumerate(plan.figures):
+        table.add_row(
+            str(index),
+            str(stage.device),
+            f"{len(stage.ops):,}",
+            _names(stage.ops),
+            format_seconds(stage.forward_s),
+            *([format_seconds(stage.backward_s)] if back else []),
+            format_seconds(stage.transfer_s),
+            format_seconds(stage.total_s),
+            format_bytes(stage.receive_bytes),
+            format_bytes(stage.send_bytes),
+            format_bytes(stage.parameter_bytes),
+        )
+    proof = "proved optimal" if plan.proved else f"gap at most {format_share(plan.gap)}"
+    rows = [
+        ("step", format_seconds(plan.step_time_s)),
+        ("longest stage", f"{format_seconds(plan.bottleneck_s)} a micro-batch, with its transfers"),
+        ("lower bound", f"{format_seconds(plan.lower_bound_s)} ({proof})"),
+        ("peak memory", format_bytes(max(plan.device_bytes, default=0))),
+        ("planned in", format_seconds(plan.seconds)),
+    ]
+    return Group(headline, table, pairs_table("prediction", rows))
+
+
+def _names(ops: tuple[str, ...]) -> str:
+    if len(ops) <= _NAMES:
+        return ", ".join(ops)
+    return f"{', '.join(ops[: _NAMES - 2])} ... {ops[-1]}"

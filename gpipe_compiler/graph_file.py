@@ -1,0 +1,380 @@
+"""A graph from elsewhere: a JSON file of ops with their times and sizes, and edges between them.
+
+    {"ops": [{"name": "conv1", "forward_s": 0.001, "backward_s": 0.002, "output_bytes": 1000,
+              "parameter_bytes": 10, "saved_bytes": 0}, ...],
+     "edges": [["conv1", "relu1"], ...]}
+
+`docs/graph_file.md` says what the fields mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from gpipe_compiler.errors import ModelError, UsageError
+from gpipe_compiler.passes.cut_problem import CutProblem, Kept, Node, Traffic
+
+MOST_FAULTS = 20
+"""Faults that one error lists; further ones are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BareOp:
+    """One op of a bare graph; times and sizes are those of one micro-batch.
+
+    Attributes:
+        output_bytes: of its output, which goes to every op that it has an edge to.
+        parameter_bytes: of its weights, held whatever the micro-batch.
+        saved_bytes: kept from its forward to its backward.
+        weight_s: the part of `backward_s` that makes the gradients of its weights.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    parameter_bytes: float
+    saved_bytes: float = 0
+    weight_s: float = 0
+
+
+@dataclass(frozen=True)
+class BareGraph:
+    """A weighted directed acyclic graph of named ops.
+
+    Attributes:
+        edges: (producer, consumer) names.
+    """
+
+    ops: tuple[BareOp, ...]
+    edges: tuple[tuple[str, str], ...] = ()
+    name: str = "graph"
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any op takes time backward: then gradients come back over every edge."""
+        return any(op.backward_s > 0 for op in self.ops)
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[str, ...]]:
+        """For every op, those that read its output, in the order of the ops."""
+        place = {op.name: index for index, op in enumerate(self.ops)}
+        found: dict[str, set[str]] = {op.name: set() for op in self.ops}
+        for before, after in self.edges:
+            found[before].add(after)
+        return {name: tuple(sorted(after, key=place.__getitem__)) for name, after in found.items()}
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The names such that every op comes after those it reads from; else as in the file."""
+        place = {op.name: index for index, op in enumerate(self.ops)}
+        waiting = dict.fromkeys(place, 0)
+        for after in self.users.values():
+            for name in after:
+                waiting[name] += 1
+        ready = [place[name] for name, count in waiting.items() if not count]
+        heapq.heapify(ready)
+        found = []
+        while ready:
+            name = self.ops[heapq.heappop(ready)].name
+            found.append(name)
+            for user in self.users[name]:
+                waiting[user] -= 1
+                if not waiting[user]:
+                    heapq.heappush(ready, place[user])
+        return tuple(found)
+
+    def problem(self, *, training: bool) -> CutProblem:
+        """The same as a problem for the cut; nodes are the ops, in order."""
+        place = {op.name: index for index, op in enumerate(self.ops)}
+        back = training and self.has_backward
+        return CutProblem(
+            tuple(
+                Node(op.name, op.forward_s, op.backward_s, op.weight_s)
+                if training
+                else Node(op.name, op.forward_s)
+                for op in self.ops
+            ),
+            tuple(
+                Traffic(
+                    op.name,
+                    place[op.name],
+                    tuple(place[user] for user in self.users[op.name]),
+                    op.output_bytes,
+                    op.output_bytes if back else 0,
+                )
+                for op in self.ops
+                if self.users[op.name]
+            ),
+            kept=tuple(
+                Kept(
+                    (index,),
+                    math.ceil(op.parameter_bytes) * (2 if training else 1),
+                    math.ceil(op.saved_bytes) if training else 0,
+                )
+                for index, op in enumerate(self.ops)
+                if op.parameter_bytes or op.saved_bytes
+            ),
+        )
+
+
+_NUMBERS = ("forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes", "weight_s")
+_OPTIONAL = ("saved_bytes", "weight_s")
+_FIELDS = tuple(field.name for field in fields(BareOp))
+
+
+def read_graph(path: Path) -> BareGraph:
+    """The graph of a JSON file, named as the file.
+
+    Raises:
+        UsageError: when there is no such file.
+        ModelError: with everything that is wrong in it.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", hint="check the path, it is relative to here")
+    try:
+        document = json.loads(path.read_bytes(), object_pairs_hook=_Pairs)
+    except UnicodeDecodeError:
+        raise ModelError(f"{path} is no JSON: it is not even text") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(
+            f"{path}:{error.lineno}: this is no JSON: {error.msg}, at column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise ModelError(f"{path} is no graph: lists within lists without end") from None
+    except ValueError as error:  # such as a whole number of more digits than Python converts
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    return _graph(document, path.stem, str(path))
+
+
+def parse_graph(document: object, name: str = "graph") -> BareGraph:
+    """The graph of a JSON document that `json.loads` has read.
+
+    Raises:
+        ModelError: with everything that is wrong in it.
+    """
+    return _graph(document, name, name)
+
+
+def check_graph(graph: BareGraph) -> BareGraph:
+    """The same graph, if it is one.
+
+    Raises:
+        ModelError: with everything that is wrong in it.
+    """
+    ops = [{key: getattr(op, key) for key in _FIELDS} for op in graph.ops]
+    _graph({"ops": ops, "edges": list(map(list, graph.edges))}, graph.name, graph.name)
+    return graph
+
+
+class _Pairs(dict[str, object]):
+    """An object of JSON that remembers which of its keys stood there twice."""
+
+    def __init__(self, pairs: Iterable[tuple[str, object]]) -> None:
+        pairs = list(pairs)
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.twice = sorted({key for key in keys if keys.count(key) > 1})
+
+
+def _graph(document: object, name: str, where: str) -> BareGraph:
+    faults: list[str] = []
+    if not isinstance(document, Mapping):
+        raise ModelError(
+            f'{where} is no graph: expected an object with "ops" and "edges", '
+            f"found {_kind(document)}"
+        )
+    _fields(document, "the graph", ("ops", "edges"), ("ops", "edges"), faults)
+    ops = _ops(document.get("ops", []), faults)
+    edges = _edges(document.get("edges", []), {op.name for op in ops}, faults)
+    # Edges of ops that are at fault say nothing yet.
+    cycle = [] if faults else _cycle([op.name for op in ops], edges)
+    if cycle:
+        faults.append(f"the edges go round in a circle: {_path(cycle)}")
+    if faults:
+        listing = "\n".join(f"  - {fault}" for fault in faults[:MOST_FAULTS])
+        if len(faults) > MOST_FAULTS:
+            listing += f"\n  - and {len(faults) - MOST_FAULTS} more"
+        raise ModelError(f"{where} is no graph to be cut:\n{listing}")
+    return BareGraph(tuple(ops), tuple(dict.fromkeys(edges)), name)
+
+
+def _ops(listed: object, faults: list[str]) -> list[BareOp]:
+    """The ops that are well formed."""
+    if not isinstance(listed, list):
+        faults.append(f'"ops" is to be a list, not {_kind(listed)}')
+        return []
+    if not listed:
+        faults.append("there are no ops: nothing can be cut")
+    found: dict[str, BareOp] = {}
+    repeated: dict[str, None] = {}
+    for index, item in enumerate(listed):
+        if not isinstance(item, Mapping):
+            faults.append(f"op number {index} is to be an object, not {_kind(item)}")
+            continue
+        name = item.get("name")
+        named = isinstance(name, str) and name != ""
+        what = f"the op {name!r}" if named else f"op number {index}"
+        _fields(item, what, _FIELDS, [f for f in _FIELDS if f not in _OPTIONAL], faults)
+        if "name" in item and not named:
+            faults.append(f'{what}: "name" is to be a text that is not empty, not {_shown(name)}')
+        numbers = {key: _number(item[key], key, what, faults) for key in _NUMBERS if key in item}
+        if numbers.get("weight_s", 0) > numbers.get("backward_s", 0):
+            faults.append(f"{what}: weight_s is a part of backward_s, and cannot be more")
+        if isinstance(name, str) and name:
+            if name in found:
+                repeated[name] = None
+            found[name] = BareOp(name, **(dict.fromkeys(_NUMBERS, 0.0) | numbers))
+    faults.extend(f"several ops are named {name!r}: names tell them apart" for name in repeated)
+    return list(found.values())
+
+
+def _fields(
+    item: Mapping[str, object],
+    what: str,
+    known: Sequence[str],
+    required: Sequence[str],
+    faults: list[str],
+) -> None:
+    missing = [key for key in required if key not in item]
+    if missing:
+        faults.append(f"{what} lacks {', '.join(missing)}")
+    for key in item:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            meant = f": is {near[0]} meant?" if near else f"; there are {', '.join(known)}"
+            faults.append(f"{what} has an unknown field {key!r}{meant}")
+    if isinstance(item, _Pairs):
+        faults.extend(f"{what} has the field {key!r} more than once" for key in item.twice)
+
+
+def _number(value: object, key: str, what: str, faults: list[str]) -> float:
+    """The number, or 0 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        faults.append(f"{what}: {key} is to be a number, not {_shown(value)}")
+        return 0.0
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        faults.append(f"{what}: {key} is too large a number")
+        return 0.0
+    if not math.isfinite(value):
+        faults.append(f"{what}: {key} is to be a finite number, not {value}")
+        return 0.0
+    if value < 0:
+        faults.append(f"{what}: {key} is {value}, but cannot be negative")
+        return 0.0
+    if value > _LARGEST:
+        faults.append(f"{what}: {key} is too large a number")
+        return 0.0
+    return value
+
+
+_LARGEST = 10**18
+"""Seconds or bytes; above so many, sums lose what they are added up from."""
+
+
+def _edges(listed: object, names: set[str], faults: list[str]) -> list[tuple[str, str]]:
+    """The edges between known ops."""
+    if not isinstance(listed, list):
+        faults.append(f'"edges" is to be a list, not {_kind(listed)}')
+        return []
+    found: list[tuple[str, str]] = []
+    unknown: dict[str, str] = {}
+    for index, item in enumerate(listed):
+        if (
+            not isinstance(item, list | tuple)
+            or len(item) != 2
+            or not all(isinstance(end, str) for end in item)
+        ):
+            faults.append(
+                f"edge number {index} is to be a pair of op names, [from, to], not {_shown(item)}"
+            )
+            continue
+        before, after = item
+        for end in (before, after):
+            if end not in names:
+                unknown.setdefault(end, f"[{before!r}, {after!r}]")
+        if before in names and after in names:
+            found.append((before, after))
+    for end, edge in unknown.items():
+        near = difflib.get_close_matches(end, names, n=1)
+        meant = f"; is {near[0]!r} meant?" if near else ""
+        faults.append(f"the edge {edge} names the op {end!r}, which there is not{meant}")
+    return found
+
+
+def _cycle(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> list[str]:
+    """The shortest circle through some op that is on one, its first op again at the end."""
+    after: dict[str, list[str]] = {name: [] for name in names}
+    waiting = dict.fromkeys(names, 0)
+    for source, target in edges:
+        after[source].append(target)
+        waiting[target] += 1
+    ready = [name for name in names if not waiting[name]]
+    for name in ready:
+        for target in after[name]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+    left = set(names) - set(ready)
+    if not left:
+        return []
+    # What is left lies on a circle or behind one: going back from it never ends.
+    before = {target: source for source in names if source in left for target in after[source]}
+    walked: dict[str, None] = {}
+    node = next(name for name in names if name in left)
+    while node not in walked:
+        walked[node] = None
+        node = before[node]
+    return _way_back(node, after)
+
+
+def _way_back(start: str, after: Mapping[str, Sequence[str]]) -> list[str]:
+    """The shortest way from an op on a circle to itself."""
+    came: dict[str, str] = {}
+    pending = [start]
+    for node in pending:
+        for target in after[node]:
+            if target == start:
+                way = [start, node]
+                while way[-1] != start:
+                    way.append(came[way[-1]])
+                return way[::-1] if node != start else [start, start]
+            if target not in came:
+                came[target] = node
+                pending.append(target)
+    return []
+
+
+def _path(names: Sequence[str]) -> str:
+    shown = list(names)
+    if len(shown) > 12:
+        shown = [*shown[:6], f"... {len(shown) - 10} more ...", *shown[-4:]]
+    return " -> ".join(shown)
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case str():
+            return "a text"
+        case int() | float():
+            return "a number"
+        case Mapping():
+            return "an object"
+        case _:
+            return "a list"
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, Mapping | list) else _kind(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
