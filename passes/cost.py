@@ -7,7 +7,7 @@ longer, and the time to launch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,8 @@ class OpCost:
 
     Attributes:
         forward_s, backward_s: seconds. An op whose results need no gradient has no backward.
-        weight_s: the part of `backward_s` that makes the gradients of parameters.
+        weight_s: the part of `backward_s` that makes the gradients of parameters: what is left of
+            it where only the gradients of inputs are made. All of it where no input needs one.
         flops, backward_flops: floating-point operations of matrix products, convolutions and
             attention, a multiply-add counted as two; other arithmetic is not counted.
         bytes, backward_bytes: read and written by all its kernels.
@@ -119,7 +120,7 @@ def roofline(graph: Graph, device: Device) -> Costs:
 def estimate(lone: Lone, device: Device) -> OpCost:
     """The roofline cost of one op."""
     run = lone.run
-    forward, backward = KernelCount(device), KernelCount(device)
+    forward, backward, of_inputs = (KernelCount(device) for _ in range(3))
     with run.mode, torch.set_grad_enabled(run.training):
         arguments = copies(lone.inputs, _like)
         with run.autocast(), forward:
@@ -129,8 +130,11 @@ def estimate(lone: Lone, device: Device) -> OpCost:
         leaves = (*arguments.leaves, *trained)
         if results and leaves:
             gradients = [torch.empty_like(result) for result in results]
+            if trained and arguments.leaves:
+                with of_inputs:
+                    differentiate(results, arguments.leaves, gradients, again=True)
             with backward:
-                torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+                differentiate(results, leaves, gradients)
     return OpCost(
         forward.seconds,
         backward.seconds,
@@ -138,7 +142,23 @@ def estimate(lone: Lone, device: Device) -> OpCost:
         backward.flops,
         forward.bytes,
         backward.bytes,
+        weight_s=max(0.0, backward.seconds - of_inputs.seconds) if trained else 0.0,
     )
+
+
+def differentiate(
+    results: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    *,
+    again: bool = False,
+) -> None:
+    """Run the backward of an op, as far as these leaves need it, and drop what it makes.
+
+    Args:
+        again: keep the graph for another backward.
+    """
+    torch.autograd.grad(results, leaves, gradients, retain_graph=again, allow_unused=True)
 
 
 class KernelCount(DispatchWatch):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from gpipe_compiler.cluster import Device
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
-from gpipe_compiler.passes.cost import Costs, OpCost, estimate
+from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, estimate
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
 
@@ -58,8 +59,8 @@ def measure(
         for lone, names in distinct(graph, run):
             cost = estimate(lone, device)
             try:
-                forward_s, backward_s = _time(lone, on, budget_s, backward=cost.backward_bytes > 0)
-                cost = replace(cost, forward_s=forward_s, backward_s=backward_s)
+                times = _time(lone, on, budget_s, backward=cost.backward_bytes > 0)
+                cost = replace(cost, **dataclasses.asdict(times))
             except _RAISED_BY_OPS:
                 estimated.update(names)
             costs.update((name, cost) for name in names)
@@ -67,8 +68,17 @@ def measure(
     return Costs(costs, source, graph.batch_size, frozenset(estimated))
 
 
-def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> tuple[float, float]:
-    """Median seconds of the forward and of the backward of one op."""
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """The times in an `OpCost`."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+
+
+def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> _Times:
+    """Median seconds of the forward and of the backward of one op, and of a part of that."""
     bound = _index_bound(lone)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,8 +95,7 @@ def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> t
     call, trained = _ready(lone, make)
     originals = copies(lone.inputs, make).environment
     training = lone.run.training
-    forwards: list[float] = []
-    backwards: list[float] = []
+    forwards, backwards, of_inputs = list[float](), list[float](), list[float]()
     started = time.perf_counter()
     while len(forwards) <= REPEATS:
         # Anew every time, as the op may write in place.
@@ -98,12 +107,17 @@ def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> t
         leaves = (*arguments.leaves, *trained)
         if backward and results and leaves:
             gradients = [torch.ones_like(result) for result in results]
-            work = partial(torch.autograd.grad, results, leaves, gradients, allow_unused=True)
-            backwards.append(_clocked(work, on)[0])
+            if trained and arguments.leaves:
+                work = partial(differentiate, results, arguments.leaves, gradients, again=True)
+                of_inputs.append(_clocked(work, on)[0])
+            backwards.append(_clocked(partial(differentiate, results, leaves, gradients), on)[0])
         del arguments, returned, results
         if len(forwards) > 1 and time.perf_counter() - started > budget_s:
             break
-    return statistics.median(forwards[1:]), statistics.median(backwards[1:] or [0.0])
+    forward_s, backward_s, inputs_s = (
+        statistics.median(row[1:] or [0.0]) for row in (forwards, backwards, of_inputs)
+    )
+    return _Times(forward_s, backward_s, max(0.0, backward_s - inputs_s) if trained else 0.0)
 
 
 def _ready(

@@ -107,6 +107,32 @@ def test_an_embedding_reads_only_its_rows(builder):
     assert cost.backward_bytes >= 1000 * 4 * 4  # the gradient of the whole table
 
 
+def test_gradients_of_parameters_cost_their_part_of_the_backward(builder):
+    """A linear layer's two products of a backward, and nothing of what has no parameters."""
+    batch, wide, narrow = 4, 8, 2
+    b = builder(x=torch.randn(batch, wide))
+    b.add_module("one", nn.Linear, wide, wide, bias=False)
+    b.add_module("two", nn.Linear, wide, narrow, bias=False)
+    h = b.module("one", Ref("x"), name="one")
+    h = b.call(torch.relu, h, name="relu")
+    h = b.module("two", h, name="two")
+    frozen = b.call(F.linear, h, b.add_state("w", torch.randn(3, narrow)), name="frozen")
+    weights = b.call(
+        F.linear, b.method("detach", h), b.add_state("p", torch.randn(3, narrow), True)
+    )
+    out = b.call(operator.add, frozen, weights)
+    graph = annotate(b.graph(out, b.method("sum", out)), batch)
+    costs = roofline(graph, UNIT).ops
+    product = 2 * batch * wide * narrow
+
+    assert costs["one"].weight_s == costs["one"].backward_s == 2 * batch * wide * wide
+    assert (costs["two"].weight_s, costs["two"].backward_s) == (product, 2 * product)
+    assert costs["relu"].weight_s == costs["frozen"].weight_s == 0.0
+    assert costs["frozen"].backward_s == 2 * batch * 3 * narrow
+    alone = costs[weights.name]
+    assert alone.weight_s == alone.backward_s == 2 * batch * 3 * narrow
+
+
 def test_in_place_ops_have_a_backward_of_their_own(builder):
     b = builder(x=torch.randn(2, 4))
     b.add_module("fc", nn.Linear, 4, 4)
@@ -148,7 +174,7 @@ def test_equal_ops_are_told_apart_by_what_matters(builder):
 
 
 def test_totals_are_sums_and_the_source_is_said(convnet):
-    costs = roofline(annotate(convnet, 2), CLUSTERS["a100"].device)
+    costs = roofline(annotate(convnet, 2), CLUSTERS["a100"].devices[0])
 
     assert costs.source == "roofline on A100"
     assert costs.batch_size == 2
