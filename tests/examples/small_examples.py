@@ -71,6 +71,7 @@ SMALL = (
     Small("gpt2_huggingface", {"dim": 32, "layers": 2}, {"sequence": 16}, fp32_loss=True,
           needs="transformers"),
     Small("inception", {"width": 8}),
+    Small("amoebanet", {"layers": 3, "filters": 16}),
     Small("inputs"),
 )  # fmt: skip
 

@@ -85,6 +85,32 @@ def test_published_sizes(name: str, parameters: int) -> None:
     assert parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("layers", "filters", "parameters"),
+    [
+        (18, 208, 81_505_540),
+        (18, 256, 122_470_120),
+        (18, 416, 319_024_120),
+        (18, 544, 542_734_840),
+        (36, 544, 1_055_832_376),
+        (72, 512, 1_844_858_344),
+    ],
+)
+def test_published_sizes_of_amoebanet_d(layers: int, filters: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = load("amoebanet").amoebanet_d(layers, filters)
+
+    assert len(model) == layers + 6
+    assert parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_published_size_of_amoebanet_b() -> None:
+    with torch.device("meta"):
+        model = load("amoebanet").amoebanet_b(18, 512)
+
+    assert sum(p.numel() for p in model.parameters()) == 557_294_088
+
+
 def test_the_large_transformer_takes_no_memory_and_ties_its_embedding() -> None:
     model = load("transformer_1_3b").build_model()
 
