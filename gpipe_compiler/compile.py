@@ -24,6 +24,7 @@ from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.passes.loss_weight import weigh_loss
@@ -65,6 +66,7 @@ class CompileOptions:
         per_microbatch: accept that the loss of a mini-batch is that of its micro-batches, one by
             one, where they cannot give that of the whole.
         objective: what the stages are to make short.
+        constraints: what the stages are to keep to.
     """
 
     stages: int
@@ -82,6 +84,7 @@ class CompileOptions:
     seed: int = 0
     per_microbatch: bool = False
     objective: Objective = Objective.STEP
+    constraints: Constraints = NO_CONSTRAINTS
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together
@@ -182,6 +185,7 @@ def plan(
     policy: Policy = Policy(),  # noqa: B008  # frozen
     measured: bool = False,
     cluster: Cluster | None = None,
+    constraints: Constraints = NO_CONSTRAINTS,
 ) -> Plan:
     """The best plan found for a graph, at the batch size of its example.
 
@@ -189,9 +193,11 @@ def plan(
         policy: the schedule, what is recomputed, how BatchNorm normalises, and the precision.
         measured: time every distinct op on this machine, instead of estimating it.
         cluster: the devices; by default this machine's.
+        constraints: what the stages are to keep to.
 
     Raises:
-        PlanError, UsageError: when so many stages or micro-batches cannot be had.
+        PlanError, UsageError: when so many stages or micro-batches cannot be had, or the
+            constraints cannot be met.
     """
     batch_size = graph.batch_size
     count = default_microbatches(batch_size, stages) if microbatches is None else microbatches
@@ -208,6 +214,7 @@ def plan(
         policy=policy,
         cluster=cluster,
         costs=costs,
+        constraints=constraints,
     )
 
 
@@ -241,6 +248,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         policy=policy,
         measured=options.measured,
         cluster=options.cluster,
+        constraints=options.constraints,
     )
     if directory is None:
         return Compiled(frontend, made, None, None)

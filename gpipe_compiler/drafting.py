@@ -13,6 +13,7 @@ from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints, constrain
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
@@ -91,23 +92,28 @@ class Drafting:
         setting: Setting,
         policy: Policy,
         most_down_sets: int,
+        constraints: Constraints = NO_CONSTRAINTS,
+        facts: Facts | None = None,
     ) -> Drafting:
         """The problem of an annotated graph.
 
         Args:
             costs: on each kind of device of the cluster.
+            facts: those of the graph and the first of the costs, where they are known.
 
         Raises:
             ModelError: naming an op that cannot run.
+            UsageError: for constraints that cannot be met.
         """
         training = graph.loss is not None
-        facts = Facts.of(graph, costs[0])
+        facts = facts or Facts.of(graph, costs[0])
         whole: frozenset[str] = frozenset()
         if policy.batchnorm is BatchNorm.EXACT and training and setting.microbatches > 1:
             whole = mixing_ops(graph) | facts.effects.state_writes.keys()
+        problem = problem_of(facts, costs[1:], policy.optimizer)
         return cls(
             facts,
-            problem_of(facts, costs[1:], policy.optimizer),
+            constrain(problem, facts, constraints, setting.stages),
             setting,
             cluster,
             policy.optimizer,

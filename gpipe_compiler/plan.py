@@ -18,6 +18,7 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 
@@ -122,6 +123,7 @@ class Plan:
         placement: the device of the pipeline that each stage runs on; empty for one each.
         seats: for every device of the pipeline, its number in the cluster; empty where they are
             taken in order.
+        constraints: that the stages keep to.
         precision: that which shapes, bytes and times are for.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -142,6 +144,7 @@ class Plan:
     joint: tuple[int, ...] = ()
     placement: tuple[int, ...] = ()
     seats: tuple[int, ...] = ()
+    constraints: Constraints = NO_CONSTRAINTS
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -190,6 +193,7 @@ class Plan:
         fields["orders"] = [format_order(order) for order in self.orders]
         fields["cluster"] = dataclasses.asdict(self.cluster)
         fields["prediction"] = dataclasses.asdict(self.prediction) | {"gap": self.prediction.gap}
+        fields["constraints"] = dataclasses.asdict(self.constraints)
         fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
         return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
 
@@ -240,8 +244,14 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "placement": tuple(fields["placement"]),
         "seats": tuple(fields["seats"]),
         "prediction": Prediction(**_tuples(prediction)),
+        "constraints": _constraints(fields.get("constraints", {})),
         "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
     }
+
+
+def _constraints(fields: dict[str, Any]) -> Constraints:
+    pins = tuple((name, stage) for name, stage in fields.get("pins", ()))
+    return Constraints(**_tuples(fields) | {"pins": pins})
 
 
 def _cluster(fields: dict[str, Any]) -> Cluster:

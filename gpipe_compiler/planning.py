@@ -8,8 +8,10 @@ from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS
+from gpipe_compiler.passes.cut_graph import Facts
 from gpipe_compiler.passes.cut_setting import Seat, Setting
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
@@ -30,6 +32,8 @@ def make_plan(
     costs: Sequence[Costs],
     policy: Policy = Policy(),  # noqa: B008  # frozen
     most_down_sets: int = MOST_DOWN_SETS,
+    constraints: Constraints = NO_CONSTRAINTS,
+    facts: Facts | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found.
 
@@ -39,11 +43,13 @@ def make_plan(
         batch_size: samples of a mini-batch.
         costs: on each kind of device of the cluster.
         most_down_sets: places to cut up to which the search is over all of them.
+        constraints: what the stages are to keep to.
+        facts: those of the graph and the first of the costs, where they are known.
 
     The schedule is lowered and proved free of deadlock.
 
     Raises:
-        UsageError: for no stages or no micro-batches.
+        UsageError: for no stages or no micro-batches, or constraints that cannot be met.
         PlanError: when the batch does not split, or there are more stages than ops.
     """
     size = microbatch_size(batch_size, microbatches, policy.data_parallel)
@@ -53,7 +59,9 @@ def make_plan(
     training = graph.loss is not None
     setting = setting_for(cluster, stages, microbatches, policy, training=training)
     cluster = cluster.sized(len(setting.seats))
-    drafting = Drafting.of(graph, costs, cluster, setting, policy, most_down_sets)
+    drafting = Drafting.of(
+        graph, costs, cluster, setting, policy, most_down_sets, constraints, facts
+    )
     draft = drafting.choose(policy.remat if graph.loss is not None else RematChoice.NONE)
     _prove(graph, draft, setting)
     return Plan(
@@ -73,6 +81,7 @@ def make_plan(
         joint=draft.joint,
         placement=setting.placement,
         seats=draft.found.seats,
+        constraints=constraints,
         graph=graph,
     )
 

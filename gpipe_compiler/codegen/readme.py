@@ -41,7 +41,9 @@ def _manner(plan: Plan) -> str:
         remat = "full"
     else:
         remat = f"full on stage{'s' if len(again) > 1 else ''} {', '.join(again)}"
-    return f"remat {remat}, BatchNorm {plan.batchnorm.value}, precision {plan.precision.value}"
+    words = f"remat {remat}, BatchNorm {plan.batchnorm.value}, precision {plan.precision.value}"
+    asked = " ".join(plan.constraints.words)
+    return f"{words}; the stages were cut with `{asked}`" if asked else words
 
 
 def _stage_row(graph: Graph, stage: StageSource) -> str:

@@ -13,7 +13,7 @@ from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count,
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
-from gpipe_compiler.report.text import Held, headline, prediction_rows
+from gpipe_compiler.report.text import Held, constraint_rows, headline, prediction_rows
 from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.runtime.spec import Remat
 
@@ -67,7 +67,7 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
         plan=plan,
         headline=headline(plan).plain,
         parameters=parameter_count(plan),
-        facts=prediction_rows(plan),
+        facts=[*constraint_rows(plan), *prediction_rows(plan)],
         gantt=_gantt(plan),
         split=any(action.phase is Phase.WEIGHT for order in plan.orders for action in order),
         updates=any(stage.update_s > 0 for stage in plan.stages),

@@ -146,7 +146,7 @@ def boundary_table(plan: Plan) -> Table:
 
 def prediction_table(plan: Plan) -> Table:
     """What to expect of a step, and how good the plan is."""
-    return pairs_table("prediction", prediction_rows(plan))
+    return pairs_table("prediction", [*constraint_rows(plan), *prediction_rows(plan)])
 
 
 def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -169,6 +169,12 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
     ]
+
+
+def constraint_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What the stages were asked to keep to, if anything."""
+    words = plan.constraints.words
+    return [("as asked", ", ".join(words))] if words else []
 
 
 def _memory(plan: Plan) -> str:
@@ -211,6 +217,7 @@ def summary_table(
         ("ops", str(len({name for stage in plan.stages for name in stage.ops}))),
         ("parameters", f"{parameter_count(plan):,}"),
         ("traced by", frontend),
+        *constraint_rows(plan),
         *prediction_rows(plan),
         ("validated", unvalidated if validation is None else format_validation(validation)),
     ]
