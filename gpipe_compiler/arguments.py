@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
-from collections.abc import Mapping
 from pathlib import Path
 
-from gpipe_compiler.cluster import CLUSTERS
+from gpipe_compiler.cluster import BUILT_IN
+from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.policy import RematChoice
@@ -115,26 +113,39 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         help="op times: estimated from work and bytes, or timed on this machine "
         "(default %(default)s)",
     )
-    group.add_argument(
-        "--device",
-        choices=["local", *CLUSTERS],
+    machines = group.add_mutually_exclusive_group()
+    machines.add_argument(
+        "--devices",
+        metavar="NxNAME",
         default="local",
-        help="what every stage runs on (default %(default)s: this machine, measured now)",
+        help="what there is to run on, in one host: 4xH200, or H200 for as many as needed, or "
+        "2xV100,2xP40; local is this machine, measured now, and measured the same with its links "
+        "(default %(default)s); known are "
+        + ", ".join(entry.device.name for entry in BUILT_IN.values()),
+    )
+    machines.add_argument(
+        "--cluster",
+        metavar="FILE",
+        type=Path,
+        help="a description of hosts, devices and links, as the .toml files in examples/clusters",
     )
     group.add_argument(
         "--bandwidth",
         metavar="B/s",
         type=_bandwidth,
-        help="bytes a second between two devices, such as 12.5G",
+        help="bytes a second of every link between two devices, such as 12.5G, 25GB/s, 100Gb/s",
     )
     group.add_argument(
-        "--latency", metavar="S", type=_seconds, help="seconds before the first byte, such as 20us"
+        "--latency",
+        metavar="S",
+        type=_seconds,
+        help="seconds before the first byte, on every link, such as 20us",
     )
     group.add_argument(
         "--memory",
         metavar="SIZE",
         type=_memory,
-        help="what a device holds, such as 16GiB (default: that of the device)",
+        help="what every device holds, such as 16GiB (default: as it is described)",
     )
 
 
@@ -209,42 +220,20 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-_QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)([a-zA-Z]*)")
-_DECIMAL: Mapping[str, float] = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_TIME: Mapping[str, float] = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-_BYTES: Mapping[str, float] = {
-    "": 1.0,
-    "B": 1.0,
-    **{f"{prefix}B": size for prefix, size in _DECIMAL.items() if prefix},
-    **{f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)},
-}
-
-
 def _bandwidth(text: str) -> float:
-    value = _quantity(text, _DECIMAL)
-    if value is None or value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: write bytes/s, such as 12.5G")
-    return value
+    return _quantity(text, BANDWIDTH)
 
 
 def _memory(text: str) -> int:
-    value = _quantity(text, _BYTES)
-    if value is None or value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, such as 16GiB, 8e9")
-    return int(value)
+    return int(_quantity(text, SIZE))
 
 
 def _seconds(text: str) -> float:
-    value = _quantity(text, _TIME)
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, such as 2e-5, 20us")
-    return value
+    return _quantity(text, TIME)
 
 
-def _quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """A finite number with one of these units; None when it is none."""
-    match = _QUANTITY.fullmatch(text)
-    if match is None or match[2] not in units:
-        return None
-    value = float(match[1]) * units[match[2]]
-    return value if math.isfinite(value) else None
+def _quantity(text: str, quantity: Quantity) -> float:
+    try:
+        return quantity.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

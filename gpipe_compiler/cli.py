@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from gpipe_compiler.arguments import compile_parser, graph_parser, inspect_parser, trace_parser
-from gpipe_compiler.cluster import Cluster, named_cluster
+from gpipe_compiler.cluster import Cluster, devices_named, read_cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
@@ -165,16 +165,12 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    cluster = named_cluster(arguments.device)
-    link = cluster.link
-    if arguments.bandwidth is not None:
-        link = dataclasses.replace(link, bandwidth=arguments.bandwidth)
-    if arguments.latency is not None:
-        link = dataclasses.replace(link, latency_s=arguments.latency)
-    devices = cluster.devices
-    if arguments.memory is not None:
-        devices = tuple(dataclasses.replace(d, memory=arguments.memory) for d in devices)
-    return dataclasses.replace(cluster, devices=devices, link=link)
+    if arguments.cluster is None:
+        cluster = devices_named(arguments.devices)
+    else:
+        cluster = read_cluster(arguments.cluster)
+    linked = cluster.with_links(arguments.bandwidth, arguments.latency)
+    return linked.with_memory(arguments.memory)
 
 
 def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:

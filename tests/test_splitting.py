@@ -293,7 +293,7 @@ def test_the_command_refuses_and_accepts(tmp_path: Path, monkeypatch: pytest.Mon
     """Exit code 3 with the line, and 0 with the flag."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(cli, "named_cluster", lambda name: CLUSTER)
+    monkeypatch.setattr(cli, "devices_named", lambda name: CLUSTER)
     Path("towers.py").write_text(textwrap.dedent(MODEL))
     words = ["towers.py", "-k", "2", "-m", "4", "--frontend", "fx"]
     said = io.StringIO()

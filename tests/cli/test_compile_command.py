@@ -111,7 +111,7 @@ class TestCompileArguments:
             frontend=Frontend.EXPORT,
             measured=True,
             cluster=Cluster.of(
-                dataclasses.replace(compiler.plan.cluster.device, memory=16 * 2**30),
+                dataclasses.replace(compiler.plan.cluster.devices[0], memory=16 * 2**30),
                 Link(12.5e9, 2e-3),
             ),
             validate=False,
@@ -168,7 +168,6 @@ class TestCompileArguments:
             ),
             ("model.py --stages 2 --mode infer --remat full", "with --mode infer there is none"),
             ("model.py --stages 2 --schedule zero", "invalid choice: 'zero'"),
-            ("model.py --stages 2 --device abacus", "invalid choice: 'abacus'"),
             ("model.py --stages 2 --what", "unrecognized arguments: --what"),
         ],
     )
@@ -189,7 +188,7 @@ class TestCompileArguments:
         assert cli.compile_command(["model.py", "-k", "2", "--memory", words]) == 0
 
         assert compiler.options is not None
-        assert compiler.options.cluster.device.memory == size
+        assert compiler.options.cluster.devices[0].memory == size
 
     def test_help(self, capsys: Printed) -> None:
         assert cli.compile_command(["--help"]) == 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.cluster import CLUSTERS, Device
+from gpipe_compiler.cluster import BUILT_IN, Device
 from gpipe_compiler.ir import ByMode, Mode, Ref
 from gpipe_compiler.passes.cost import OpCost, roofline
 from gpipe_compiler.passes.distinct import distinct
@@ -174,7 +174,7 @@ def test_equal_ops_are_told_apart_by_what_matters(builder):
 
 
 def test_totals_are_sums_and_the_source_is_said(convnet):
-    costs = roofline(annotate(convnet, 2), CLUSTERS["a100"].devices[0])
+    costs = roofline(annotate(convnet, 2), BUILT_IN["a100"].device)
 
     assert costs.source == "roofline on A100"
     assert costs.batch_size == 2

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.cluster import CLUSTERS
+from gpipe_compiler.cluster import BUILT_IN
 from gpipe_compiler.frontend.auto import Frontend, trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ValueKind
@@ -112,7 +112,7 @@ def test_descriptions_and_saved_bytes_equal_the_eager_run(traced, eager):
 def test_costs_do_not_depend_on_the_frontend_s_spelling(traced):
     model, graph = traced
     batch = 2
-    costs = roofline(annotate(graph, batch), CLUSTERS["v100"].device)
+    costs = roofline(annotate(graph, batch), BUILT_IN["v100"].device)
     forward = sum(cost.flops for cost in costs.ops.values())
     if model == "residual":
         assert forward == 2 * batch * (36 * 4 * 9 * (3 + 4) + 4 * 3)
@@ -145,7 +145,7 @@ def test_what_is_bound_and_what_is_copied(traced):
 def test_every_op_can_be_measured(traced):
     _, graph = traced
     costs = measure(
-        annotate(graph, 2), CLUSTERS["v100"].device, torch.device("cpu"), budget_s=0.002
+        annotate(graph, 2), BUILT_IN["v100"].device, torch.device("cpu"), budget_s=0.002
     )
 
     assert not costs.estimated

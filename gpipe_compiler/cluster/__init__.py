@@ -1,0 +1,50 @@
+"""The machines a plan is for: devices (speed, memory) and the links between them."""
+
+from gpipe_compiler.cluster.catalogue import (
+    BUILT_IN,
+    DEFAULT_HOST,
+    GLOO,
+    IN_PROCESS,
+    LINKS,
+    NVLINK2,
+    NVLINK3,
+    NVLINK4,
+    NVLINK5,
+    PCIE3,
+    PCIE4,
+    PCIE5,
+    Card,
+    built_in,
+)
+from gpipe_compiler.cluster.file import read_cluster
+from gpipe_compiler.cluster.local import local_cluster, this_machine
+from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device, Link
+from gpipe_compiler.cluster.timed_link import timed_link
+from gpipe_compiler.cluster.words import devices_named
+
+__all__ = [
+    "BUILT_IN",
+    "DEFAULT_HOST",
+    "GLOO",
+    "IN_PROCESS",
+    "LINKS",
+    "NO_LINK",
+    "NVLINK2",
+    "NVLINK3",
+    "NVLINK4",
+    "NVLINK5",
+    "PCIE3",
+    "PCIE4",
+    "PCIE5",
+    "Arithmetic",
+    "Card",
+    "Cluster",
+    "Device",
+    "Link",
+    "built_in",
+    "devices_named",
+    "local_cluster",
+    "read_cluster",
+    "this_machine",
+    "timed_link",
+]

@@ -1,0 +1,124 @@
+"""This machine as a cluster, its speed measured in well under a second."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+
+from gpipe_compiler.cluster.catalogue import GLOO, PCIE4, Card
+from gpipe_compiler.cluster.machines import Cluster, Device, Link
+
+
+def local_cluster(link: Link | None = None) -> Cluster:
+    """The devices of this machine: its GPUs, or else processes on its processor.
+
+    Two or more GPUs are what there is. A single GPU, as a processor, stands for any number of
+    devices like it. Processes on one host share its memory.
+
+    A package runs as threads of one process and as processes under torchrun alike; unless another
+    `link` is given, it is that of the slower way, so that the cut holds for both.
+    """
+    if not torch.cuda.is_available():
+        cluster = Cluster.of(this_machine(), link or GLOO)
+        return Cluster(cluster.devices, cluster.link, endless=True, pooled=True)
+    devices = _gpus()
+    return Cluster(devices, link or PCIE4, endless=len(devices) == 1)
+
+
+def local_card() -> Card:
+    """A device of this machine, with what joins it to others."""
+    link = PCIE4 if torch.cuda.is_available() else GLOO
+    return Card(this_machine(), link, link)
+
+
+def this_machine() -> Device:
+    """One device of this machine, measured.
+
+    The first GPU where there is one; otherwise the processor, with as many threads as torch is set
+    to use (`torch.get_num_threads()`), as that is what one stage gets. Measured are products of
+    two matrices and a copy, the best of a few tries, so that a busy machine shows its speed and
+    not its load. Products are in fp32 as torch is set to compute them, not in TF32 by default; on
+    a GPU also in 16 bits, and as a convolution, which may be in TF32.
+    """
+    if torch.cuda.is_available():
+        return _gpus()[0]
+    return _measure(torch.device("cpu"))
+
+
+def _gpus() -> tuple[Device, ...]:
+    """The GPUs of this machine; of those that are alike, the first is measured."""
+    measured: dict[tuple[str, int], Device] = {}
+    found = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.device("cuda", index)
+        key = torch.cuda.get_device_name(gpu), _memory(gpu)
+        if key not in measured:
+            measured[key] = _measure(gpu)
+        found.append(measured[key])
+    return tuple(found)
+
+
+def _measure(device: torch.device) -> Device:
+    on_gpu = device.type == "cuda"
+    side, length = (8192, 2**28) if on_gpu else (512, 2**22)
+    source, target = torch.ones(length, device=device), torch.empty(length, device=device)
+    one = torch.ones(1, device=device)
+    with torch.no_grad():
+        copy_s = best_seconds(lambda: target.copy_(source), device)
+        launch_s = best_seconds(lambda: [one.add_(1) for _ in range(100)], device) / 100
+        flops = _product_flops(side, torch.float32, device)
+        half = _product_flops(side, torch.float16, device) if on_gpu else None
+        bf16 = _product_flops(side, torch.bfloat16, device) if on_gpu else None
+        convolved = _convolution_flops(device) if on_gpu else None
+    return Device(
+        torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} host",
+        flops=flops,
+        memory_bandwidth=2 * length * source.element_size() / copy_s,
+        memory=_memory(device),
+        launch_s=launch_s,
+        half_flops=half,
+        tf32_flops=convolved,
+        bf16_flops=bf16,
+    )
+
+
+def _product_flops(side: int, dtype: torch.dtype, device: torch.device) -> float:
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    return 2 * side**3 / best_seconds(lambda: torch.mm(a, a), device)
+
+
+def _convolution_flops(device: torch.device) -> float:
+    """Of a 3x3 convolution of 256 channels over 64 images of 56x56."""
+    images, channels, width = 64, 256, 56
+    x = torch.ones(images, channels, width, width, device=device)
+    weight = torch.ones(channels, channels, 3, 3, device=device)
+    seconds = best_seconds(lambda: torch.conv2d(x, weight, padding=1), device)
+    return 2 * images * width**2 * channels**2 * 9 / seconds
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, tries: int = 5) -> float:
+    """The shortest of several runs, after one that does not count."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    best = float("inf")
+    for _ in range(tries):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

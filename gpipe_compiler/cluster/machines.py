@@ -1,0 +1,254 @@
+"""Devices, the links between them, and clusters of both."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+
+from gpipe_compiler.cluster.quantities import rate_text
+from gpipe_compiler.errors import UsageError
+
+MOST_DEVICES = 4096
+"""Of a cluster: what plans hold of it grows with the square of their number."""
+
+
+class Arithmetic(Enum):
+    """What a matrix product or a convolution is computed in.
+
+    By default PyTorch multiplies fp32 matrices in fp32 proper, without tensor cores
+    (`torch.backends.cuda.matmul.fp32_precision` is not "tf32"), but lets cuDNN run fp32
+    convolutions and recurrent layers in TF32 (`torch.backends.cudnn.conv.fp32_precision` is).
+    """
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device that runs stages.
+
+    Attributes:
+        flops: arithmetic it sustains on large fp32 matrix products, FLOP/s.
+        memory_bandwidth: bytes/s it sustains reading and writing memory.
+        memory: bytes it holds.
+        launch_s: seconds that any op costs, however small.
+        half_flops: arithmetic on large matrix products in fp16 and bf16, FLOP/s; None where that
+            is not known to be faster.
+        tf32_flops: on fp32 convolutions, which may run in TF32; None where there is no TF32.
+        bf16_flops: in bf16, where that differs from fp16.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory: int
+    launch_s: float
+    half_flops: float | None = None
+    tf32_flops: float | None = None
+    bf16_flops: float | None = None
+
+    def speed(self, arithmetic: Arithmetic) -> float:
+        """FLOP/s of large products in this arithmetic."""
+        match arithmetic:
+            case Arithmetic.FP16:
+                return self.half_flops or self.flops
+            case Arithmetic.BF16:
+                return self.bf16_flops or self.half_flops or self.flops
+            case Arithmetic.TF32:
+                return self.tf32_flops or self.flops
+            case Arithmetic.FP32:
+                return self.flops
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects two devices: bytes/s in each direction, and seconds before the first byte.
+
+    Links that differ only in their name are equal.
+    """
+
+    bandwidth: float
+    latency_s: float
+    name: str = field(default="", compare=False)
+
+    def seconds(self, size: float) -> float:
+        """Time to move `size` bytes; nothing moves in no time."""
+        return self.latency_s + size / self.bandwidth if size else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} {rate_text(self.bandwidth)}".strip()
+
+
+NO_LINK = Link(bandwidth=math.inf, latency_s=0.0)
+"""What connects a device with itself."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, numbered from 0 host by host, and the links between any two of them.
+
+    Attributes:
+        link: between two devices of one host.
+        network: between devices of different hosts; `link` unless given.
+        hosts: the host of every device, counting up from 0; empty for a single host.
+        exceptions: pairs of devices that another link connects, in both directions.
+        endless: whether there are as many more like the last device as anybody asks for.
+        pooled: whether the devices are processes that share one memory, so that the more there
+            are of them, the less each holds.
+    """
+
+    devices: tuple[Device, ...]
+    link: Link
+    network: Link | None = None
+    hosts: tuple[int, ...] = ()
+    exceptions: tuple[tuple[int, int, Link], ...] = ()
+    endless: bool = False
+    pooled: bool = False
+
+    @classmethod
+    def of(cls, device: Device, link: Link) -> Cluster:
+        """Any number of equal devices, with equal links between any two."""
+        return cls((device,), link, endless=True)
+
+    def sized(self, count: int) -> Cluster:
+        """The same with at least `count` devices, where there are as many as anybody asks for.
+
+        Raises:
+            UsageError: for more than any cluster may have.
+        """
+        if not self.endless or len(self.devices) >= count:
+            return self
+        refuse_too_many(count)
+        memory = sum(device.memory for device in self.devices)
+        further = count - len(self.devices)
+        hosts = (*self.hosts, *(self.hosts[-1],) * further) if self.hosts else ()
+        devices = (*self.devices, *(self.devices[-1],) * further)
+        if self.pooled:
+            devices = tuple(replace(device, memory=memory // count) for device in devices)
+        return replace(self, devices=devices, hosts=hosts)
+
+    def part(self, seats: Sequence[int]) -> Cluster:
+        """Some of the devices, renumbered in this order, on as many hosts as they are on."""
+        place = {seat: index for index, seat in enumerate(seats)}
+        hosts = {self.host(seat): None for seat in seats}
+        number = {host: index for index, host in enumerate(hosts)}
+        return Cluster(
+            tuple(self.devices[seat] for seat in seats),
+            self.link,
+            self.network,
+            tuple(number[self.host(seat)] for seat in seats) if len(hosts) > 1 else (),
+            tuple(
+                (place[one], place[other], link)
+                for one, other, link in self.exceptions
+                if one in place and other in place
+            ),
+        )
+
+    def with_links(self, bandwidth: float | None, latency_s: float | None) -> Cluster:
+        """The same with this bandwidth and latency on all links; None leaves them as they are."""
+        if bandwidth is None and latency_s is None:
+            return self
+
+        def changed(link: Link) -> Link:
+            return Link(
+                link.bandwidth if bandwidth is None else bandwidth,
+                link.latency_s if latency_s is None else latency_s,
+                link.name if bandwidth is None else "",
+            )
+
+        return replace(
+            self,
+            link=changed(self.link),
+            network=None if self.network is None else changed(self.network),
+            exceptions=tuple((one, other, changed(link)) for one, other, link in self.exceptions),
+        )
+
+    def with_memory(self, size: int | None) -> Cluster:
+        """The same, of which every device holds so many bytes; None leaves them as they are."""
+        if size is None:
+            return self
+        devices = tuple(replace(device, memory=size) for device in self.devices)
+        return replace(self, devices=devices, pooled=False)
+
+    def host(self, device: int) -> int:
+        """The host of a device."""
+        return self.hosts[device] if self.hosts else 0
+
+    def between(self, one: int, other: int) -> Link:
+        """The link that connects two devices; what stays on a device moves in no time."""
+        if one == other:
+            return NO_LINK
+        link = self._exceptional.get((min(one, other), max(one, other)))
+        if link is not None:
+            return link
+        if self.network is not None and self.host(one) != self.host(other):
+            return self.network
+        return self.link
+
+    @cached_property
+    def _exceptional(self) -> Mapping[tuple[int, int], Link]:
+        """The link of every pair that has one of its own, the lower number first."""
+        return {(min(one, other), max(one, other)): link for one, other, link in self.exceptions}
+
+    @property
+    def kinds(self) -> tuple[Device, ...]:
+        """The devices that differ from one another, in order of appearance."""
+        return tuple(dict.fromkeys(self.devices))
+
+    def __str__(self) -> str:
+        """`2 hosts of 4 x H100, NVLink 450 GB/s, network 50 GB/s`."""
+        return ", ".join([*_hosts_text(self), *_links_text(self)])
+
+
+def refuse_too_many(count: int) -> None:
+    """Raises UsageError for more devices than a cluster may have."""
+    if count > MOST_DEVICES:
+        raise UsageError(
+            f"{count:,} devices are more than a cluster may have: {MOST_DEVICES:,}",
+            hint="for data-parallel training, describe the devices of one pipeline",
+        )
+
+
+def _hosts_text(cluster: Cluster) -> list[str]:
+    """What the hosts hold: one phrase for hosts in a row that hold the same."""
+    numbers = range(len(cluster.devices))
+    held = [
+        _devices_text([cluster.devices[number].name for number in host])
+        for _, host in itertools.groupby(numbers, key=cluster.host)
+    ]
+    if len(held) == 1:
+        return ["any number of " + cluster.devices[0].name] if _is_open(cluster) else held
+    runs = ((text, len(list(group))) for text, group in itertools.groupby(held))
+    return [f"{count} host{'s' if count > 1 else ''} of {text}" for text, count in runs]
+
+
+def _is_open(cluster: Cluster) -> bool:
+    return cluster.endless and len(cluster.devices) == 1
+
+
+def _devices_text(names: Sequence[str]) -> str:
+    runs = ((name, len(list(group))) for name, group in itertools.groupby(names))
+    return " and ".join(f"{count} x {name}" for name, count in runs)
+
+
+def _links_text(cluster: Cluster) -> list[str]:
+    """The links that join anything, those of single pairs last."""
+    hosts = Counter(map(cluster.host, range(len(cluster.devices))))
+    texts = []
+    if max(hosts.values()) > 1 or _is_open(cluster):
+        texts.append(
+            str(cluster.link if cluster.link.name else replace(cluster.link, name="links"))
+        )
+    if len(hosts) > 1:
+        texts.append(f"network {cluster.network or cluster.link}")
+    other = Counter(str(link) for _, _, link in cluster.exceptions)
+    texts += [f"{count} pair{'s' if count > 1 else ''} {text}" for text, count in other.items()]
+    return texts
