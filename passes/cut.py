@@ -4,6 +4,19 @@ The time of a step is `simulate.py`'s. Where a problem has few down-sets the ans
 there is; where it has many, it is the best within a family of down-sets that holds every linear
 cut along several topological orders and the neighbourhood of the best cut found, and a lower
 bound says how far it can be from the best.
+
+Two modules help where there are too many down-sets (what is agreed of the two hooks; the new
+`Contracted` lands with them: `members`, `seconds[kind, forward|backward|weight, node]`,
+`values: Movable(producer, consumers, sends, bytes, returns, gradient_bytes)` with
+`receive_s(link)` and `gradient_s(link)`, `before`, `kept`, `first_stage` and `last_stage` of every
+node, `apart`, `last`, `last_alone`; a down-set is a bit mask over its nodes, node 0 the lowest bit;
+a `Lineup` is one order of devices, with `stages` and `paces[stage].kind|receives|sends`):
+
+- `cut_frontier.frontier(graph: Contracted, lineup: Lineup, most: int) -> set[int]`: at most so many
+  down-sets that are worth cutting at, added to the linear family;
+- `cut_certificate.raised_bound(problem: CutProblem, setting: Setting, found: Cut) -> float`: called
+  last, where `found` is not proved: a valid lower bound of the objective asked for over all cuts
+  that fit, not above that of `found`; equal to it where it proves that there is none better.
 """
 
 from __future__ import annotations
