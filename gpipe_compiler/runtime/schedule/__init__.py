@@ -1,10 +1,28 @@
 """Schedules: generators of actions, lowering to transfers, and the proof that nobody hangs."""
 
+from .choosing import devices_for, orders_for, placement_for, splits_backward
 from .deadlock import prove
 from .forward_only import forward_only
 from .gpipe import gpipe
+from .interleaved import interleaved
 from .lowering import lower
 from .one_f_one_b import one_f_one_b
 from .together import Joint
+from .zb_h1 import zb_h1
+from .zbv import zbv
 
-__all__ = ["Joint", "forward_only", "gpipe", "lower", "one_f_one_b", "prove"]
+__all__ = [
+    "Joint",
+    "devices_for",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "lower",
+    "one_f_one_b",
+    "orders_for",
+    "placement_for",
+    "prove",
+    "splits_backward",
+    "zb_h1",
+    "zbv",
+]

@@ -195,6 +195,11 @@ class _Flow:
             and Compute(action.stage, Phase.FORWARD, m) not in self.made
         ):
             raise ScheduleError(f"{action} runs before its forward")
+        if (
+            action.phase is Phase.WEIGHT
+            and Compute(action.stage, Phase.BACKWARD, m) not in self.made
+        ):
+            raise ScheduleError(f"{action} runs before {action.stage}B{m}")
         for crossing in self.crossings.values():
             if action.phase is Phase.FORWARD and action.stage in crossing.targets:
                 if not self._has(device, crossing, m):
@@ -249,11 +254,15 @@ class _Flow:
             raise ScheduleError(f"device {device} has send {transfer} before the value is made")
 
     def check_complete(self) -> None:
-        """Raise unless every stage ran the same micro-batches, backward everywhere or nowhere."""
+        """Raise unless every stage ran the same micro-batches, backward everywhere or nowhere.
+
+        A stage may have its backward in one part or in two, but the same for all micro-batches.
+        """
         microbatches = {action.microbatch for action in self.run}
         phases = {action.phase for action in self.run}
+        split = {action.stage for action in self.run if action.phase is Phase.WEIGHT}
         for stage in range(len(self.placement)):
-            for phase in phases:
+            for phase in phases if stage in split else phases - {Phase.WEIGHT}:
                 for m in microbatches:
                     if Compute(stage, phase, m) not in self.run:
                         raise ScheduleError(f"{Compute(stage, phase, m)} is missing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from .actions import Compute, Orders, Phase
-from .placement import check_microbatches, runs_of, stages_of
+from .placement import check_microbatches, consecutive_stages_of, runs_of
 
 
 def gpipe(placement: Sequence[int], microbatches: int, joint: Collection[int] = ()) -> Orders:
@@ -31,7 +31,7 @@ def gpipe(placement: Sequence[int], microbatches: int, joint: Collection[int] = 
     """
     check_microbatches(microbatches)
     orders = []
-    for stages in stages_of(placement):
+    for stages in consecutive_stages_of(placement):
         runs = runs_of(stages, joint)
         forward = [
             Compute(s, Phase.FORWARD, m) for run in runs for m in range(microbatches) for s in run

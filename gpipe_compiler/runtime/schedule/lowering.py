@@ -42,7 +42,7 @@ def lower(
         orders: each device's compute actions; transfers of gradients follow where it has backwards.
         placement: the device of each stage.
         shared: parameters owned by several stages, by name; their gradients are summed over the
-            devices of the owners after the last backward of all owners.
+            devices of the owners after the last backward of all owners, both parts of it.
         joint: the stages that take all micro-batches as one (`together.Joint`).
 
     Raises:
@@ -121,7 +121,7 @@ def _sums(
     """Sums of shared gradients by the position in the global order that they follow."""
     last: dict[int, int] = {}
     for position, action in enumerate(order):
-        if action.phase is Phase.BACKWARD:
+        if action.phase is not Phase.FORWARD:
             last[action.stage] = position
     sums: dict[int, list[SharedSum]] = {}
     for name, owners in shared.items():

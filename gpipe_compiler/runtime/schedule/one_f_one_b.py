@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .actions import Compute, Orders, Phase
-from .placement import check_microbatches, stages_of
+from .placement import check_microbatches, consecutive_stages_of
 
 
 def one_f_one_b(placement: Sequence[int], microbatches: int) -> Orders:
@@ -28,7 +28,7 @@ def one_f_one_b(placement: Sequence[int], microbatches: int) -> Orders:
         ValueError: for a placement or a number of micro-batches that makes no sense.
     """
     check_microbatches(microbatches)
-    held = stages_of(placement)
+    held = consecutive_stages_of(placement)
     return tuple(
         tuple(_device(stages, len(held) - device, microbatches))
         for device, stages in enumerate(held)

@@ -12,19 +12,32 @@ def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         placement: the device of each stage.
 
     Raises:
-        ValueError: unless devices count up from 0 and each holds consecutive stages.
+        ValueError: unless devices count up from 0 and each holds a stage.
     """
     if not placement:
         raise ValueError("a pipeline has at least one stage")
-    devices = sorted(set(placement))
-    if devices != list(range(len(devices))) or list(placement) != sorted(placement):
+    held: dict[int, list[int]] = {}
+    for stage, device in enumerate(placement):
+        held.setdefault(device, []).append(stage)
+    if sorted(held) != list(range(len(held))):
         raise ValueError(
-            f"placement {tuple(placement)}: devices count up from 0 and hold consecutive stages"
+            f"placement {shown(placement)}: devices count up from 0, each with a stage"
         )
-    return tuple(
-        tuple(stage for stage, holder in enumerate(placement) if holder == device)
-        for device in devices
-    )
+    return tuple(tuple(held[device]) for device in range(len(held)))
+
+
+def consecutive_stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """`stages_of` where the first stages are on device 0, the next ones on device 1, and so on.
+
+    Raises:
+        ValueError: for any other placement.
+    """
+    held = stages_of(placement)
+    if list(placement) != sorted(placement):
+        raise ValueError(
+            f"placement {shown(placement)}: in this schedule devices hold consecutive stages"
+        )
+    return held
 
 
 def check_microbatches(microbatches: int) -> None:
@@ -44,3 +57,10 @@ def runs_of(stages: Iterable[int], joint: Collection[int]) -> tuple[tuple[int, .
             runs.append([])
         runs[-1].append(stage)
     return tuple(map(tuple, runs))
+
+
+def shown(placement: Sequence[int]) -> str:
+    """A placement for a message, of bounded length."""
+    most = 32
+    dots = ", ..." if len(placement) > most else ""
+    return f"({', '.join(map(str, placement[:most]))}{dots})"

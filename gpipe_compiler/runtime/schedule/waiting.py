@@ -13,8 +13,10 @@ def waiting(order: Iterable[Compute], joint: Collection[int] = ()) -> frozenset[
     What autograd saves for the other pairs is never held beside that of a second micro-batch, on
     any stage of the device, so rematerialisation would cost them time and save nothing. In GPipe's
     schedule the last micro-batch does not wait, on any stage (torchgpipe's `except_last`); in
-    1F1B's none waits on the last device. The micro-batches of a joint stage are one, other than
-    those of any other stage: it does not wait where its backward follows its forward.
+    1F1B's none waits on the last device. A second part of the backward, later on, changes nothing:
+    what is made again before the first part is held until the second. The micro-batches of a joint
+    stage are one, other than those of any other stage: it does not wait where its backward follows
+    its forward.
 
     Args:
         order: the actions of one device; a pair without a backward waits for nothing.
@@ -30,6 +32,8 @@ def waiting(order: Iterable[Compute], joint: Collection[int] = ()) -> frozenset[
             newest, last_of_others = work, position - 1
         if action.phase is Phase.FORWARD:
             started[action.stage, work] = position
+        elif action.phase is Phase.WEIGHT:
+            continue
         elif last_of_others > started.get((action.stage, work), position):
             found.add((action.stage, action.microbatch))
     return frozenset(found)

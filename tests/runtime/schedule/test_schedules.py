@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from random_pipelines import chain, crossing, pipelines
 
 from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
-from gpipe_compiler.runtime.schedule import forward_only, gpipe, lower, one_f_one_b, prove
+from gpipe_compiler.runtime.schedule import (
+    forward_only,
+    gpipe,
+    interleaved,
+    lower,
+    one_f_one_b,
+    prove,
+    zb_h1,
+    zbv,
+)
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,
     Phase,
@@ -22,16 +31,27 @@ from gpipe_compiler.runtime.schedule.actions import (
 )
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
 
-GENERATORS = [gpipe, one_f_one_b, forward_only]
+GENERATORS = [gpipe, one_f_one_b, zb_h1, forward_only]
 
 
-@pytest.mark.parametrize(("generator", "microbatches"), [*zip(GENERATORS, (3, 4, 3), strict=True)])
-def test_the_docstring_shows_the_schedule(generator, microbatches):
+@pytest.mark.parametrize(
+    ("generator", "placement", "microbatches"),
+    [
+        (gpipe, (0, 1, 2), 3),
+        (one_f_one_b, (0, 1, 2), 4),
+        (forward_only, (0, 1, 2), 3),
+        (interleaved, (0, 1, 0, 1), 4),
+        (zb_h1, (0, 1, 2), 4),
+        (zbv, (0, 1, 1, 0), 3),
+    ],
+)
+def test_the_docstring_shows_the_schedule(generator, placement, microbatches):
     """What the documentation draws is what the generator makes."""
     lines = inspect.cleandoc(generator.__doc__).splitlines()
     drawn = "\n".join(line.strip() for line in lines if "|" in line)
 
-    assert drawn == diagram(generator((0, 1, 2), microbatches), needs_of(chain(3)))
+    needs = needs_of(chain(len(placement)))
+    assert drawn == diagram(generator(placement, microbatches), needs)
 
 
 def test_1f1b_with_fewer_microbatches_than_stages():
@@ -65,11 +85,23 @@ def test_1f1b_holds_few_microbatches():
         assert peak == 4 - device
 
 
-@pytest.mark.parametrize("generator", GENERATORS)
-@pytest.mark.parametrize("placement", [(), (1, 0), (0, 2), (0, 1, 0)])
-def test_senseless_placements_are_refused(generator, placement):
-    """Devices count up from 0 and hold consecutive stages."""
-    with pytest.raises(ValueError):  # noqa: PT011 - two messages, one of them for no stages
+@pytest.mark.parametrize(
+    ("generator", "placement", "message"),
+    [
+        *((generator, (), "at least one stage") for generator in GENERATORS),
+        *((generator, (0, 2), "devices count up from 0") for generator in GENERATORS),
+        *((generator, (1, 0), "consecutive") for generator in (gpipe, one_f_one_b, zb_h1)),
+        *((generator, (0, 1, 0), "consecutive") for generator in (gpipe, one_f_one_b, zb_h1)),
+        (interleaved, (0, 1), "at least two to each"),
+        (interleaved, (0, 1, 1, 0), "deals stages round"),
+        (interleaved, (0, 1, 0), "deals stages round"),
+        (zbv, (0, 1, 0, 1), "two stages a device"),
+        (zbv, (0, 1), "two stages a device"),
+    ],
+)
+def test_senseless_placements_are_refused(generator, placement, message):
+    """Every schedule says where it wants its stages."""
+    with pytest.raises(ValueError, match=message):
         generator(placement, 2)
 
 
