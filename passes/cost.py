@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from gpipe_compiler.cluster import Device
+from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
@@ -44,6 +44,17 @@ _LOOK_UPS: Mapping[torch._ops.OpOverloadPacket, tuple[int, ...]] = {
 }
 """Kernels that read only as much of their first argument as they return, with the positions of
 their indices."""
+
+
+_TF32 = frozenset(
+    {
+        _aten.convolution,
+        _aten.convolution_backward,
+        _aten.mkldnn_rnn_layer,
+        _aten.mkldnn_rnn_layer_backward,
+    }
+)
+"""Kernels that cuDNN runs on a GPU, by default in TF32 where they are in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +112,81 @@ class Costs:
 
 
 def roofline(graph: Graph, device: Device) -> Costs:
-    """Costs of an annotated graph on a device, without running a kernel.
+    """Costs of an annotated graph on a device, without running a kernel; see `rooflines`."""
+    return rooflines(graph, [device])[0]
 
-    Kernels are seen as the host dispatches them, on fake tensors; in train mode with their
-    backward when the graph has a loss.
+
+def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
+    """Costs of an annotated graph on each of several devices, without running a kernel.
+
+    Kernels are seen once, as the host dispatches them on fake tensors, and priced for every device;
+    in train mode with their backward when the graph has a loss.
 
     Raises:
         ModelError: naming the op that cannot run.
     """
     run = DryRun.of(graph, training=graph.loss is not None)
-    costs = {op.name: OpCost() for op in graph.ops}
+    tables = [{op.name: OpCost() for op in graph.ops} for _ in devices]
     for lone, names in distinct(graph, run):
-        cost = estimate(lone, device)
-        costs.update((name, cost) for name in names)
-    return Costs(costs, f"roofline on {device.name}", graph.batch_size)
+        work = work_of(lone)
+        for costs, device in zip(tables, devices, strict=True):
+            cost = work.on(device)
+            costs.update((name, cost) for name in names)
+    return [
+        Costs(costs, f"roofline on {device.name}", graph.batch_size)
+        for costs, device in zip(tables, devices, strict=True)
+    ]
 
 
-def estimate(lone: Lone, device: Device) -> OpCost:
-    """The roofline cost of one op."""
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What one kernel does: floating-point operations, bytes read and written."""
+
+    flops: int
+    bytes: int
+    arithmetic: Arithmetic
+
+    def seconds(self, device: Device) -> float:
+        """By the roofline of a device."""
+        computing = self.flops / device.speed(self.arithmetic)
+        return device.launch_s + max(computing, self.bytes / device.memory_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The kernels of one op.
+
+    Attributes:
+        of_inputs: those of a backward that makes only the gradients of inputs.
+        trains: whether the op has parameters that train.
+    """
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    of_inputs: tuple[Kernel, ...]
+    trains: bool
+
+    def on(self, device: Device) -> OpCost:
+        """What it costs on a device."""
+        forward_s, backward_s, inputs_s = (
+            sum(kernel.seconds(device) for kernel in kernels)
+            for kernels in (self.forward, self.backward, self.of_inputs)
+        )
+        return OpCost(
+            forward_s,
+            backward_s,
+            sum(kernel.flops for kernel in self.forward),
+            sum(kernel.flops for kernel in self.backward),
+            sum(kernel.bytes for kernel in self.forward),
+            sum(kernel.bytes for kernel in self.backward),
+            weight_s=max(0.0, backward_s - inputs_s) if self.trains else 0.0,
+        )
+
+
+def work_of(lone: Lone) -> Work:
+    """The kernels that one op runs."""
     run = lone.run
-    forward, backward, of_inputs = (KernelCount(device) for _ in range(3))
+    forward, backward, of_inputs = (KernelCount() for _ in range(3))
     with run.mode, torch.set_grad_enabled(run.training):
         arguments = copies(lone.inputs, _like)
         with run.autocast(), forward:
@@ -135,15 +201,8 @@ def estimate(lone: Lone, device: Device) -> OpCost:
                     differentiate(results, arguments.leaves, gradients, again=True)
             with backward:
                 differentiate(results, leaves, gradients)
-    return OpCost(
-        forward.seconds,
-        backward.seconds,
-        forward.flops,
-        backward.flops,
-        forward.bytes,
-        backward.bytes,
-        weight_s=max(0.0, backward.seconds - of_inputs.seconds) if trained else 0.0,
-    )
+    counts = (tuple(count.kernels) for count in (forward, backward, of_inputs))
+    return Work(*counts, trains=bool(trained))
 
 
 def differentiate(
@@ -162,14 +221,11 @@ def differentiate(
 
 
 class KernelCount(DispatchWatch):
-    """Adds up the arithmetic, the traffic and the roofline time of the kernels that run in it."""
+    """Notes the arithmetic and the traffic of the kernels that run in it."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._device = device
-        self.flops = 0
-        self.bytes = 0
-        self.seconds = 0.0
+        self.kernels: list[Kernel] = []
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
@@ -177,19 +233,20 @@ class KernelCount(DispatchWatch):
         """Counts one kernel; views and allocations are none."""
         if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS or _is_view(func):
             return
-        flops = _flops(func.overloadpacket, args, kwargs, returned)
-        size = _traffic(func, args, kwargs, returned)
-        self.flops += flops
-        self.bytes += size
-        device = self._device
-        speed = device.flops
-        if device.half_flops is not None and all(map(_is_half, tensors_in((args, returned)))):
-            speed = device.half_flops
-        self.seconds += device.launch_s + max(flops / speed, size / device.memory_bandwidth)
+        self.kernels.append(
+            Kernel(
+                _flops(func.overloadpacket, args, kwargs, returned),
+                _traffic(func, args, kwargs, returned),
+                _arithmetic(func.overloadpacket, tensors_in((args, returned))),
+            )
+        )
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
+def _arithmetic(packet: Any, tensors: Sequence[torch.Tensor]) -> Arithmetic:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
+        return Arithmetic.BF16 if torch.bfloat16 in dtypes else Arithmetic.FP16
+    return Arithmetic.TF32 if packet in _TF32 else Arithmetic.FP32
 
 
 def _is_view(func: Any) -> bool:

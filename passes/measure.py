@@ -18,7 +18,7 @@ from torch import nn
 from gpipe_compiler.cluster import Device
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
-from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, estimate
+from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, work_of
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
 
@@ -57,7 +57,7 @@ def measure(
     estimated: set[str] = set()
     with _own_random_state(on):
         for lone, names in distinct(graph, run):
-            cost = estimate(lone, device)
+            cost = work_of(lone).on(device)
             try:
                 times = _time(lone, on, budget_s, backward=cost.backward_bytes > 0)
                 cost = replace(cost, **dataclasses.asdict(times))
