@@ -41,10 +41,25 @@ every_example = pytest.mark.parametrize(
     "small",
     [pytest.param(small, id=str(small)) for small in SMALL],
 )
+FEW = {
+    (2, ScheduleKind.GPIPE),
+    (4, ScheduleKind.ONE_F_ONE_B),
+    (4, ScheduleKind.INTERLEAVED),
+    (2, ScheduleKind.ZB_H1),
+    (4, ScheduleKind.ZBV),
+}
+"""Every schedule and every number of stages once; the others are slow only because they are many."""
+
 every_pipeline = pytest.mark.parametrize(
     ("stages", "schedule"),
-    list(itertools.product((2, 4), ScheduleKind)),
-    ids=lambda item: item.value if isinstance(item, ScheduleKind) else f"K{item}",
+    [
+        pytest.param(
+            *pipeline,
+            marks=() if pipeline in FEW else pytest.mark.slow,
+            id=f"K{pipeline[0]}-{pipeline[1].value}",
+        )
+        for pipeline in itertools.product((2, 4), ScheduleKind)
+    ],
 )
 
 State = dict[str, Tensor]
