@@ -48,7 +48,7 @@ FEW = {
     (2, ScheduleKind.ZB_H1),
     (4, ScheduleKind.ZBV),
 }
-"""Every schedule and every number of stages once; the others are slow only because they are many."""
+"""Every schedule and every number of stages once; the others are slow as they are many."""
 
 every_pipeline = pytest.mark.parametrize(
     ("stages", "schedule"),
