@@ -28,9 +28,10 @@ backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the ord
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -187,8 +188,18 @@ def split_stages(orders: Orders) -> frozenset[int]:
     return frozenset(a.stage for order in orders for a in order if a.phase is Phase.WEIGHT)
 
 
+Pace = Mapping[tuple[Compute, bool], float]
+"""How many times as long as usual an action takes, or (True) running the forward again for it."""
+
+STEADY: Pace = MappingProxyType({})
+"""Every action takes the time of its stage."""
+
+
 def simulate(
-    orders: Orders, times: Sequence[StageTimes], joint: Collection[int] = ()
+    orders: Orders,
+    times: Sequence[StageTimes],
+    joint: Collection[int] = (),
+    pace: Pace = STEADY,
 ) -> Simulation:
     """Works out when every action of a schedule starts and ends.
 
@@ -197,11 +208,12 @@ def simulate(
         times: one per stage; transfers between stages of one device are up to the caller to
             count as nothing.
         joint: the stages that take all micro-batches as one.
+        pace: of actions that do not take what all others of their stage take.
 
     Raises:
         PlanError: when some device would wait for ever.
     """
-    run = _Run(times, len(orders), Joint.of(joint, orders), split_stages(orders))
+    run = _Run(times, len(orders), Joint.of(joint, orders), split_stages(orders), pace)
     again = recomputed(orders, joint)
     for device, action in topological(orders, run.joint):
         arrival = run.arrive(device, action)
@@ -215,8 +227,14 @@ class _Run:
     """The devices and ports while a schedule is simulated, action by action."""
 
     def __init__(
-        self, times: Sequence[StageTimes], devices: int, joint: Joint, split: Collection[int]
+        self,
+        times: Sequence[StageTimes],
+        devices: int,
+        joint: Joint,
+        split: Collection[int],
+        pace: Pace,
     ) -> None:
+        self.pace = pace
         self.times = times
         self.joint = joint
         self.split = split
@@ -283,6 +301,7 @@ class _Run:
     def _work(
         self, device: int, action: Compute, start: float, seconds: float, *, recompute: bool = False
     ) -> None:
+        seconds *= self.pace.get((action, recompute), 1.0)
         end = self._device_free[device] = start + seconds
         self.busy[device] += seconds
         self.timeline.append(Span(Lane.DEVICE, device, action, start, end, recompute=recompute))
