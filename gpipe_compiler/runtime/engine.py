@@ -19,6 +19,12 @@ from .stage_run import StageRun
 from .transport import Endpoint
 from .wiring import Need, Part, StageWiring, Step
 
+_WORDS = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WEIGHT: "backward for the parameters",
+}
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -64,7 +70,7 @@ class Engine:
         """Execute the program once.
 
         Args:
-            ended: called with every stage whose last backward is done.
+            ended: called with every stage whose last backward is done, both parts of it.
 
         Raises:
             StageError: when a stage raises; the message names stage, micro-batch and action.
@@ -131,16 +137,19 @@ class _Run:
         else:
             batch = Batch(tuple(range(self.job.microbatches)), self.job.sizes, stage.joint)
         try:
-            if action.phase is Phase.FORWARD:
-                self._forward(stage, batch, step)
-            else:
-                self._backward(stage, batch)
+            match action.phase:
+                case Phase.FORWARD:
+                    self._forward(stage, batch, step)
+                case Phase.BACKWARD:
+                    self._backward(stage, batch)
+                case Phase.WEIGHT:
+                    self.stages[stage.index].weight(batch.first)
         except PipelineError:
             raise
         except Exception as error:  # whatever the model's code raises
             what = f"micro-batch {m} ({action})" if stage.joint is None else "the mini-batch"
             raise StageError(
-                f"stage {action.stage}, {action.phase.name.lower()} of {what}: "
+                f"stage {action.stage}, {_WORDS[action.phase]} of {what}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -177,7 +186,8 @@ class _Run:
 
     def _backward(self, stage: StageWiring, batch: Batch) -> None:
         # Recomputing needs no gradient yet: it comes before waiting for them.
-        kept = self.stages[stage.index].graph(batch.first)
+        run = self.stages[stage.index]
+        kept = run.graph(batch.first)
         roots, gradients = [], []
         for value, parts in stage.returned:
             pieces = [self._gradient(stage, value, parts, m) for m in batch.microbatches]
@@ -194,10 +204,8 @@ class _Run:
             # As autograd comes to it when the plain model's weighted loss is scaled: where the loss
             # is of 16 bits that cannot hold the scale it overflows, whatever its weight.
             gradients.append(torch.full_like(kept.loss, self.job.loss_scale) * weight)
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        for name, leaf in kept.leaves.items():
-            parted = batch.split_gradient(name, leaf.grad)
+        for name, gradient in run.backward(batch.first, roots, gradients, kept.leaves).items():
+            parted = batch.split_gradient(name, gradient)
             for m, piece in zip(batch.microbatches, parted, strict=True):
                 self.gradients[name, stage.index, m] = piece
 
@@ -232,7 +240,7 @@ def _last_backwards(steps: Sequence[Step]) -> dict[int, int]:
     places = {
         step.action.stage: place
         for place, step in enumerate(steps)
-        if isinstance(step.action, Compute) and step.action.phase is Phase.BACKWARD
+        if isinstance(step.action, Compute) and step.action.phase is not Phase.FORWARD
     }
     return {place: stage for stage, place in places.items()}
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import UsageError
 from .job import Work
-from .schedule import forward_only, gpipe, lower, one_f_one_b, prove
-from .schedule.actions import Orders, Programs, parse_order
+from .schedule import devices_for, forward_only, lower, orders_for, placement_for, prove
+from .schedule.actions import Compute, Orders, Phase, Programs, parse_order
 from .spec import Crossing, PipelineSpec, ScheduleKind
 from .wiring import StageWiring, Step, crossings_for, inputs_for, steps_of, wire
-
-GENERATORS: Mapping[ScheduleKind, Callable[[Sequence[int], int], Orders]] = {
-    ScheduleKind.GPIPE: gpipe,
-    ScheduleKind.ONE_F_ONE_B: one_f_one_b,
-}
 
 
 @dataclass(frozen=True)
@@ -53,18 +48,60 @@ class Prepared:
         return (1.0 if any(shares) else 0.0, *(0.0 for _ in shares[1:]))
 
 
-def spread(stages: int, devices: int) -> tuple[int, ...]:
-    """The device of each stage when each device holds equally many consecutive ones.
+def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:
+    """The device of each stage, as planned."""
+    return spec.placement or tuple(range(len(spec.stages)))
+
+
+def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[int, ...]:
+    """The device of each stage: as planned, or else where the schedule puts it.
 
     Raises:
-        UsageError: when the devices do not divide the stages.
+        UsageError: when the schedule cannot have the stages on so many devices.
     """
-    if devices < 1 or stages % devices:
+    planned = planned_placement(spec)
+    if (schedule, devices) == (spec.schedule, max(planned) + 1):
+        return planned
+    stages = len(spec.stages)
+    try:
+        return placement_for(schedule, stages, devices)
+    except ValueError as error:
+        possible = [n for n in range(1, stages + 1) if _fits(schedule, stages, n)]
         raise UsageError(
-            f"{stages} stages cannot be spread over {devices} devices or processes",
-            hint=f"use a number that divides {stages}",
-        )
-    return tuple(stage * devices // stages for stage in range(stages))
+            f"{stages} stages cannot be spread over {devices} devices or processes by the "
+            f"schedule {schedule.value}",
+            hint=f"use {_alternatives(possible)}, or another --schedule"
+            if possible
+            else "use another --schedule",
+        ) from error
+
+
+def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
+    """How many devices the stages are spread over, unless somebody says otherwise.
+
+    Raises:
+        UsageError: when the schedule cannot have so many stages.
+    """
+    if schedule is spec.schedule:
+        return max(planned_placement(spec)) + 1
+    try:
+        return devices_for(schedule, len(spec.stages))
+    except ValueError as error:
+        raise UsageError(str(error), hint="use another --schedule") from error
+
+
+def _fits(schedule: ScheduleKind, stages: int, devices: int) -> bool:
+    try:
+        placement_for(schedule, stages, devices)
+    except ValueError:
+        return False
+    return True
+
+
+def _alternatives(numbers: Sequence[int]) -> str:
+    """Numbers as "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def prepare(
@@ -103,7 +140,7 @@ def prepare(
     sums = shared if work is Work.TRAIN else {}
     programs = lower(orders, placement, crossings, sums, joint)
     prove(programs, placement, crossings, joint)
-    wiring = wire(spec, placement, work, joint)
+    wiring = wire(spec, placement, work, joint, _split(programs))
     return Prepared(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -126,10 +163,20 @@ def _orders(
 ) -> Orders:
     if work is not Work.TRAIN:
         return forward_only(placement, microbatches, joint)
-    one_stage_each = tuple(placement) == tuple(range(len(spec.stages)))
-    planned = (schedule, microbatches) == (spec.schedule, spec.microbatches)
-    if spec.orders and one_stage_each and planned:
+    planned = (spec.schedule, spec.microbatches, planned_placement(spec))
+    if spec.orders and (schedule, microbatches, tuple(placement)) == planned:
         return tuple(parse_order(order) for order in spec.orders)
-    if joint:
-        return gpipe(placement, microbatches, joint)
-    return GENERATORS[schedule](placement, microbatches)
+    try:
+        return orders_for(schedule, placement, microbatches, joint)
+    except ValueError as error:
+        raise UsageError(str(error), hint="use another --schedule") from error
+
+
+def _split(programs: Programs) -> frozenset[int]:
+    """The stages whose backward is in two parts."""
+    return frozenset(
+        action.stage
+        for program in programs
+        for action in program
+        if isinstance(action, Compute) and action.phase is Phase.WEIGHT
+    )

@@ -75,12 +75,19 @@ class Replicas:
     collectives: Collectives
 
     @classmethod
-    def join(cls, device: torch.device | None, timeout_s: float, count: int) -> Replicas:
+    def join(
+        cls,
+        device: torch.device | None,
+        timeout_s: float,
+        count: int,
+        order: Sequence[int] = (),
+    ) -> Replicas:
         """Join the process group, making it unless the caller has; NCCL on GPUs, gloo elsewhere.
 
         Args:
             device: where this rank computes; None for the GPU of its local rank, if there are any.
             count: how many replicas there are.
+            order: of a replica's devices (`gpu_of_rank`).
 
         Raises:
             UsageError: when the processes are no multiple of it.
@@ -94,7 +101,7 @@ class Replicas:
                 "pipeline",
                 hint="torchrun starts replicas times devices: --nproc-per-node times --nnodes",
             )
-        device = device_of_rank(device)
+        device = device_of_rank(device, order if len(order) * count == size else ())
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if owns:
@@ -128,12 +135,35 @@ class Replicas:
         self.collectives.close()
 
 
-def device_of_rank(named: torch.device | None) -> torch.device:
-    """Where this rank computes: as named, "cuda" being the GPU of its local rank."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+def device_of_rank(named: torch.device | None, order: Sequence[int] = ()) -> torch.device:
+    """Where this rank computes: as named, "cuda" being the GPU of its local rank.
+
+    Args:
+        order: as planned, for each device of the pipeline, its number among those of the machine,
+            or host by host of all machines.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device("cuda", local % count) if count else torch.device("cpu")
+    device = torch.device("cuda", gpu_of_rank(order, count)) if count else torch.device("cpu")
     return device if named in (None, torch.device(device.type)) else named
+
+
+def gpu_of_rank(order: Sequence[int], count: int) -> int:
+    """The number of this rank's GPU, of `count` on its host.
+
+    As planned, the replicas one after another. Where that does not give each rank of this host a
+    GPU of its own here, in order.
+    """
+    rank, local, beside = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    if order:
+        host = (rank - local) // beside
+        places = (divmod(rank - local + own, len(order)) for own in range(beside))
+        planned = [order[place] + replica * len(order) - host * count for replica, place in places]
+        if len(set(planned)) == beside and all(0 <= number < count for number in planned):
+            return planned[local]
+    return local % count
 
 
 def _leave(groups: list[dist.ProcessGroup]) -> None:

@@ -42,9 +42,11 @@ class Runner(Protocol):
 
     Attributes:
         threads: intra-op threads that a stage computes with on a CPU.
+        engines: of the devices that this process drives.
     """
 
     threads: int
+    engines: Sequence[Engine]
 
     def run(self, prepared: Prepared, job: Job) -> Result:
         """Execute every device's program once."""
@@ -58,6 +60,7 @@ class LocalRunner:
 
     Args:
         devices: where each worker computes; several may be the same.
+        placement: the worker of each stage.
     """
 
     def __init__(
@@ -65,16 +68,16 @@ class LocalRunner:
         spec: PipelineSpec,
         modules: Mapping[int, nn.Module],
         devices: Sequence[torch.device],
+        placement: Sequence[int],
         manner: Manner,
     ) -> None:
         self.spec = spec
         self.precision = manner.precision
         self.devices = tuple(devices)
-        per_device = len(spec.stages) // len(devices)
         loss = spec.loss.value if spec.loss is not None else None
-        self.engines = [
+        self.engines: Sequence[Engine] = [
             Engine(
-                {s: modules[s] for s in range(d * per_device, (d + 1) * per_device)},
+                {s: modules[s] for s, holder in enumerate(placement) if holder == d},
                 device,
                 loss,
                 manner,
@@ -144,7 +147,8 @@ class DistributedRunner:
         self.dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
-        self.engine = Engine(modules, self.network.device, loss, manner, self._statistics)
+        engine = Engine(modules, self.network.device, loss, manner, self._statistics)
+        self.engines: Sequence[Engine] = (engine,)
         self.makers = makers(spec)
 
     def run(self, prepared: Prepared, job: Job) -> Result:
@@ -159,7 +163,8 @@ class DistributedRunner:
         )
         rank = self.network.rank
         with run_of_devices(self.precision):
-            outcome = self.engine.run(
+            (engine,) = self.engines
+            outcome = engine.run(
                 prepared.steps[rank],
                 prepared.wiring,
                 _on(job, self.network.device),
@@ -167,7 +172,7 @@ class DistributedRunner:
                 None if self.reducer is None else self.reducer.stage_ended,
             )
         if self.replicas.count > 1:
-            share_buffers(self.replicas.peers, written(self.spec, self.engine.modules))
+            share_buffers(self.replicas.peers, written(self.spec, engine.modules))
         loss = None
         if job.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
@@ -194,7 +199,9 @@ class DistributedRunner:
 
     def _crossings(self, prepared: Prepared) -> list[Crossing]:
         """What is sent, in the types that it has in this precision."""
-        training = all(module.training for module in self.engine.modules.values())
+        training = all(
+            module.training for engine in self.engines for module in engine.modules.values()
+        )
         if training not in self.dtypes:
             kind = self.network.device.type
             self.dtypes[training] = crossing_dtypes(

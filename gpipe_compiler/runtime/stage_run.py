@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from .precision import autocast, no_weight
 from .random import SeededRandom
 from .recompute import Received, WrittenBuffers, unwritten
 from .spec import BatchNorm, Remat
+from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
 
 
@@ -61,6 +62,7 @@ class StageRun:
         gradients = trains or any(need.gradient for need in stage.needs)
         self._recomputes = gradients and manner.remat[stage.index] is Remat.FULL
         self._kept: dict[int, Computed | Received] = {}
+        self._weights: dict[int, WeightPart] = {}
 
     def forward(
         self, microbatch: int, received: Sequence[torch.Tensor], *, waits: bool
@@ -78,7 +80,9 @@ class StageRun:
             with unwritten(received):
                 found = self._compute(microbatch, received, again=False)
         else:
-            with self._written.apart() if waits else contextlib.nullcontext():
+            # Where the backward is split, its second part may wait though its first one does not.
+            apart = waits or self._stage.split
+            with self._written.apart() if apart else contextlib.nullcontext():
                 found = self._compute(microbatch, received, again=False)
             self._kept[microbatch] = self._graph(found)
         outputs = {name: output.detach() for name, output in found.outputs.items()}
@@ -91,6 +95,34 @@ class StageRun:
             return kept
         with self._written.replaced(kept.state):
             return self._graph(self._compute(microbatch, kept.arguments, again=True))
+
+    def backward(
+        self,
+        microbatch: int,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        leaves: Values,
+    ) -> Mapping[str, torch.Tensor | None]:
+        """The gradients of what was received, by name; None is zeros.
+
+        Those of the parameters are added to theirs, at once or where the backward is split by
+        `weight`.
+
+        Args:
+            roots: of the graph of this micro-batch: what gradients have come for.
+            gradients: one for each root.
+            leaves: of the graph.
+        """
+        if self._stage.split:
+            found, self._weights[microbatch] = split_backward(roots, gradients, leaves)
+            return found
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        return {name: leaf.grad for name, leaf in leaves.items()}
+
+    def weight(self, microbatch: int) -> None:
+        """The second part of a backward that is split. Once only."""
+        self._weights.pop(microbatch).run()
 
     def _graph(self, found: Computed) -> Computed:
         """What a backward needs of a forward: the outputs that gradients come back to."""

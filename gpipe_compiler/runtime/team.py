@@ -10,10 +10,10 @@ import torch
 from .choices import TransportKind, listed_devices, own_device, transport_kind
 from .distributed import Network
 from .errors import UsageError
-from .programs import spread
+from .programs import devices_by_default, spread
 from .replicas import Replicas
 from .scaler import OverRanks, alone
-from .spec import PipelineSpec
+from .spec import PipelineSpec, ScheduleKind
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Team:
     def gather(
         cls,
         spec: PipelineSpec,
+        schedule: ScheduleKind,
         devices: Sequence[torch.device | str] | torch.device | str | None,
         transport: TransportKind | str | None,
         data_parallel: int,
@@ -44,18 +45,18 @@ class Team:
         Raises:
             UsageError: when stages, devices, processes and replicas do not go into one another.
         """
-        count = len(spec.stages)
         given = listed_devices(devices)
         if transport_kind(transport) is TransportKind.DISTRIBUTED:
-            members = Replicas.join(own_device(given), timeout_s, data_parallel)
-            return cls(spread(count, members.pipeline.size), given, members)
+            own, order = own_device(given), spec.device_order
+            members = Replicas.join(own, timeout_s, data_parallel, order)
+            return cls(spread(spec, schedule, members.pipeline.size), given, members)
         if data_parallel != 1:
             raise UsageError(
                 f"{data_parallel} replicas need a process for every device of each",
                 hint="start them with torchrun --nproc-per-node",
             )
-        given = given or default_devices(count)
-        return cls(spread(count, len(given)), given, None)
+        given = given or default_devices(devices_by_default(spec, schedule), spec.device_order)
+        return cls(spread(spec, schedule, len(given)), given, None)
 
     @property
     def pipeline(self) -> Network | None:
@@ -127,10 +128,16 @@ class Team:
         return f"{self.replicas} replicas of {where}" if self.replicas > 1 else where
 
 
-def default_devices(stages: int) -> tuple[torch.device, ...]:
-    """A worker per stage, spread in order over the GPUs; without any, on the CPU."""
+def default_devices(devices: int, order: Sequence[int] = ()) -> tuple[torch.device, ...]:
+    """So many workers, spread in order over the GPUs; without any, on the CPU.
+
+    Args:
+        order: for each worker the GPU that was planned; followed where these are all there.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return (torch.device("cpu"),) * stages
-    used = min(count, stages)
-    return tuple(torch.device("cuda", stage * used // stages) for stage in range(stages))
+        return (torch.device("cpu"),) * devices
+    if len(order) == devices and max(order) < count:
+        return tuple(torch.device("cuda", number) for number in order)
+    used = min(count, devices)
+    return tuple(torch.device("cuda", number * used // devices) for number in range(devices))

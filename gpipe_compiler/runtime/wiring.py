@@ -49,6 +49,7 @@ class StageWiring:
         arguments: how many of `needs` forward takes.
         returned: for each output with a gradient, its summands in the order of summation.
         joint: for a stage that takes all micro-batches as one, how its values are joined.
+        split: whether the schedule has its backward in two parts.
     """
 
     index: int
@@ -58,6 +59,7 @@ class StageWiring:
     returned: tuple[tuple[str, tuple[Part, ...]], ...]
     makes_loss: bool
     joint: BatchDims | None = None
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,17 @@ class Step:
 
 
 def wire(
-    spec: PipelineSpec, placement: Sequence[int], work: Work, joint: Collection[int] = ()
+    spec: PipelineSpec,
+    placement: Sequence[int],
+    work: Work,
+    joint: Collection[int] = (),
+    split: Collection[int] = (),
 ) -> tuple[StageWiring, ...]:
     """The wiring of every stage.
 
     Args:
         joint: the stages that take all micro-batches as one.
+        split: those whose backward is in two parts.
     """
     crossings = {c.value: c for c in crossings_for(spec, work)}
     wired = [
@@ -90,7 +97,12 @@ def wire(
     ]
     dims = batch_dims(spec, output_leaves(spec.outputs))
     return tuple(
-        dataclasses.replace(stage, joint=dims) if stage.index in joint else stage for stage in wired
+        dataclasses.replace(
+            stage,
+            joint=dims if stage.index in joint else None,
+            split=stage.index in split,
+        )
+        for stage in wired
     )
 
 
