@@ -16,6 +16,7 @@ import torch
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
@@ -124,6 +125,7 @@ class Plan:
         seats: for every device of the pipeline, its number in the cluster; empty where they are
             taken in order.
         constraints: that the stages keep to.
+        frontier: the settings that were compared, where they were not given.
         precision: that which shapes, bytes and times are for.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -145,6 +147,7 @@ class Plan:
     placement: tuple[int, ...] = ()
     seats: tuple[int, ...] = ()
     constraints: Constraints = NO_CONSTRAINTS
+    frontier: Frontier | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -194,6 +197,7 @@ class Plan:
         fields["cluster"] = dataclasses.asdict(self.cluster)
         fields["prediction"] = dataclasses.asdict(self.prediction) | {"gap": self.prediction.gap}
         fields["constraints"] = dataclasses.asdict(self.constraints)
+        fields["frontier"] = self.frontier.to_fields() if self.frontier else None
         fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
         return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
 
@@ -245,6 +249,7 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "seats": tuple(fields["seats"]),
         "prediction": Prediction(**_tuples(prediction)),
         "constraints": _constraints(fields.get("constraints", {})),
+        "frontier": Frontier.from_fields(fields["frontier"]) if fields.get("frontier") else None,
         "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
     }
 

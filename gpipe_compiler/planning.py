@@ -34,6 +34,7 @@ def make_plan(
     most_down_sets: int = MOST_DOWN_SETS,
     constraints: Constraints = NO_CONSTRAINTS,
     facts: Facts | None = None,
+    devices: int | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found.
 
@@ -45,6 +46,7 @@ def make_plan(
         most_down_sets: places to cut up to which the search is over all of them.
         constraints: what the stages are to keep to.
         facts: those of the graph and the first of the costs, where they are known.
+        devices: of the pipeline; None for as many as the schedule needs and there are.
 
     The schedule is lowered and proved free of deadlock.
 
@@ -57,7 +59,9 @@ def make_plan(
         _check_annotated(graph, cost, size, policy)
     _check_outputs(graph, microbatches)
     training = graph.loss is not None
-    setting = setting_for(cluster, stages, microbatches, policy, training=training)
+    setting = setting_for(
+        cluster, stages, microbatches, policy, training=training, devices=devices
+    )
     cluster = cluster.sized(len(setting.seats))
     drafting = Drafting.of(
         graph, costs, cluster, setting, policy, most_down_sets, constraints, facts
@@ -135,9 +139,18 @@ def _prove(graph: Graph, draft: Draft, setting: Setting) -> None:
 
 
 def setting_for(
-    cluster: Cluster, stages: int, microbatches: int, policy: Policy, *, training: bool
+    cluster: Cluster,
+    stages: int,
+    microbatches: int,
+    policy: Policy,
+    *,
+    training: bool,
+    devices: int | None = None,
 ) -> Setting:
     """What a cut into so many stages is for, in which nothing is recomputed.
+
+    Args:
+        devices: of the pipeline; None for as many as the schedule needs and there are.
 
     Raises:
         UsageError: when there are too few devices for the replicas.
@@ -145,7 +158,7 @@ def setting_for(
     """
     kind = policy.schedule if training else None
     try:
-        wanted = devices_for(kind or ScheduleKind.GPIPE, stages)
+        wanted = devices or devices_for(kind or ScheduleKind.GPIPE, stages)
     except ValueError as error:
         raise PlanError(str(error)) from error
     replicas = policy.data_parallel
@@ -171,9 +184,14 @@ def setting_for(
             )
         )
     links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
-    devices = min(wanted, there)
     return Setting(
-        kind, stages, microbatches, tuple(seats), links, devices, objective=policy.objective
+        kind,
+        stages,
+        microbatches,
+        tuple(seats),
+        links,
+        min(wanted, there),
+        objective=policy.objective,
     )
 
 
