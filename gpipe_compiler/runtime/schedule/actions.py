@@ -19,6 +19,9 @@ class Phase(Enum):
     BACKWARD = "B"
     WEIGHT = "W"
 
+    # Enum's own is a call of Python code, and schedules look up actions by the million.
+    __hash__ = object.__hash__
+
 
 _COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..spec import Crossing
@@ -50,60 +51,95 @@ def lower(
     """
     programs: list[list[Action]] = [[] for _ in orders]
     together = Joint.of(joint, orders)
-    order = [timed.action for timed in timeline(orders, needs_of(crossings, together))]
-    training = any(action.phase is Phase.BACKWARD for action in order)
-    sums = _sums(order, placement, shared or {}) if training else {}
-    pending = _gradient_counts(placement, crossings)
-    done: dict[tuple[str, int, int], int] = {}
-    for position, action in enumerate(order):
-        programs[placement[action.stage]].append(action)
+    sums = _Sums(orders, placement, shared or {})
+    sent = _Sent(placement, crossings)
+    for timed in timeline(orders, needs_of(crossings, together)):
+        action = timed.action
+        programs[timed.device].append(action)
         for m in together.completed(action):
-            made = Compute(action.stage, action.phase, m)
-            for transfer in _transfers(made, placement, crossings, pending, done):
+            for transfer in sent.after(action.stage, action.phase, m):
                 programs[placement[transfer.source]].append(Send(transfer))
                 programs[placement[transfer.target]].append(Receive(transfer))
-        for total in sums.get(position, ()):
+        for total in sums.after(action):
             for device in sorted({placement[stage] for stage in total.stages}):
                 programs[device].append(total)
     return tuple(map(tuple, programs))
 
 
-def _gradient_counts(
-    placement: Sequence[int], crossings: Sequence[Crossing]
-) -> dict[tuple[str, int], int]:
-    """How many stages of each device add to the gradient of each value."""
-    counts: dict[tuple[str, int], int] = {}
-    for crossing in crossings:
-        for target in crossing.targets:
-            key = crossing.value, placement[target]
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+class _Sent:
+    """What is sent once a stage has made it: values on forwards, gradients on backwards."""
+
+    def __init__(self, placement: Sequence[int], crossings: Sequence[Crossing]) -> None:
+        self._values: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+        self._gradients: dict[int, list[_Sum]] = {}
+        for crossing in crossings:
+            firsts = first_targets(crossing, placement)
+            if firsts:
+                self._values.setdefault(crossing.source, []).append((crossing.value, firsts))
+            if crossing.gradient:
+                for first in firsts:
+                    users = [t for t in crossing.targets if placement[t] == placement[first]]
+                    gradient = _Sum(crossing.value, first, crossing.source, len(users))
+                    for user in users:
+                        self._gradients.setdefault(user, []).append(gradient)
+
+    def after(self, stage: int, phase: Phase, microbatch: int) -> Iterator[Transfer]:
+        """The transfers that follow this work."""
+        if phase is Phase.FORWARD:
+            for value, firsts in self._values.get(stage, ()):
+                for first in firsts:
+                    yield Transfer(value, microbatch, stage, first)
+        elif phase is Phase.BACKWARD:
+            for gradient in self._gradients.get(stage, ()):
+                if gradient.complete(microbatch):
+                    yield Transfer(
+                        gradient.value, microbatch, gradient.source, gradient.target, gradient=True
+                    )
 
 
-def _transfers(
-    action: Compute,
-    placement: Sequence[int],
-    crossings: Sequence[Crossing],
-    pending: Mapping[tuple[str, int], int],
-    done: dict[tuple[str, int, int], int],
-) -> Iterator[Transfer]:
-    device = placement[action.stage]
-    m = action.microbatch
-    for crossing in crossings:
-        if action.phase is Phase.FORWARD and crossing.source == action.stage:
-            for first in first_targets(crossing, placement):
-                yield Transfer(crossing.value, m, crossing.source, first)
-        elif (
-            action.phase is Phase.BACKWARD
-            and crossing.gradient
-            and action.stage in crossing.targets
-            and placement[crossing.source] != device
-        ):
-            key = crossing.value, device, m
-            done[key] = done.get(key, 0) + 1
-            if done[key] == pending[crossing.value, device]:
-                first = min(t for t in crossing.targets if placement[t] == device)
-                yield Transfer(crossing.value, m, first, crossing.source, gradient=True)
+class _Sum:
+    """The gradient of a value on its way back from a device, to which several stages may add."""
+
+    def __init__(self, value: str, source: int, target: int, summands: int) -> None:
+        self.value = value
+        self.source = source
+        self.target = target
+        self._summands = summands
+        self._added: dict[int, int] = {}
+
+    def complete(self, microbatch: int) -> bool:
+        """Count one more summand in; whether it was the last one."""
+        added = self._added.pop(microbatch, 0) + 1
+        if added < self._summands:
+            self._added[microbatch] = added
+        return added == self._summands
+
+
+class _Sums:
+    """The sums of shared gradients, each after the last backward of all its owners."""
+
+    def __init__(
+        self, orders: Orders, placement: Sequence[int], shared: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._of: dict[int, list[SharedSum]] = {}
+        for name, owners in shared.items():
+            if len({placement[stage] for stage in owners}) > 1:
+                for stage in sorted(owners):
+                    self._of.setdefault(stage, []).append(SharedSum(name, tuple(sorted(owners))))
+        self._left = Counter(
+            action.stage
+            for order in orders
+            for action in order
+            if action.stage in self._of and action.phase is not Phase.FORWARD
+        )
+
+    def after(self, action: Compute) -> Iterator[SharedSum]:
+        """The sums that follow an action."""
+        if action.stage in self._of and action.phase is not Phase.FORWARD:
+            self._left[action.stage] -= 1
+            for total in self._of[action.stage]:
+                if not any(self._left[owner] for owner in total.stages):
+                    yield total
 
 
 def first_targets(crossing: Crossing, placement: Sequence[int]) -> tuple[int, ...]:
@@ -113,19 +149,3 @@ def first_targets(crossing: Crossing, placement: Sequence[int]) -> tuple[int, ..
         firsts.setdefault(placement[target], target)
     firsts.pop(placement[crossing.source], None)
     return tuple(firsts.values())
-
-
-def _sums(
-    order: Sequence[Compute], placement: Sequence[int], shared: Mapping[str, Sequence[int]]
-) -> dict[int, list[SharedSum]]:
-    """Sums of shared gradients by the position in the global order that they follow."""
-    last: dict[int, int] = {}
-    for position, action in enumerate(order):
-        if action.phase is not Phase.FORWARD:
-            last[action.stage] = position
-    sums: dict[int, list[SharedSum]] = {}
-    for name, owners in shared.items():
-        if len({placement[stage] for stage in owners}) > 1:
-            position = max(last[stage] for stage in owners)
-            sums.setdefault(position, []).append(SharedSum(name, tuple(sorted(owners))))
-    return sums

@@ -60,7 +60,12 @@ class Joint:
         That action; the last one of its stage and phase, where either stage is joint: a device
         takes them in order.
         """
-        if reader not in self.stages and action.stage not in self.stages:
-            return action
-        numbers = self.order.get((action.stage, action.phase), (action.microbatch,))
-        return Compute(action.stage, action.phase, numbers[-1])
+        last = self.awaited_of(reader, action.stage, action.phase)
+        return action if last is None else Compute(action.stage, action.phase, last)
+
+    def awaited_of(self, reader: int, stage: int, phase: Phase) -> int | None:
+        """The micro-batch of `awaited` for any action of this stage and phase; None for its own."""
+        if reader not in self.stages and stage not in self.stages:
+            return None
+        numbers = self.order.get((stage, phase))
+        return numbers[-1] if numbers else None
