@@ -25,10 +25,9 @@ from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.passes.loss_weight import weigh_loss
-from gpipe_compiler.passes.measure import measure
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size
@@ -204,8 +203,7 @@ def plan(
     size = microbatch_size(batch_size, count, policy.data_parallel)
     cluster = cluster or local_cluster()
     graph = check(weigh_loss(annotate(graph, size, policy.precision)), after="loss_weight")
-    cost_on = measure if measured else roofline
-    costs = [cost_on(graph, device) for device in cluster.kinds]
+    costs = costs_by_kind(graph, cluster.kinds, measured=measured)
     return make_plan(
         graph,
         stages=stages,

@@ -268,6 +268,7 @@ def _cluster(fields: dict[str, Any]) -> Cluster:
         hosts=tuple(fields["hosts"]),
         exceptions=tuple((a, b, Link(**link)) for a, b, link in fields["exceptions"]),
         endless=fields["endless"],
+        pooled=fields["pooled"],
     )
 
 

@@ -78,7 +78,7 @@ def make_plan(
         training=graph.loss is not None,
         orders=setting.orders,
         cluster=cluster,
-        cost_source=costs[0].source,
+        cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
         prediction=draft.prediction,
         batchnorm=policy.batchnorm,
         precision=policy.precision,

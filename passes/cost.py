@@ -201,8 +201,12 @@ def work_of(lone: Lone) -> Work:
                     differentiate(results, arguments.leaves, gradients, again=True)
             with backward:
                 differentiate(results, leaves, gradients)
-    counts = (tuple(count.kernels) for count in (forward, backward, of_inputs))
-    return Work(*counts, trains=bool(trained))
+    return Work(
+        tuple(forward.kernels),
+        tuple(backward.kernels),
+        tuple(of_inputs.kernels),
+        trains=bool(trained),
+    )
 
 
 def differentiate(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 
 import torch
 
-from gpipe_compiler.cluster.catalogue import GLOO, PCIE4, Card
+from gpipe_compiler.cluster.catalogue import BUILT_IN, GLOO, PCIE4, Card
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
+
+_HOST = f"{platform.machine()} host"
 
 
 def local_cluster(link: Link | None = None) -> Cluster:
@@ -49,6 +52,27 @@ def this_machine() -> Device:
     return _measure(torch.device("cpu"))
 
 
+def machine_name() -> str:
+    """What a device of this machine is called."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else _HOST
+
+
+def is_here(device: Device) -> bool:
+    """Whether this machine has such a device: by its name, as measured or as built in."""
+    return device.name in (machine_name(), built_in_name(machine_name()))
+
+
+def built_in_name(full: str) -> str | None:
+    """The built-in device that a GPU's full name means, such as `NVIDIA A100-SXM4-40GB`, if any."""
+    words = _words(full)
+    fitting = [c.device.name for c in BUILT_IN.values() if _words(c.device.name) <= words]
+    return max(fitting, key=lambda name: len(_words(name)), default=None)
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.split(r"[^a-z0-9]+", name.lower()))
+
+
 def _gpus() -> tuple[Device, ...]:
     """The GPUs of this machine; of those that are alike, the first is measured."""
     measured: dict[tuple[str, int], Device] = {}
@@ -75,7 +99,7 @@ def _measure(device: torch.device) -> Device:
         bf16 = _product_flops(side, torch.bfloat16, device) if on_gpu else None
         convolved = _convolution_flops(device) if on_gpu else None
     return Device(
-        torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} host",
+        torch.cuda.get_device_name(device) if on_gpu else _HOST,
         flops=flops,
         memory_bandwidth=2 * length * source.element_size() / copy_s,
         memory=_memory(device),

@@ -83,9 +83,6 @@ class Link:
         """Time to move `size` bytes; nothing moves in no time."""
         return self.latency_s + size / self.bandwidth if size else 0.0
 
-    def __str__(self) -> str:
-        return f"{self.name} {rate_text(self.bandwidth)}".strip()
-
 
 NO_LINK = Link(bandwidth=math.inf, latency_s=0.0)
 """What connects a device with itself."""
@@ -239,16 +236,33 @@ def _devices_text(names: Sequence[str]) -> str:
     return " and ".join(f"{count} x {name}" for name, count in runs)
 
 
+_LINKS = "links"
+"""What links within a host are called where they have no name."""
+
+
 def _links_text(cluster: Cluster) -> list[str]:
-    """The links that join anything, those of single pairs last."""
-    hosts = Counter(map(cluster.host, range(len(cluster.devices))))
+    """What joins devices within hosts and between them."""
+    sizes = Counter(map(cluster.host, range(len(cluster.devices)))).values()
+    within = sum(size * (size - 1) // 2 for size in sizes)
+    between = len(cluster.devices) * (len(cluster.devices) - 1) // 2 - within
+    inner, outer = Counter[Link](), Counter[Link]()
+    for one, other, link in cluster.exceptions:
+        (inner if cluster.host(one) == cluster.host(other) else outer)[link] += 1
+    return [
+        *_joins(cluster.link, within or int(_is_open(cluster)), inner, _LINKS),
+        *_joins(cluster.network or cluster.link, between, outer, "network"),
+    ]
+
+
+def _joins(usual: Link, pairs: int, special: Counter[Link], word: str) -> list[str]:
+    """The links of so many pairs, most of them by the usual one; others with their number."""
+    rest = pairs - special.total()
+    links = [*([(usual, rest)] if rest > 0 else []), *special.most_common()]
     texts = []
-    if max(hosts.values()) > 1 or _is_open(cluster):
-        texts.append(
-            str(cluster.link if cluster.link.name else replace(cluster.link, name="links"))
-        )
-    if len(hosts) > 1:
-        texts.append(f"network {cluster.network or cluster.link}")
-    other = Counter(str(link) for _, _, link in cluster.exceptions)
-    texts += [f"{count} pair{'s' if count > 1 else ''} {text}" for text, count in other.items()]
+    for index, (link, count) in enumerate(links):
+        if index > 0:
+            lead = f"{count} pair{'s' if count > 1 else ''} {link.name}".strip()
+        else:
+            lead = link.name if link.name and word == _LINKS else word
+        texts.append(f"{lead} {rate_text(link.bandwidth)}")
     return texts

@@ -79,6 +79,23 @@ def modules_of(plan: Plan, stage: Stage) -> str:
     return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"
 
 
+def machines(plan: Plan) -> str:
+    """The devices that the pipeline runs on and their links, in a few words."""
+    count = len(plan.orders)
+    return str(plan.cluster.sized(count).part(plan.seats or range(count)))
+
+
+def device_bytes(plan: Plan) -> tuple[int, ...]:
+    """Bytes that every device of the pipeline holds at its peak, by rank."""
+    if plan.prediction.device_bytes:
+        return plan.prediction.device_bytes
+    sizes = [0] * len(plan.orders)
+    places = plan.placement or range(len(plan.stages))
+    for place, size in zip(places, plan.prediction.peak_bytes, strict=True):
+        sizes[place] += size
+    return tuple(sizes)
+
+
 def placed(plan: Plan) -> tuple[str, ...]:
     """For every stage, the rank that runs it, and its device where devices differ.
 

@@ -13,6 +13,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import (
     boundaries,
     boundary_bytes,
+    device_bytes,
+    machines,
     modules_of,
     parameter_count,
     placed,
@@ -61,7 +63,7 @@ def headline(plan: Plan) -> Text:
     work = "trains" if plan.training else "infers"
     return Text.assemble(
         (plan.name, "bold"),
-        f" {work} in {counted(len(plan.stages), 'stage')} on {plan.devices[0].name}: "
+        f" {work} in {counted(len(plan.stages), 'stage')} on {machines(plan)}: "
         f"{plan.schedule.value}, a batch of {plan.batch_size} in "
         f"{counted(plan.microbatches, 'micro-batch', 'es')} of {plan.microbatch_size}"
         f"{_manner(plan)}",
@@ -178,15 +180,26 @@ def constraint_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _memory(plan: Plan) -> str:
-    peaks, memory = plan.prediction.peak_bytes, plan.devices[0].memory
-    peak = max(peaks, default=0)
-    text = f"{format_bytes(peak)} on a device of {format_bytes(memory)}"
-    over = [str(stage) for stage, size in enumerate(peaks) if size > memory]
+    """The fullest device, and which are too full."""
+    sizes, devices = device_bytes(plan), plan.devices
+    fullest = max(range(len(sizes)), key=lambda rank: sizes[rank] / devices[rank].memory)
+    name = (
+        "a device" if len(set(devices)) == 1 else f"the {devices[fullest].name} of rank {fullest}"
+    )
+    memory = devices[fullest].memory
+    joined = "of" if len(set(devices)) == 1 else "with"
+    text = f"{format_bytes(sizes[fullest])} on {name} {joined} {format_bytes(memory)}"
+    over = {
+        rank: size - devices[rank].memory
+        for rank, size in enumerate(sizes)
+        if size > devices[rank].memory
+    }
     if not over:
         return text
-    stages = f"stage{'s' if len(over) > 1 else ''} {', '.join(over)}"
+    noun = "stage" if len(devices) == len(plan.stages) else "device"
+    which = f"{noun}{'s' if len(over) > 1 else ''} {', '.join(map(str, over))}"
     most = " at most" if len(over) > 1 else ""
-    return f"{text}: too much for {stages}, by {format_bytes(peak - memory)}{most}"
+    return f"{text}: too much for {which}, by {format_bytes(max(over.values()))}{most}"
 
 
 class Held(Protocol):

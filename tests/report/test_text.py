@@ -24,7 +24,7 @@ from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
 from gpipe_compiler.validate import Validation
 
 EXPECTED = """\
-little trains in 3 stages on toy: gpipe, a batch of 8 in 2 micro-batches of 4
+little trains in 3 stages on 3 x toy, links 1 MB/s: gpipe, a batch of 8 in 2 micro-batches of 4
 stages (times and bytes of one micro-batch, memory at its peak)
 
  stage  holds             ops  parameters  forward  backward  receives  saved       peak
