@@ -70,7 +70,7 @@ def _seconds(times: StageTimes, span: Span, split: Collection[int]) -> float:
 def _shares(found: Simulation, devices: int) -> list[tuple[Span, float]]:
     """Every action that takes time, with the share of the other devices at work, on average."""
     spans = [s for s in found.timeline if s.lane is Lane.DEVICE and s.end_s > s.start_s]
-    starts, ends = (np.array(row) for row in zip(*((s.start_s, s.end_s) for s in spans)))
+    starts, ends = np.array([(s.start_s, s.end_s) for s in spans]).reshape(-1, 2).T
     others = -(ends - starts)
     for device in range(devices):
         own = [s for s in spans if s.device == device]

@@ -1,4 +1,4 @@
-"""The words of the command: `run.py train | infer | check | bench | export`."""
+"""The words of the command: `run.py train | infer | check | bench | clock | export`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--steps", type=_positive, default=10, metavar="N")
     _add_common(bench, spec)
+    clock = commands.add_parser("clock", help="time its stages, for a prediction of the step")
+    clock.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
+    _add_common(clock, spec)
     if spec.loss is not None:
         export = commands.add_parser("export", help="write the weights of a checkpoint")
         export.add_argument("--checkpoint", type=Path, metavar="PATH", required=True)

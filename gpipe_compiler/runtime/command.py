@@ -1,4 +1,4 @@
-"""The command of a package: `run.py train | infer | check | bench | export`."""
+"""The command of a package: `run.py train | infer | check | bench | clock | export`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .memory import keep_memory
 from .model_files import load_weights, save
 from .pipeline import Pipeline
 from .spec import PipelineSpec
+from .stage_clock import clock
 from .stopping import exit_code
 from .train import TrainOptions, train
 from .weights import INDEX
@@ -145,6 +146,13 @@ def _work(
         bench(pipe, directory, InputChoice(samples=arguments.batch_size), arguments.steps)
         return 0
     inputs, target = example_call(pipe.spec, directory, arguments.batch_size)
+    if arguments.command == "clock":
+        found = clock(pipe, inputs, target)
+        if pipe.rank == 0:
+            print(found)
+            if arguments.report is not None:
+                found.write(arguments.report)
+        return 0
     rows = check_pipeline(pipe, stored, inputs, target, arguments.reference)
     passed = all(row.passed for row in rows)
     if pipe.rank == 0 or not passed:

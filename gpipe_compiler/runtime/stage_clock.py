@@ -1,0 +1,374 @@
+"""How long the stages take: each by itself, and all of them side by side.
+
+Stages run here as they do in training: by the engine, in the order of the schedule, in threads or
+in processes of their own. But nobody waits for anybody: what comes from another device was kept
+from a real step. What is left is what a simulation of the schedule starts from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import overload
+
+import torch
+
+from .engine import Engine, Outcome
+from .job import Job
+from .pipeline import Pipeline
+from .runners import DistributedRunner, LocalRunner
+from .schedule.actions import Compute, Phase, SharedSum, Transfer
+from .spec import Remat
+from .stage_links import link_seconds
+from .transport import Endpoint
+from .wiring import StageWiring, Step
+
+PHASE_S = 0.4
+"""Seconds for which stages are timed alone, as long side by side, and as long what is around."""
+
+LEAST_ROUNDS = 3
+"""Steps in that time at least, however long they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Seconds of one micro-batch in one stage, the work of its device around it included.
+
+    Attributes:
+        backward_s: of all gradients, or where the schedule splits it of those of what the stage
+            received; without running the forward again.
+        weight_s: of the gradients of parameters, where the schedule splits the backward.
+        again_s: of a backward with the forward run again before it; 0 where none is.
+    """
+
+    forward_s: float
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+    again_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """What was measured of a pipeline.
+
+    Attributes:
+        alone, together: of every stage, while the other devices rest and while they work.
+        receive_s, gradient_s: of every stage, seconds in which what it receives for a micro-batch
+            comes from another device, and in which its gradients go back.
+        around_s: seconds of a step outside the work of the devices.
+    """
+
+    alone: tuple[StageSeconds, ...]
+    together: tuple[StageSeconds, ...]
+    receive_s: tuple[float, ...]
+    gradient_s: tuple[float, ...]
+    around_s: float
+
+    def __str__(self) -> str:
+        lines = ["stage  phase          alone  beside others"]
+        for stage, (one, both) in enumerate(zip(self.alone, self.together, strict=True)):
+            rows = zip(asdict(one).items(), asdict(both).values(), strict=True)
+            lines += [
+                f"{stage:5}  {name.removesuffix('_s'):9} {_ms(fast):>10} {_ms(slow):>14}"
+                for (name, fast), slow in rows
+                if fast or slow
+            ]
+            lines += [
+                f"{stage:5}  {name:9} {_ms(seconds):>10}"
+                for name, seconds in (
+                    ("receives", self.receive_s[stage]),
+                    ("returns", self.gradient_s[stage]),
+                )
+                if seconds
+            ]
+        return "\n".join([*lines, f"around the stages {_ms(self.around_s)} a step"])
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Clocked:
+        """What `write` has written."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            tuple(StageSeconds(**stage) for stage in found["alone"]),
+            tuple(StageSeconds(**stage) for stage in found["together"]),
+            tuple(found["receive_s"]),
+            tuple(found["gradient_s"]),
+            found["around_s"],
+        )
+
+
+def clock(pipe: Pipeline, inputs: object, target: object, phase_s: float = PHASE_S) -> Clocked:
+    """Time the stages of a pipeline on one mini-batch; every rank calls it and gets all times.
+
+    Gradients are lost; weights stay as they are, running statistics do not.
+
+    Args:
+        inputs, target: as `Pipeline.step` takes them.
+        phase_s: seconds to spend on each device alone, and on all together.
+    """
+    return _Clock(pipe, inputs, target).measure(phase_s)
+
+
+class _TimedSteps(Sequence[Step]):
+    """A program that notes how long the engine is at each of its steps."""
+
+    def __init__(self, steps: Sequence[Step], device: torch.device) -> None:
+        self._steps = steps
+        self._device = device
+        self.seconds: list[float] = []
+
+    def __iter__(self) -> Iterator[Step]:
+        for step in self._steps:
+            start = time.perf_counter()
+            yield step
+            _settle(self._device)
+            self.seconds.append(time.perf_counter() - start)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Step]: ...
+    def __getitem__(self, index: int | slice) -> Step | Sequence[Step]:
+        return self._steps[index]
+
+
+class _Recorder:
+    """An endpoint that keeps what arrives."""
+
+    def __init__(self, endpoint: Endpoint, record: dict[Transfer, torch.Tensor | None]) -> None:
+        self._record = record
+        self._endpoint = endpoint
+        self.send, self.expect = endpoint.send, endpoint.expect
+        self.exchange, self.flush = endpoint.exchange, endpoint.flush
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        self._record[transfer] = tensor = self._endpoint.take(transfer)
+        return tensor
+
+
+class _Replay:
+    """An endpoint on which everything has arrived, and nothing leaves."""
+
+    def __init__(self, record: dict[Transfer, torch.Tensor | None]) -> None:
+        self._record = record
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        """Nowhere."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """It is here."""
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        return self._record[transfer]
+
+    def exchange(self, total: SharedSum) -> None:
+        """With nobody."""
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class _Watched(Engine):
+    """An engine that, once it has seen a real run, can make it again without waiting."""
+
+    def __init__(self, engine: Engine) -> None:
+        vars(self).update(vars(engine))
+        self.record: dict[Transfer, torch.Tensor | None] = {}
+        self.waits = True
+        self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
+        self.rounds: list[list[float]] = []
+        self.run_s: list[float] = []
+
+    def run(
+        self,
+        steps: Sequence[Step],
+        wiring: Sequence[StageWiring],
+        job: Job,
+        endpoint: Endpoint,
+        ended: Callable[[int], None] | None = None,
+    ) -> Outcome:
+        if self.waits:
+            self.asked = steps, wiring, job
+            return super().run(steps, wiring, job, _Recorder(endpoint, self.record), ended)
+        return self.again()
+
+    def again(self) -> Outcome:
+        """The last run once more, on what it received."""
+        assert self.asked is not None
+        steps, wiring, job = self.asked
+        timed = _TimedSteps(steps, self.device)
+        start = time.perf_counter()
+        outcome = super().run(timed, wiring, job, _Replay(self.record))
+        self.run_s.append(time.perf_counter() - start)
+        self.rounds.append(timed.seconds)
+        return outcome
+
+    def keep_running(self, seconds: float) -> None:
+        """Runs for so long, and at least so often that medians mean something."""
+        self.rounds.clear()
+        end = time.perf_counter() + seconds
+        while len(self.rounds) < LEAST_ROUNDS or time.perf_counter() < end:
+            for module in self.modules.values():
+                module.zero_grad()
+            self.again()
+
+    def stage_seconds(self) -> dict[int, StageSeconds]:
+        """The medians over the runs of `keep_running`."""
+        assert self.asked is not None
+        steps, _, job = self.asked
+        again = {
+            (step.action.stage, step.action.microbatch)
+            for step in steps
+            if isinstance(step.action, Compute)
+            and step.waits
+            and self.manner.remat[step.action.stage] is Remat.FULL
+        }
+        found: dict[int, dict[str, float]] = {stage: {"forward_s": 0.0} for stage in self.modules}
+        for (stage, name), places in _places(steps, again).items():
+            totals = [sum(seconds[place] for place in places) for seconds in self.rounds]
+            count = len(places) if self._apart(stage) else job.microbatches
+            found[stage][name] = statistics.median(totals) / count
+        return {stage: StageSeconds(**times) for stage, times in found.items()}
+
+    def _apart(self, stage: int) -> bool:
+        """Whether a stage takes micro-batches one by one."""
+        assert self.asked is not None
+        return self.asked[1][stage].joint is None
+
+
+def _places(
+    steps: Sequence[Step], again: Collection[tuple[int, int]]
+) -> dict[tuple[int, str], list[int]]:
+    """By stage and field of `StageSeconds`, where in a program that work is.
+
+    Args:
+        again: the backwards, by stage and micro-batch, that run the forward again.
+    """
+    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    names = {Phase.FORWARD: "forward_s", Phase.BACKWARD: "backward_s", Phase.WEIGHT: "weight_s"}
+    for place, step in enumerate(steps):
+        action = step.action
+        if isinstance(action, Compute):
+            recomputes = action.phase is Phase.BACKWARD and (
+                (action.stage, action.microbatch) in again
+            )
+            found[action.stage, "again_s" if recomputes else names[action.phase]].append(place)
+    return found
+
+
+class _Clock:
+    """One measurement of a pipeline."""
+
+    def __init__(self, pipe: Pipeline, inputs: object, target: object) -> None:
+        self.pipe = pipe
+        self.inputs = inputs
+        self.target = target
+        self.engines: list[_Watched] = []
+
+    def measure(self, phase_s: float) -> Clocked:
+        runner = self.pipe.runner
+        own = runner.engines
+        self.engines = [_Watched(engine) for engine in own]
+        runner.engines = self.engines
+        try:
+            self._step()
+            around_s = self._around(phase_s)
+            devices = max(self.pipe.placement) + 1
+            alone = [self._timed([device], phase_s) for device in range(devices)]
+            together = self._timed(range(devices), phase_s)
+        finally:
+            runner.engines = own
+        stages = range(len(self.pipe.placement))
+        receive_s, gradient_s = link_seconds(self.pipe)
+        return Clocked(
+            tuple(alone[self.pipe.placement[stage]][stage] for stage in stages),
+            tuple(together[stage] for stage in stages),
+            receive_s,
+            gradient_s,
+            around_s,
+        )
+
+    def _step(self) -> float:
+        """One step; the seconds that it took."""
+        self.pipe.zero_grad()
+        start = time.perf_counter()
+        if self.pipe.spec.loss is None:
+            self.pipe(self.inputs)
+        else:
+            self.pipe.step(self.inputs, self.target).item()
+        return time.perf_counter() - start
+
+    def _around(self, phase_s: float) -> float:
+        """Seconds of a step beside the work of the device that works the longest."""
+        for engine in self.engines:
+            engine.waits = False
+        first_s = self._agreed([self._step()], max)[0]
+        found = []
+        for _ in range(max(LEAST_ROUNDS, math.ceil(phase_s / first_s))):
+            step_s = self._step()
+            found.append(step_s - max(engine.run_s[-1] for engine in self.engines))
+        return self._agreed([statistics.median(found)], min)[0]
+
+    def _timed(self, devices: Sequence[int], seconds: float) -> list[StageSeconds]:
+        """Of every stage while these devices work; of those of other devices nothing."""
+        runner = self.pipe.runner
+        table = [[0.0] * 4 for _ in self.pipe.placement]
+        if isinstance(runner, LocalRunner):
+            tasks = [
+                self._task(engine, seconds if device in devices else None)
+                for device, engine in enumerate(self.engines)
+            ]
+            runner.workers.run(tasks, _nobody_waits)
+            busy = [self.engines[device] for device in devices]
+        else:
+            self._agreed([0.0], max)
+            busy = self.engines if self.pipe.rank in devices else []
+            for engine in busy:
+                engine.keep_running(seconds)
+        for engine in busy:
+            for stage, found in engine.stage_seconds().items():
+                table[stage] = list(asdict(found).values())
+        flat = self._agreed([number for row in table for number in row], max)
+        return [StageSeconds(*flat[4 * stage : 4 * stage + 4]) for stage in range(len(table))]
+
+    def _task(self, engine: _Watched, seconds: float | None) -> Callable[[], Outcome]:
+        def work() -> Outcome:
+            if seconds is not None:
+                engine.keep_running(seconds)
+            return Outcome()
+
+        return work
+
+    def _agreed(self, numbers: list[float], choose: Callable[[list[float]], float]) -> list[float]:
+        """The largest or smallest over all ranks, which all wait here for one another."""
+        runner = self.pipe.runner
+        if not isinstance(runner, DistributedRunner):
+            return numbers
+        row = torch.tensor(numbers, dtype=torch.float64, device=runner.network.device)
+        rows = [each.tolist() for each in runner.network.gathered(row, "measured times")]
+        return [choose([row[i] for row in rows]) for i in range(len(numbers))]
+
+
+def _nobody_waits() -> None:
+    """Where a task fails, no other has to be told."""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

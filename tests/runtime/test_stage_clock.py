@@ -1,0 +1,114 @@
+"""The times of stages, against stages that work for known times."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from tiny_pipelines import SAMPLES, data_for, skip_spec
+
+from gpipe_compiler.runtime import stage_clock
+from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.spec import Remat, ScheduleKind
+from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds, clock
+
+FORWARD_S, BACKWARD_S = 0.003, 0.006
+
+
+class _Clock:
+    """A clock that only work moves on: exact, for as long as one thread works."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def slow(pipe: Pipeline, clock: object) -> Pipeline:
+    """The stage of number s works (s + 1) times as long as the first, in both directions."""
+
+    class Work(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            clock.sleep(FORWARD_S * factor)
+            ctx.factor = factor
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            clock.sleep(BACKWARD_S * ctx.factor)
+            return gradient, None
+
+    for number, module in pipe.stages.items():
+        plain = module.forward
+
+        def forward(*args, plain=plain, factor=number + 1):
+            found = plain(*args)
+            if isinstance(found, tuple):
+                return (Work.apply(found[0], factor), *found[1:])
+            return Work.apply(found, factor)
+
+        module.forward = forward
+    return pipe
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
+@pytest.mark.parametrize("remat", list(Remat))
+def test_a_device_of_all_stages_takes_what_they_take(monkeypatch, schedule, remat):
+    """Where all stages share a device, only GPipe's last micro-batch need not be run again."""
+    work = _Clock()
+    monkeypatch.setattr(stage_clock, "time", work)
+    inputs, target, _ = data_for("skip", 4 * SAMPLES)
+    with slow(
+        Pipeline(skip_spec(), None, devices="cpu", schedule=schedule, remat=remat), work
+    ) as p:
+        found = clock(p, inputs, target, phase_s=0.05)
+
+    for number, seconds in [*enumerate(found.alone), *enumerate(found.together)]:
+        forward_s, backward_s = FORWARD_S * (number + 1), BACKWARD_S * (number + 1)
+        again = schedule is ScheduleKind.GPIPE and remat is Remat.FULL
+        expected = forward_s, backward_s, 0.0, (forward_s + backward_s) if again else 0.0
+        assert dataclasses.astuple(seconds) == pytest.approx(expected)
+    assert set(found.receive_s) == set(found.gradient_s) == {0.0}
+    assert found.around_s == pytest.approx(0.0)
+
+
+def test_devices_are_timed_alone_and_together(one_thread):
+    inputs, target, _ = data_for("skip", 4 * SAMPLES)
+    with slow(Pipeline(skip_spec(), None), time) as pipe:
+        found = clock(pipe, inputs, target, phase_s=0.05)
+
+    for times in (found.alone, found.together):
+        for number, seconds in enumerate(times):
+            assert seconds.forward_s >= FORWARD_S * (number + 1)
+            assert seconds.backward_s >= BACKWARD_S * (number + 1)
+    assert found.receive_s[0] == found.gradient_s[0] == 0.0
+    assert all(seconds > 0 for seconds in (*found.receive_s[1:], *found.gradient_s[1:]))
+
+
+def test_timing_leaves_weights_and_later_steps_as_they_are(one_thread):
+    inputs, target, _ = data_for("skip", 4 * SAMPLES)
+    with Pipeline(skip_spec(), None, seed=3) as pipe:
+        before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        pipe.zero_grad()
+        loss = pipe.step(inputs, target)
+        gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
+        clock(pipe, inputs, target, phase_s=0.01)
+
+        assert all(torch.equal(before[n], tensor) for n, tensor in pipe.state_dict().items())
+        pipe.zero_grad()
+        assert torch.equal(loss, pipe.step(inputs, target))
+        assert all(map(torch.equal, gradients, (p.grad for p in pipe.parameters())))
+
+
+def test_measurements_are_kept_in_a_file(tmp_path):
+    seconds = StageSeconds(1.0, 2.0, 3.0, 4.0)
+    found = Clocked((seconds,), (dataclasses.replace(seconds, weight_s=9.0),), (1.5,), (2.5,), 0.25)
+    found.write(tmp_path / "clock.json")
+
+    assert Clocked.read(tmp_path / "clock.json") == found
