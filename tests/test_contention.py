@@ -13,9 +13,7 @@ from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.simulate import StageTimes, simulate
 
 SECONDS = st.integers(1, 20).map(lambda tenths: tenths / 10)
-STAGES = st.lists(
-    st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=4
-)
+STAGES = st.lists(st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=4)
 SCHEDULES = st.sampled_from([gpipe, one_f_one_b])
 
 

@@ -81,7 +81,7 @@ class Pipeline:
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
-        self._team = Team.gather(spec, devices, transport, data_parallel, timeout_s)
+        self._team = Team.gather(spec, self.schedule, devices, transport, data_parallel, timeout_s)
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
         self._mode = spec.loss is not None
         programs = Programs(spec, self._team, self.schedule, self.manner.batchnorm, self._owners)
@@ -114,7 +114,7 @@ class Pipeline:
     def _make_runner(self) -> Runner:
         team, modules = self._team, self.held.modules
         if team.members is None:
-            return LocalRunner(self.spec, modules, team.devices, self.manner)
+            return LocalRunner(self.spec, modules, team.devices, team.placement, self.manner)
         shared = {item.name: item for item in self.held.shared}
         return DistributedRunner(
             self.spec, modules, team.members, shared, self.manner, self._reducer

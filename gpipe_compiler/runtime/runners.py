@@ -60,6 +60,7 @@ class LocalRunner:
 
     Args:
         devices: where each worker computes; several may be the same.
+        placement: the worker of each stage.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class LocalRunner:
         spec: PipelineSpec,
         modules: Mapping[int, nn.Module],
         devices: Sequence[torch.device],
+        placement: Sequence[int],
         manner: Manner,
     ) -> None:
         self.spec = spec
         self.precision = manner.precision
         self.devices = tuple(devices)
-        per_device = len(spec.stages) // len(devices)
         loss = spec.loss.value if spec.loss is not None else None
         self.engines: Sequence[Engine] = [
             Engine(
-                {s: modules[s] for s in range(d * per_device, (d + 1) * per_device)},
+                {s: modules[s] for s, holder in enumerate(placement) if holder == d},
                 device,
                 loss,
                 manner,
@@ -198,7 +199,9 @@ class DistributedRunner:
 
     def _crossings(self, prepared: Prepared) -> list[Crossing]:
         """What is sent, in the types that it has in this precision."""
-        training = all(module.training for engine in self.engines for module in engine.modules.values())
+        training = all(
+            module.training for engine in self.engines for module in engine.modules.values()
+        )
         if training not in self.dtypes:
             kind = self.network.device.type
             self.dtypes[training] = crossing_dtypes(
