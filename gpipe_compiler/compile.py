@@ -8,6 +8,7 @@ compile(subject, options, directory)       # the same, and the proof that it equ
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,34 +19,35 @@ from torch import nn
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import emit, failed_place, refuse_taken
 from gpipe_compiler.errors import UsageError, ValidationError
+from gpipe_compiler.exploring import SECONDS, Wish, explore
+from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
+from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut_setting import Objective
-from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planning import make_plan, microbatch_size
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.report.html import write_report
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
 from gpipe_compiler.validate import (
     Validation,
     validate,
     validate_materialised,
     why_not_materialised,
 )
+from gpipe_compiler.workbench import Workbench
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""
 
-MICROBATCHES_PER_STAGE = 4
-"""GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
+MOST_IN_PLAN = 40
+"""Settings beside those on the frontier that go into a plan's JSON."""
 
 
 def silent(_: str) -> None:
@@ -57,6 +59,8 @@ class CompileOptions:
     """What to compile to.
 
     Attributes:
+        stages, microbatches, schedule: AUTO where the best is to be found (`exploring.py`); then
+            `remat` AUTO also compares recomputing everywhere and nowhere.
         microbatches: None for the largest divisor of the batch up to four per stage.
         training: False for a package that only infers.
         measured: time the ops on this machine, instead of estimating them.
@@ -66,11 +70,15 @@ class CompileOptions:
             one, where they cannot give that of the whole.
         objective: what the stages are to make short.
         constraints: what the stages are to keep to.
+        data_parallel: replicas of the pipeline that are planned for.
+        optimizer: whose memory and time count.
+        must_fit: refuse a plan that does not fit the memory of its devices.
+        search_s: seconds after which no further setting is looked at.
     """
 
-    stages: int
-    microbatches: int | None = None
-    schedule: ScheduleKind = ScheduleKind.GPIPE
+    stages: int | Auto
+    microbatches: int | Auto | None = None
+    schedule: ScheduleKind | Auto = ScheduleKind.GPIPE
     remat: RematChoice = RematChoice.NONE
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
@@ -84,6 +92,10 @@ class CompileOptions:
     per_microbatch: bool = False
     objective: Objective = Objective.STEP
     constraints: Constraints = NO_CONSTRAINTS
+    data_parallel: int = 1
+    optimizer: OptimizerKind = OptimizerKind.SGD
+    must_fit: bool = False
+    search_s: float = SECONDS
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together
@@ -98,17 +110,19 @@ class CompileOptions:
 
     @property
     def policy(self) -> Policy:
-        """How the pipeline trains.
+        """How the pipeline trains; with GPipe's schedule where the best is to be found.
 
         Raises:
             UsageError: for choices that do not go together; so does making these options.
         """
         return Policy(
-            self.schedule,
+            ScheduleKind.GPIPE if isinstance(self.schedule, Auto) else self.schedule,
             self.remat,
             self.batchnorm,
             self.precision,
-            objective=self.objective,
+            self.data_parallel,
+            self.optimizer,
+            self.objective,
         )
 
 
@@ -121,6 +135,7 @@ class Compiled:
         directory: the package; None after a dry run.
         validation: what was compared; None when nothing was.
         not_validated: why nothing was compared, where that was not what the user asked for.
+        frontier: all settings that were compared, where they were not given.
     """
 
     frontend: Frontend
@@ -128,6 +143,7 @@ class Compiled:
     directory: Path | None
     validation: Validation | None
     not_validated: str = ""
+    frontier: Frontier | None = None
 
     @property
     def graph(self) -> Graph | None:
@@ -198,22 +214,8 @@ def plan(
         PlanError, UsageError: when so many stages or micro-batches cannot be had, or the
             constraints cannot be met.
     """
-    batch_size = graph.batch_size
-    count = default_microbatches(batch_size, stages) if microbatches is None else microbatches
-    size = microbatch_size(batch_size, count, policy.data_parallel)
-    cluster = cluster or local_cluster()
-    graph = check(weigh_loss(annotate(graph, size, policy.precision)), after="loss_weight")
-    costs = costs_by_kind(graph, cluster.kinds, measured=measured)
-    return make_plan(
-        graph,
-        stages=stages,
-        microbatches=count,
-        batch_size=batch_size,
-        policy=policy,
-        cluster=cluster,
-        costs=costs,
-        constraints=constraints,
-    )
+    bench = Workbench(graph, cluster or local_cluster(), measured, constraints)
+    return bench.plan(bench.choose(stages, microbatches, policy), policy)
 
 
 def compile(  # noqa: A001  # the word for what it does, in a namespace of its own
@@ -234,22 +236,13 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     """
     if directory is not None:
         refuse_taken(directory, force=options.force)
-    policy = options.policy
     progress("tracing")
     # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
     graph, frontend = auto.choose(subject, options.frontend)
     progress("planning")
-    made = plan(
-        graph,
-        stages=options.stages,
-        microbatches=options.microbatches,
-        policy=policy,
-        measured=options.measured,
-        cluster=options.cluster,
-        constraints=options.constraints,
-    )
+    made, frontier = plan_as_asked(graph, options, progress)
     if directory is None:
-        return Compiled(frontend, made, None, None)
+        return Compiled(frontend, made, None, None, frontier=frontier)
     found: list[Validation] = []
     refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
 
@@ -276,7 +269,38 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         )
     except ValidationError as error:
         raise _left_aside(error, directory) from error
-    return Compiled(frontend, made, placed, found[0] if found else None, refused)
+    return Compiled(frontend, made, placed, found[0] if found else None, refused, frontier)
+
+
+def plan_as_asked(
+    graph: Graph, options: CompileOptions, progress: Progress = silent
+) -> tuple[Plan, Frontier | None]:
+    """The plan, and the settings that it was chosen from where these are not all given.
+
+    Raises:
+        DoesNotFitError: when nothing fits the devices, and that is asked or explored.
+        PlanError, UsageError: when there can be no plan.
+    """
+    bench = Workbench(graph, options.cluster, options.measured, options.constraints)
+    policy, stages, microbatches = options.policy, options.stages, options.microbatches
+    if not (
+        isinstance(stages, Auto)
+        or isinstance(microbatches, Auto)
+        or isinstance(options.schedule, Auto)
+    ):
+        choice = bench.choose(stages, microbatches, policy)
+        made = bench.plan(choice, policy)
+        if options.must_fit:
+            refuse_too_large(bench, made, policy, choice)
+        return made, None
+    wish = Wish.of(options.cluster, stages, microbatches, options.schedule, policy)
+    found = explore(bench, wish, policy, seconds=options.search_s, progress=progress)
+    frontier = found.frontier
+    if not found.fits:
+        progress("looking for settings nearby that fit")
+        nearest = frontier.points[0].choice
+        refuse_too_large(bench, found.plan, policy, nearest, wish.free, len(frontier.points))
+    return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier
 
 
 def _left_aside(error: ValidationError, directory: Path) -> ValidationError:
@@ -284,12 +308,6 @@ def _left_aside(error: ValidationError, directory: Path) -> ValidationError:
     left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
     hint = f"{error.hint}; {left}" if error.hint else left
     return ValidationError(error.problem, location=error.location, hint=hint)
-
-
-def default_microbatches(batch_size: int, stages: int) -> int:
-    """The largest divisor of the batch up to four per stage."""
-    most = max(1, MICROBATCHES_PER_STAGE * stages)
-    return max(count for count in range(1, most + 1) if batch_size % count == 0)
 
 
 def on_meta(graph: Graph) -> bool:

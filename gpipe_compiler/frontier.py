@@ -178,11 +178,11 @@ def _merit(point: Point, best_s: float) -> tuple[object, ...]:
 
 
 def _point_fields(point: Point) -> dict[str, Any]:
-    fields = dataclasses.asdict(point)
-    choice = fields.pop("choice")
-    choice["schedule"] = point.choice.schedule.value
-    choice["remat"] = point.choice.remat.value
-    return choice | fields | {"fate": point.fate.value}
+    fields = dataclasses.asdict(point.choice) | dataclasses.asdict(point)
+    del fields["choice"]
+    fields["schedule"] = point.choice.schedule.value
+    fields["remat"] = point.choice.remat.value
+    return fields | {"fate": point.fate.value}
 
 
 def _point(fields: Mapping[str, Any]) -> Point:

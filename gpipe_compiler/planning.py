@@ -59,9 +59,7 @@ def make_plan(
         _check_annotated(graph, cost, size, policy)
     _check_outputs(graph, microbatches)
     training = graph.loss is not None
-    setting = setting_for(
-        cluster, stages, microbatches, policy, training=training, devices=devices
-    )
+    setting = setting_for(cluster, stages, microbatches, policy, training=training, devices=devices)
     cluster = cluster.sized(len(setting.seats))
     drafting = Drafting.of(
         graph, costs, cluster, setting, policy, most_down_sets, constraints, facts
@@ -157,17 +155,11 @@ def setting_for(
         PlanError: when the schedule cannot have so many stages.
     """
     kind = policy.schedule if training else None
-    try:
-        wanted = devices or devices_for(kind or ScheduleKind.GPIPE, stages)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
+    if devices is None:
+        devices = pipeline_devices(cluster, stages, policy, training=training)
     replicas = policy.data_parallel
-    cluster = cluster.sized(wanted)
-    there = len(cluster.devices) if cluster.endless else len(cluster.devices) // replicas
-    if there < 1:
-        raise UsageError(
-            f"{replicas} replicas of the pipeline need more than {len(cluster.devices)} devices"
-        )
+    cluster = cluster.sized(devices)
+    there = len(cluster.devices) if cluster.endless else devices_there(cluster, replicas)
     kinds = cluster.kinds
     numbers = range(there)
     seats = []
@@ -190,9 +182,41 @@ def setting_for(
         microbatches,
         tuple(seats),
         links,
-        min(wanted, there),
+        min(devices, there),
         objective=policy.objective,
     )
+
+
+def pipeline_devices(cluster: Cluster, stages: int, policy: Policy, *, training: bool) -> int:
+    """How many devices a pipeline of so many stages has: as its schedule needs, if there are.
+
+    Raises:
+        UsageError: for no stages, or when there are too few devices for the replicas.
+        PlanError: when the schedule cannot have so many stages.
+    """
+    if stages < 1:
+        raise UsageError(f"{stages} stages: at least one is needed")
+    try:
+        wanted = devices_for(policy.schedule if training else ScheduleKind.GPIPE, stages)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if cluster.endless:
+        return wanted
+    return min(wanted, devices_there(cluster, policy.data_parallel))
+
+
+def devices_there(cluster: Cluster, replicas: int) -> int:
+    """How many devices a cluster that is not endless has for each of its replicas.
+
+    Raises:
+        UsageError: when it has none.
+    """
+    there = len(cluster.devices) // replicas
+    if there < 1:
+        raise UsageError(
+            f"{replicas} replicas of the pipeline need more than {len(cluster.devices)} devices"
+        )
+    return there
 
 
 def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> int:

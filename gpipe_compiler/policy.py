@@ -10,6 +10,12 @@ from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 
 
+class Auto(Enum):
+    """In place of a setting: the best is to be found."""
+
+    AUTO = "auto"
+
+
 class RematChoice(Enum):
     """Which stages keep only what they receive, and run their forward again for the backward.
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.compile import default_microbatches
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.workbench import default_microbatches
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 

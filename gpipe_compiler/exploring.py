@@ -1,0 +1,388 @@
+"""Looks for the best settings: plans them one after another, the most promising first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s
+from gpipe_compiler.cluster import Cluster, is_here
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
+from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
+from gpipe_compiler.passes.cut_graph import problem_of
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.planning import devices_there
+from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.report.units import counted, format_seconds
+from gpipe_compiler.runtime.schedule.choosing import devices_for
+from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
+from gpipe_compiler.workbench import Workbench, default_microbatches
+
+MOST_COUNTS = 8
+"""Numbers of micro-batches, and of devices, that are looked at, at most."""
+
+STAGES_A_DEVICE = (2, 4)
+"""That interleaving is tried with."""
+
+SECONDS = 300.0
+"""After so long no further setting is looked at, unless the user says otherwise."""
+
+_STRICTLY = 1 + 1e-9
+"""How far a bound has to be above a step to be truly above it, whatever was rounded."""
+
+_CANNOT = (PlanError, UsageError, ModelError)
+"""What planning one choice may raise that another one need not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Which settings may be changed to find some that fit: those that were not explored."""
+
+    stages: bool = True
+    microbatches: bool = True
+    schedule: bool = True
+    remat: bool = True
+
+
+EVERYTHING = Free()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is given of the settings, and what is to be found.
+
+    Attributes:
+        microbatches: None for the largest divisor of the batch up to four per stage.
+        remat: AUTO for one of all.
+        devices: that one replica of the pipeline has at most.
+    """
+
+    stages: int | Auto
+    microbatches: int | Auto | None
+    schedule: ScheduleKind | Auto
+    remat: RematChoice
+    devices: int
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        stages: int | Auto,
+        microbatches: int | Auto | None,
+        schedule: ScheduleKind | Auto,
+        policy: Policy,
+    ) -> Wish:
+        """The wish on the devices of a cluster.
+
+        Raises:
+            UsageError: where nobody says how many stages nor how many devices there are.
+        """
+        if isinstance(stages, Auto):
+            devices = devices_to_explore(cluster, policy.data_parallel)
+        else:
+            devices = stages
+            if not cluster.endless:
+                devices = min(stages, devices_there(cluster, policy.data_parallel))
+        return cls(stages, microbatches, schedule, policy.remat, devices)
+
+    @property
+    def free(self) -> Free:
+        """What is given, and so is not explored."""
+        return Free(
+            not isinstance(self.stages, Auto),
+            not isinstance(self.microbatches, Auto),
+            not isinstance(self.schedule, Auto),
+            self.remat is not RematChoice.AUTO,
+        )
+
+
+def devices_to_explore(cluster: Cluster, replicas: int) -> int:
+    """How many devices a pipeline may have at most, where nobody says how many stages.
+
+    Those of the cluster; of this machine's processor its cores, and of its GPUs as many as it has.
+
+    Raises:
+        UsageError: where only the kind of device is known.
+    """
+    if not cluster.endless:
+        return devices_there(cluster, replicas)
+    if cluster.pooled:
+        return max(1, len(os.sched_getaffinity(0)) // replicas)
+    name = cluster.devices[0].name
+    if torch.cuda.is_available() and is_here(cluster.devices[0]):
+        return max(1, torch.cuda.device_count() // replicas)
+    raise UsageError(
+        f"--stages auto has to know how many {name} there are",
+        hint=f"say so as in --devices 4x{name}, or describe them in a file for --cluster",
+    )
+
+
+def spread(numbers: Sequence[int], most: int = MOST_COUNTS) -> tuple[int, ...]:
+    """At most so many of ascending numbers, with the first and the last, evenly by their ratio."""
+    if len(numbers) <= most:
+        return tuple(numbers)
+    first, last = math.log(numbers[0]), math.log(numbers[-1])
+    wanted = [first + (last - first) * i / (most - 1) for i in range(most)]
+    near = {min(numbers, key=lambda n: (abs(math.log(n) - goal), n)) for goal in wanted}
+    return tuple(sorted(near))
+
+
+def choices(wish: Wish, batch_size: int, policy: Policy, *, training: bool) -> tuple[Choice, ...]:
+    """All that is to be looked at, each once.
+
+    Args:
+        batch_size: samples of one replica.
+
+    AUTO stands beside NONE and FULL where `wish.remat` is AUTO.
+    """
+    schedules: Sequence[ScheduleKind] = list(ScheduleKind)
+    if not isinstance(wish.schedule, Auto):
+        schedules = [wish.schedule]
+    elif not training or policy.batchnorm is BatchNorm.EXACT:
+        schedules = [ScheduleKind.GPIPE]
+    remats = list(RematChoice) if wish.remat is RematChoice.AUTO else [wish.remat]
+    if not training:
+        remats = [RematChoice.NONE]
+    divisors = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    found = []
+    for schedule in schedules:
+        for stages, devices in _places(wish, schedule):
+            match wish.microbatches:
+                case Auto():
+                    counts: Sequence[int] = spread(divisors)
+                case None:
+                    counts = [default_microbatches(batch_size, stages)]
+                case given:
+                    counts = [given]
+            found += [
+                Choice(stages, devices, schedule, count, remat)
+                for count in counts
+                for remat in remats
+            ]
+    return tuple(dict.fromkeys(found))
+
+
+def _places(wish: Wish, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:
+    """Pairs of stages and devices that a schedule can have."""
+    if not isinstance(wish.stages, Auto):
+        try:
+            wanted = devices_for(schedule, wish.stages)
+        except ValueError:
+            return
+        yield wish.stages, min(wanted, wish.devices)
+        return
+    for devices in spread(range(1, wish.devices + 1)):
+        match schedule:
+            case ScheduleKind.INTERLEAVED if devices > 1:
+                yield from ((devices * several, devices) for several in STAGES_A_DEVICE)
+            case ScheduleKind.ZBV if devices > 1:
+                yield 2 * devices, devices
+            case ScheduleKind.ZB_H1 if devices > 1:
+                yield devices, devices
+            case ScheduleKind.GPIPE | ScheduleKind.ONE_F_ONE_B:
+                yield devices, devices
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What was looked at, and the best of it.
+
+    Attributes:
+        plan: the fastest that fits; where nothing does, that which needs the least more memory
+            than there is. It is the first point of the frontier.
+    """
+
+    frontier: Frontier
+    plan: Plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits its devices."""
+        return self.frontier.chosen is not None
+
+
+def explore(
+    bench: Workbench,
+    wish: Wish,
+    policy: Policy,
+    *,
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Explored:
+    """Plans all choices that may be worth it, and takes the fastest that fits.
+
+    The result does not depend on the time that planning takes, unless `seconds` are not enough:
+    then what was not reached is among the points. At least one choice is planned.
+
+    Raises:
+        GPipeCompilerError: where no choice can be planned, for the first reason.
+    """
+    training = bench.graph.loss is not None
+    batch_size = bench.batch_size // policy.data_parallel
+    everything = choices(wish, batch_size, policy, training=training)
+    if not everything:
+        raise PlanError(
+            "there are no such stages under such a schedule",
+            hint="ask for an even number of stages, or for --stages auto",
+        )
+    run = _Exploration(bench, policy, len(everything), progress, time.monotonic() + seconds)
+    return run.look(everything)
+
+
+@dataclass
+class _Exploration:
+    """One search; keeps the best plans so far."""
+
+    bench: Workbench
+    policy: Policy
+    count: int
+    progress: Callable[[str], None]
+    deadline: float
+    points: dict[Choice, Point] = field(default_factory=dict)
+    plans: dict[Choice, Plan] = field(default_factory=dict)
+    errors: list[GPipeCompilerError] = field(default_factory=list)
+    _work: dict[int, Work | GPipeCompilerError] = field(default_factory=dict)
+
+    def look(self, everything: Sequence[Choice]) -> Explored:
+        """Looks at every choice, the one with the lowest bound first."""
+        bounded = []
+        for choice in everything:
+            point = self._bound(choice)
+            if point is not None:
+                bounded.append(point)
+        bounded.sort(key=lambda point: (point.step_s, point.choice.simplicity))
+        # Keeping everything comes before AUTO, which is the same where it fits.
+        bounded.sort(key=lambda point: point.choice.remat is RematChoice.AUTO)
+        for point in bounded:
+            self._look_at(point)
+        if not self.plans:
+            self._plan_some()
+        return self._explored()
+
+    def _bound(self, choice: Choice) -> Point | None:
+        """What is known of a choice before it is planned; None when that is impossible."""
+        if self._work and choice.microbatches not in self._work and self._late():
+            self.points[choice] = Point(choice, Fate.NOT_REACHED)
+            return None
+        work = self._work_of(choice.microbatches)
+        if isinstance(work, GPipeCompilerError):
+            self._refuse(choice, work)
+            return None
+        return Point(
+            choice,
+            Fate.NOT_REACHED,
+            least_step_s(work, choice),
+            least_peak_bytes(work, choice),
+        )
+
+    def _work_of(self, microbatches: int) -> Work | GPipeCompilerError:
+        if microbatches not in self._work:
+            self.progress(f"exploring: costs with {counted(microbatches, 'micro-batch', 'es')}")
+            try:
+                prepared = self.bench.prepare(microbatches, self.policy)
+            except _CANNOT as error:
+                self._work[microbatches] = error
+            else:
+                problem = problem_of(prepared.facts, prepared.costs[1:], self.policy.optimizer)
+                training = prepared.graph.loss is not None
+                self._work[microbatches] = Work.of(problem, training=training)
+        return self._work[microbatches]
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _look_at(self, bound: Point) -> None:
+        """Plans a choice, unless its bounds tell that it cannot be chosen, nor be undominated."""
+        choice = bound.choice
+        if choice.remat is RematChoice.AUTO:
+            keeping = self.points.get(dataclasses.replace(choice, remat=RematChoice.NONE))
+            if keeping is not None and keeping.fits:
+                return
+        over = bound.peak_bytes - self._most_memory(choice)
+        if over > 0:
+            larger = dataclasses.replace(bound, fate=Fate.LARGER, over_bytes=over)
+            self.points[choice] = larger
+        elif any(self._beats(point, bound) for point in self.points.values()):
+            self.points[choice] = dataclasses.replace(bound, fate=Fate.SLOWER)
+        elif self.plans and self._late():
+            self.points[choice] = bound
+        else:
+            self._plan(choice)
+
+    @staticmethod
+    def _beats(point: Point, bound: Point) -> bool:
+        return (
+            point.fits
+            and point.step_s * _STRICTLY < bound.step_s
+            and point.peak_bytes <= bound.peak_bytes
+        )
+
+    def _most_memory(self, choice: Choice) -> int:
+        """Bytes of the largest device."""
+        cluster = self.bench.cluster.sized(choice.devices)
+        return max(device.memory for device in cluster.devices)
+
+    def _plan(self, choice: Choice) -> None:
+        best = min((p.step_s for p in self.points.values() if p.fits), default=None)
+        known = f", best {format_seconds(best)} a step" if best is not None else ""
+        self.progress(f"exploring: {len(self.points)} of {self.count} settings{known}")
+        policy = dataclasses.replace(self.policy, schedule=choice.schedule, remat=choice.remat)
+        try:
+            plan = self.bench.plan(choice, policy)
+        except _CANNOT as error:
+            self._refuse(choice, error)
+            return
+        self.points[choice] = planned(choice, plan)
+        self._keep(choice, plan)
+
+    def _refuse(self, choice: Choice, error: GPipeCompilerError) -> None:
+        self.errors.append(error)
+        self.points[choice] = Point(choice, Fate.REFUSED, problem=error.problem)
+
+    def _keep(self, choice: Choice, plan: Plan) -> None:
+        """Keeps only the plans that may be chosen yet: a plan of a large model is large."""
+        self.plans[choice] = plan
+        known = [self.points[choice] for choice in self.plans]
+        frontier = Frontier.of(known, self.bench.batch_size)
+        for point in frontier.points[1:]:
+            if not point.fits or point.step_s > frontier.points[0].step_s * (1 + 1e-2):
+                del self.plans[point.choice]
+
+    def _explored(self) -> Explored:
+        frontier = Frontier.of(self.points.values(), self.bench.batch_size)
+        return Explored(frontier, self.plans[frontier.points[0].choice])
+
+    def _plan_some(self) -> None:
+        """Where all is too large by its bounds: one plan, to tell by how much it truly is."""
+        larger = [point for point in self.points.values() if point.fate is Fate.LARGER]
+        for point in sorted(larger, key=lambda point: (point.over_bytes, point.step_s)):
+            self._plan(point.choice)
+            if self.plans:
+                return
+        raise self.errors[0]
+
+
+def planned(choice: Choice, plan: Plan) -> Point:
+    """The point of a plan."""
+    prediction = plan.prediction
+    return Point(
+        choice,
+        Fate.PLANNED,
+        prediction.step_s,
+        max(prediction.device_bytes, default=0),
+        most_over(plan),
+        prediction.bubble,
+        prediction.recompute,
+    )
+
+
+def most_over(plan: Plan) -> int:
+    """By how many bytes the plan is too large for the device that it overfills most; 0 for none."""
+    pairs = zip(plan.prediction.device_bytes, plan.devices, strict=True)
+    return max(0, max((held - device.memory for held, device in pairs), default=0))

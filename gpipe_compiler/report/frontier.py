@@ -1,0 +1,173 @@
+"""The settings that were compared, as a table: what is chosen, and why each other one is not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.report.tables import figure_table
+from gpipe_compiler.report.units import (
+    counted,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+)
+
+MOST_ROWS = 24
+"""Rows of the table, beside those on the frontier."""
+
+_TELLING = 1.05
+"""A cause that makes a step longer by less is not worth a word, beside another one."""
+
+
+def show_frontier(frontier: Frontier) -> RenderableType:
+    """The table, and below it what it leaves out."""
+    shown = frontier.shortened(MOST_ROWS)
+    table = frontier_table(shown)
+    left = [p for p in frontier.points if p not in set(shown.points)]
+    notes = ["* no other that fits is as fast and as small"]
+    if left:
+        fates = Counter(_SHORT[point.fate] for point in left)
+        parts = ", ".join(f"{count:,} {words}" for words, count in fates.items())
+        notes.append(f"{counted(len(left), 'further setting')}: {parts}; all are in --json")
+    return Group(table, *(Text(note) for note in notes))
+
+
+_SHORT = {
+    Fate.PLANNED: "planned",
+    Fate.SLOWER: "not planned, as their bounds lose",
+    Fate.LARGER: "that cannot fit",
+    Fate.REFUSED: "that cannot be planned",
+    Fate.NOT_REACHED: "not looked at, as time was up",
+}
+
+
+def frontier_table(frontier: Frontier) -> Table:
+    """One row for every point."""
+    columns = ["", "stages", "devices", "schedule", "micro-batches", "remat", "step", "samples/s"]
+    columns += ["bubble", "peak", "why not"]
+    table = figure_table("settings, best first", columns, words={"why not"})
+    for point in frontier.points:
+        choice, known = point.choice, point.fate is Fate.PLANNED
+        bound = "≥ " if point.fate in (Fate.SLOWER, Fate.LARGER) else ""
+        measured = known or bool(bound)
+        table.add_row(
+            "*" if point.undominated else "",
+            str(choice.stages),
+            str(choice.devices),
+            choice.schedule.value,
+            str(choice.microbatches),
+            choice.remat.value,
+            f"{bound}{format_seconds(point.step_s)}" if measured else "",
+            format_rate(frontier.samples_per_s(point)) if known else "",
+            format_share(point.bubble) if known else "",
+            f"{bound}{format_bytes(point.peak_bytes)}" if measured else "",
+            reason(point, frontier),
+        )
+    return table
+
+
+def reason(point: Point, frontier: Frontier) -> str:
+    """Why a point is not the chosen one; or that it is."""
+    match point.fate:
+        case Fate.REFUSED:
+            return point.problem
+        case Fate.NOT_REACHED:
+            return "not looked at: time was up"
+        case Fate.LARGER:
+            return f"does not fit: at least {format_bytes(point.over_bytes)} too much"
+        case Fate.SLOWER:
+            return "bound already above a faster one that is no larger"
+    if point.over_bytes:
+        return f"does not fit by {format_bytes(point.over_bytes)}"
+    chosen = frontier.chosen
+    if chosen is None or point.choice == chosen.choice:
+        return "chosen"
+    return _beside(point, chosen)
+
+
+def _beside(point: Point, chosen: Point) -> str:
+    """Why a plan that fits loses to the chosen one."""
+    difference = point.peak_bytes - chosen.peak_bytes
+    ratio = _ratio(point.step_s, chosen.step_s)
+    if ratio <= 1 + EQUAL:
+        if difference:
+            return f"same speed, {format_bytes(difference)} more memory"
+        return f"the same, with {_what_differs(point.choice, chosen.choice)}"
+    slower = f"{format_ratio(ratio)} slower: {causes(point, chosen)}"
+    less = f"; {format_bytes(-difference)} less memory" if point.undominated else ""
+    return f"{slower}{less}"
+
+
+def format_ratio(ratio: float) -> str:
+    """How many times as much: `2.1x`; small differences in percent: `3.2%`."""
+    return f"{ratio:.2g}x" if ratio >= 1.995 else f"{100 * (ratio - 1):.2g}%"
+
+
+def causes(point: Point, chosen: Point) -> str:
+    """What makes a step longer than that of the chosen: the most of it first.
+
+    The device time of a step is work, running forwards again, and waiting. So the ratio of two
+    steps is the product of four: of the numbers of devices, of the work on them, of what is run
+    again beside it, and of what is waited beside both.
+    """
+    ours, theirs = _Parts.of(point), _Parts.of(chosen)
+    longer = _ratio(ours.work_s, theirs.work_s)
+    size = "smaller" if point.choice.microbatches > chosen.choice.microbatches else "larger"
+    on = f" on {size} micro-batches"
+    found = [
+        (_ratio(theirs.devices, ours.devices), f"on {ours.devices} devices, not {theirs.devices}"),
+        (
+            longer,
+            f"the ops take {format_ratio(longer)} longer"
+            f"{on if point.choice.microbatches != chosen.choice.microbatches else ''}",
+        ),
+        (_ratio(ours.again, theirs.again), f"recomputing {format_share(point.recompute)}"),
+        (_ratio(ours.waiting, theirs.waiting), f"bubble {format_share(point.bubble)}"),
+    ]
+    found.sort(key=lambda cause: -cause[0])
+    told = [words for factor, words in found[:2] if factor >= _TELLING]
+    return ", ".join(told or [found[0][1]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A step as the quotient of a product: work_s * again * waiting / devices."""
+
+    devices: int
+    work_s: float
+    again: float
+    waiting: float
+
+    @classmethod
+    def of(cls, point: Point) -> _Parts:
+        busy = 1 - point.bubble
+        useful = busy - point.recompute
+        devices = point.choice.devices
+        return cls(devices, point.step_s * devices * useful, _ratio(busy, useful), _ratio(1, busy))
+
+
+def _ratio(one: float, other: float) -> float:
+    if other > 0:
+        return one / other
+    return math.inf if one > 0 else 1.0
+
+
+def _what_differs(ours: Choice, theirs: Choice) -> str:
+    """The first thing in which two choices differ, as the first has it."""
+    if ours.devices != theirs.devices:
+        return counted(ours.devices, "device")
+    if ours.stages != theirs.stages:
+        return counted(ours.stages, "stage")
+    if ours.schedule is not theirs.schedule:
+        return ours.schedule.value
+    if ours.remat is not theirs.remat:
+        return f"remat {ours.remat.value}"
+    return counted(ours.microbatches, "micro-batch", "es")

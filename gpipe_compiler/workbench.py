@@ -1,0 +1,122 @@
+"""Plans one graph again and again: described, costed and analysed once per size of micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.frontier import Choice
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints, check_names
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.costs_by_kind import costs_by_kind
+from gpipe_compiler.passes.cut_graph import Facts
+from gpipe_compiler.passes.loss_weight import weigh_loss
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
+from gpipe_compiler.policy import Policy
+from gpipe_compiler.runtime.spec import Precision
+
+MICROBATCHES_PER_STAGE = 4
+"""GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
+
+
+def default_microbatches(batch_size: int, stages: int) -> int:
+    """The largest divisor of the batch up to four per stage."""
+    most = max(1, MICROBATCHES_PER_STAGE * stages)
+    return max(count for count in range(1, most + 1) if batch_size % count == 0)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph at the size of one micro-batch.
+
+    Attributes:
+        costs: on each kind of device of the cluster.
+        facts: with the first of the costs.
+    """
+
+    graph: Graph
+    costs: tuple[Costs, ...]
+    facts: Facts
+
+
+@dataclass
+class Workbench:
+    """A graph to be planned, and what is known of it so far.
+
+    Attributes:
+        graph: at the batch size of its example.
+        measured: time the ops on this machine, instead of estimating them.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    measured: bool = False
+    constraints: Constraints = NO_CONSTRAINTS
+    _prepared: dict[tuple[int, Precision], Prepared] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_names(self.graph, self.constraints)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a mini-batch."""
+        return self.graph.batch_size
+
+    def choose(self, stages: int, microbatches: int | None, policy: Policy) -> Choice:
+        """What is given, as a choice, on as many devices as its schedule needs.
+
+        Args:
+            microbatches: None for the largest divisor of the batch up to four per stage.
+
+        Raises:
+            PlanError, UsageError: when there can be no such pipeline on these devices.
+        """
+        training = self.graph.loss is not None
+        if microbatches is None:
+            microbatches = default_microbatches(self.batch_size // policy.data_parallel, stages)
+        devices = pipeline_devices(self.cluster, stages, policy, training=training)
+        return Choice(stages, devices, policy.schedule, microbatches, policy.remat)
+
+    def prepare(self, microbatches: int, policy: Policy) -> Prepared:
+        """The graph at the size of one of so many micro-batches.
+
+        Raises:
+            ModelError: naming the op that cannot run on so few samples.
+            PlanError, UsageError: when the batch does not split into so many.
+        """
+        size = microbatch_size(self.batch_size, microbatches, policy.data_parallel)
+        key = size, policy.precision
+        if key not in self._prepared:
+            described = weigh_loss(annotate(self.graph, size, policy.precision))
+            graph = check(described, after="loss_weight")
+            costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
+            self._prepared[key] = Prepared(graph, costs, Facts.of(graph, costs[0]))
+        return self._prepared[key]
+
+    def plan(self, choice: Choice, policy: Policy) -> Plan:
+        """The best plan found for a choice, which says how to schedule and what to recompute.
+
+        Args:
+            policy: all the rest.
+
+        Raises:
+            PlanError, UsageError: when there can be no such plan.
+            ModelError: when the model does not run on so few samples.
+        """
+        prepared = self.prepare(choice.microbatches, policy)
+        return make_plan(
+            prepared.graph,
+            stages=choice.stages,
+            microbatches=choice.microbatches,
+            batch_size=self.batch_size,
+            policy=policy,
+            cluster=self.cluster,
+            costs=prepared.costs,
+            constraints=self.constraints,
+            facts=prepared.facts,
+            devices=choice.devices,
+        )
