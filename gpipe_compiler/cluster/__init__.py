@@ -19,7 +19,7 @@ from gpipe_compiler.cluster.catalogue import (
 from gpipe_compiler.cluster.file import read_cluster
 from gpipe_compiler.cluster.local import is_here, local_cluster, this_machine
 from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device, Link
-from gpipe_compiler.cluster.timed_link import timed_link
+from gpipe_compiler.cluster.timing import timed_link
 from gpipe_compiler.cluster.words import devices_named
 
 __all__ = [

@@ -74,7 +74,7 @@ _LAUNCH_S = 5e-6
 
 def _gpu(name: str, memory_gb: int, bandwidth_gb: float, teraflops: Mapping[str, float]) -> Device:
     """A GPU by the figures of its data sheet: GB, GB/s and TFLOP/s by arithmetic."""
-    flops = {arithmetic: speed * 1e12 for arithmetic, speed in teraflops.items()}
+    flops = {arithmetic: float(f"{speed}e12") for arithmetic, speed in teraflops.items()}
     return Device(
         name,
         flops["fp32"],

@@ -86,7 +86,7 @@ class _Reader:
         like = table.text("like")
         if like is not None:
             base = self._card(like, table, "like", own=False)
-        needed = like is None
+        needed = not table.has("like")
         old = base.device if base else Device("", 1.0, 1.0, 1, _DEFAULT_LAUNCH_S)
         speeds = self._speeds(table, needed=needed)
         device = Device(

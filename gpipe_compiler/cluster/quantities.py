@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from types import MappingProxyType
 
 _NUMBER = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*([a-zA-Zµμ/]*)")
@@ -54,7 +55,8 @@ class Quantity:
         match = _NUMBER.fullmatch(written.strip()) if isinstance(written, str) else None
         if match is None or match[2] not in self.units:
             return None
-        value = float(match[1]) * self.units[match[2]]
+        # In decimal, so that 5us is the same number as 5e-6.
+        value = float(Decimal(match[1]) * Decimal(repr(self.units[match[2]])))
         return value if math.isfinite(value) else None
 
 

@@ -118,7 +118,7 @@ class Table:
             if isinstance(item, dict):
                 yield name, Table(item, f"{self._where(key)}.{name}", self._faults)
             else:
-                self.wrong(key, f"has {name} = {item!r}: give it a table [{key}.{name}]")
+                self.wrong(f"{key}.{name}", f"= {item!r} is no table: write [{key}.{name}]")
 
     def quantity(
         self, key: str, quantity: Quantity, *, needed: bool = False, default: float | None = None

@@ -9,7 +9,7 @@ from gpipe_compiler.cluster.catalogue import Card, built_in, plain
 from gpipe_compiler.cluster.hosts import Host, cluster_of
 from gpipe_compiler.cluster.local import local_cluster
 from gpipe_compiler.cluster.machines import Cluster, refuse_too_many
-from gpipe_compiler.cluster.timed_link import timed_link
+from gpipe_compiler.cluster.timing import timed_link
 from gpipe_compiler.errors import UsageError
 
 _GROUP = re.compile(r"(?:(\d+)\s*[x×]\s*)?(.+)")  # noqa: RUF001  # the multiplication sign is meant
