@@ -9,6 +9,7 @@ from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.programs import device_counts
 from gpipe_compiler.runtime.spec import Remat
 
 
@@ -28,6 +29,8 @@ def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, wei
         parameters=f"{graph.parameter_count:,}",
         stages=[_stage_row(graph, stage) for stage in stages],
         count=len(stages),
+        devices=len(plan.orders),
+        processes=device_counts(len(stages), plan.schedule),
         inputs=[f"`{source.name}`: {value_text(graph, source.name)}" for source in graph.inputs],
     )
 

@@ -19,7 +19,7 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import ByMode, Graph, Input, Ref, StateKind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
-from gpipe_compiler.runtime.schedule.actions import format_order
+from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat
 
@@ -51,6 +51,7 @@ def write_schedule(
         stages=len(stages),
         microbatches=plan.microbatches,
         kind=plan.schedule.value,
+        legend=_legend(plan),
         together=_together(plan),
         drawing=_drawing(plan),
         imports=imports.lines(),
@@ -108,6 +109,22 @@ def _together(plan: Plan) -> list[str]:
     return textwrap.wrap(text, WIDTH)
 
 
+def _legend(plan: Plan) -> list[str]:
+    """How to read the drawing."""
+    several = len(plan.orders) < len(plan.stages)
+    split = any(action.phase is Phase.WEIGHT for order in plan.orders for action in order)
+    mark = "0" if several else ""
+    text = f"Time runs to the right, {'every part' if split else 'forward and backward'} drawn "
+    text += f"equally long; {mark}F0 and {mark}B0 are the forward and the backward of micro-batch 0"
+    text += " in stage 0." if several else "."
+    if split:
+        text += (
+            f" {mark}B0 makes only the gradients of what the stage received, {mark}W0 those of "
+            "its parameters."
+        )
+    return textwrap.wrap(text, WIDTH)
+
+
 def _drawing(plan: Plan) -> list[str]:
     """The diagram of the schedule, cut off at the right where it is too wide."""
     joint = Joint.of(plan.joint, plan.orders)
@@ -153,6 +170,10 @@ def _pipeline(
         "microbatch_size": name(str(plan.microbatch_size)),
         "orders": name("ORDERS"),
     }
+    if plan.placement and plan.placement != tuple(range(len(stages))):
+        options["placement"] = _numbers(plan.placement)
+    if plan.seats and plan.seats != tuple(range(len(plan.orders))):
+        options["device_order"] = _numbers(plan.seats)
     aliases = {
         alias: state.name
         for state in graph.state.values()

@@ -12,6 +12,7 @@ from .hooks import UserHooks
 from .keeping import KEPT, LATEST, CheckpointOptions
 from .learning_rate import RateChoice, RateShape
 from .optimizer import OptimizerChoice
+from .programs import device_counts, devices_by_default
 from .spec import BatchNorm, OptimizerKind, PipelineSpec, Precision, Remat, ScheduleKind
 from .train import TrainOptions
 
@@ -22,8 +23,8 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     """The parser of a package's command."""
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description=f"{spec.name} as a pipeline of {len(spec.stages)} stages. Under torchrun, the "
-        "number of processes divides that of the stages.",
+        description=f"{spec.name} as a pipeline of {len(spec.stages)} stages on "
+        f"{devices_by_default(spec, spec.schedule)} devices. {_processes(spec)}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if spec.loss is not None:
@@ -206,7 +207,8 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
         "--schedule",
         choices=[kind.value for kind in ScheduleKind],
-        help=f"({spec.schedule.value})",
+        help=f"who works when; interleaved and zbv have several stages a device, zb-h1 and zbv "
+        f"split the backward ({spec.schedule.value})",
     )
     parser.add_argument(
         "--remat",
@@ -232,12 +234,24 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         help="weights: FILE.safetensors, a folder, a checkpoint",
     )
     parser.add_argument(
-        "--devices", type=_names, metavar="D,D", help="such as cuda:0,cuda:1 (one per stage)"
+        "--devices", type=_names, metavar="D,D", help="such as cuda:0,cuda:1 (as planned)"
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds for another rank (600)"
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def _processes(spec: PipelineSpec) -> str:
+    """How many processes torchrun may start."""
+    count = len(spec.stages)
+    usual = device_counts(count, ScheduleKind.GPIPE)
+    parts = [usual]
+    for kind in ScheduleKind:
+        own = device_counts(count, kind)
+        if own not in ("", usual):
+            parts.append(f"{own} with --schedule {kind.value}")
+    return f"Processes under torchrun: {'; '.join(parts)}."
 
 
 def _names(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,13 +67,11 @@ def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[in
     try:
         return placement_for(schedule, stages, devices)
     except ValueError as error:
-        possible = [n for n in range(1, stages + 1) if _fits(schedule, stages, n)]
+        possible = device_counts(stages, schedule)
         raise UsageError(
             f"{stages} stages cannot be spread over {devices} devices or processes by the "
             f"schedule {schedule.value}",
-            hint=f"use {_alternatives(possible)}, or another --schedule"
-            if possible
-            else "use another --schedule",
+            hint=f"use {possible}, or another --schedule" if possible else "use another --schedule",
         ) from error
 
 
@@ -90,18 +89,14 @@ def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
         raise UsageError(str(error), hint="use another --schedule") from error
 
 
-def _fits(schedule: ScheduleKind, stages: int, devices: int) -> bool:
-    try:
-        placement_for(schedule, stages, devices)
-    except ValueError:
-        return False
-    return True
-
-
-def _alternatives(numbers: Sequence[int]) -> str:
-    """Numbers as "1, 2 or 4"."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+def device_counts(stages: int, schedule: ScheduleKind) -> str:
+    """The numbers of devices that a schedule can have so many stages on, as "1, 2 or 4"."""
+    possible = []
+    for devices in range(1, stages + 1):
+        with contextlib.suppress(ValueError):
+            placement_for(schedule, stages, devices)
+            possible.append(str(devices))
+    return " or ".join(filter(None, [", ".join(possible[:-1]), *possible[-1:]]))
 
 
 def prepare(
