@@ -7,10 +7,11 @@ from pathlib import Path
 
 from gpipe_compiler.cluster import BUILT_IN
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
+from gpipe_compiler.exploring import SECONDS
 from gpipe_compiler.frontend.auto import Frontend
-from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.policy import RematChoice
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.search_arguments import search_arguments, setting_arguments
 
 
 def compile_parser() -> argparse.ArgumentParser:
@@ -29,30 +30,7 @@ def compile_parser() -> argparse.ArgumentParser:
         "example_inputs(), to be trained also loss_fn(output, target) and example_target(); or "
         "graph.json, ops and edges that are only planned (docs/graph_file.md)",
     )
-    parser.add_argument(
-        "-k", "--stages", metavar="K", type=_positive, required=True, help="stages to cut it into"
-    )
-    parser.add_argument(
-        "-m",
-        "--microbatches",
-        metavar="M",
-        type=_positive,
-        help="micro-batches in a mini-batch (default: the most that divide the batch, "
-        "up to 4 for every stage)",
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=[kind.value for kind in ScheduleKind],
-        default=ScheduleKind.GPIPE.value,
-        help="the order of the work (default %(default)s)",
-    )
-    parser.add_argument(
-        "--objective",
-        choices=[objective.value for objective in Objective],
-        default=Objective.STEP.value,
-        help="what the stages are to make short: the simulated step, or the longest stage with "
-        "its transfers (default %(default)s)",
-    )
+    setting_arguments(parser)
     parser.add_argument(
         "--mode",
         choices=["train", "infer"],
@@ -65,6 +43,7 @@ def compile_parser() -> argparse.ArgumentParser:
         default=Frontend.AUTO.value,
         help="what traces the model (default %(default)s: the first that is right)",
     )
+    search_arguments(parser)
     _training_arguments(parser)
     _cost_arguments(parser)
     _output_arguments(parser)
@@ -145,7 +124,15 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE",
         type=_memory,
-        help="what every device holds, such as 16GiB (default: as it is described)",
+        help="what every device holds, such as 16GiB; a plan that does not fit is then refused "
+        "(default: as it is described)",
+    )
+    group.add_argument(
+        "--search-time",
+        metavar="S",
+        type=_seconds,
+        default=SECONDS,
+        help="with auto, look at no further settings after so many seconds (default 300)",
     )
 
 
@@ -212,12 +199,6 @@ def trace_parser() -> argparse.ArgumentParser:
 
 def _package_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", metavar="PKG", type=Path, help="what gpipe-compile wrote")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _bandwidth(text: str) -> float:

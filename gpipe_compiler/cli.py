@@ -25,7 +25,8 @@ from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
 from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.policy import Auto, RematChoice
+from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.progress import Progress
 from gpipe_compiler.report.text import (
@@ -37,7 +38,8 @@ from gpipe_compiler.report.text import (
 )
 from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.report.units import format_source
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision
+from gpipe_compiler.search_arguments import constraints_of, schedule_of
 
 _PIPE_WIDTH = 120
 INTERRUPTED = 130
@@ -117,7 +119,7 @@ def _compile(arguments: argparse.Namespace) -> None:
     options = CompileOptions(
         stages=arguments.stages,
         microbatches=arguments.microbatches,
-        schedule=ScheduleKind(arguments.schedule),
+        schedule=schedule_of(arguments),
         remat=RematChoice(arguments.remat),
         batchnorm=BatchNorm(arguments.batchnorm),
         precision=Precision(arguments.precision),
@@ -130,6 +132,11 @@ def _compile(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         per_microbatch=arguments.per_microbatch,
         objective=Objective(arguments.objective),
+        constraints=constraints_of(arguments),
+        data_parallel=arguments.data_parallel,
+        optimizer=OptimizerKind(arguments.optimizer),
+        must_fit=arguments.memory is not None,
+        search_s=arguments.search_time,
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
@@ -155,7 +162,9 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
     if arguments.dry_run:
         return None
     stem = ModelSpec.parse(arguments.model).stem
-    directory: Path = arguments.output or Path(f"{stem}_x{arguments.stages}")
+    stages = arguments.stages
+    named = f"{stem}_{stages.value}" if isinstance(stages, Auto) else f"{stem}_x{stages}"
+    directory: Path = arguments.output or Path(named)
     if directory.exists() and not arguments.force:
         raise UsageError(
             f"{directory} exists",
@@ -185,6 +194,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
         "directory": str(compiled.directory) if compiled.directory else None,
         "frontend": compiled.frontend.value,
         "plan": json.loads(compiled.plan.to_json()),
+        "frontier": document(compiled.frontier) if compiled.frontier else None,
         "not_validated": compiled.not_validated or None,
         "validation": None
         if validation is None
@@ -199,6 +209,8 @@ def _document(compiled: Compiled) -> dict[str, object]:
 def _print_compiled(compiled: Compiled) -> None:
     console = _console()
     plan, directory = compiled.plan, compiled.directory
+    if compiled.frontier is not None:
+        console.print(show_frontier(compiled.frontier))
     if directory is None:
         console.print(headline(plan))
     console.print(stage_table(plan))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -165,7 +165,18 @@ def choices(wish: Wish, batch_size: int, policy: Policy, *, training: bool) -> t
                 for count in counts
                 for remat in remats
             ]
-    return tuple(dict.fromkeys(found))
+    return tuple(choice for choice in dict.fromkeys(found) if not _as_another(choice, found))
+
+
+def _as_another(choice: Choice, others: Collection[Choice]) -> bool:
+    """Whether a choice of a single micro-batch comes to the same as a plainer one."""
+    kind = choice.schedule
+    if choice.microbatches > 1 or kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
+        return False
+    if kind is ScheduleKind.ONE_F_ONE_B:
+        kind = ScheduleKind.GPIPE
+    plainer = dataclasses.replace(choice, schedule=kind, remat=RematChoice.NONE)
+    return choice != plainer and plainer in others
 
 
 def _places(wish: Wish, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:

@@ -14,9 +14,11 @@ from gpipe_compiler.bare_plan import DEFAULT_LINK, BarePlan, BareSetting, plan_g
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_file import read_graph
 from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.policy import Auto
 from gpipe_compiler.report.tables import figure_table, pairs_table
 from gpipe_compiler.report.units import counted, format_bytes, format_seconds, format_share
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.search_arguments import schedule_of
 
 MICROBATCHES_PER_STAGE = 4
 """Where nobody says how many micro-batches there are."""
@@ -54,6 +56,11 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         raise UsageError(
             f"{', '.join(given)}: a graph in a JSON file is only planned, not traced or emitted",
             hint="leave it out, or name a model.py",
+        )
+    if Auto.AUTO in (arguments.stages, arguments.microbatches, schedule_of(arguments)):
+        raise UsageError(
+            "auto: a graph in a JSON file is planned with the settings that are given",
+            hint="give numbers, and a schedule",
         )
     link = dataclasses.replace(
         DEFAULT_LINK,

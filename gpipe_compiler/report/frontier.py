@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -47,6 +48,15 @@ _SHORT = {
     Fate.REFUSED: "that cannot be planned",
     Fate.NOT_REACHED: "not looked at, as time was up",
 }
+
+
+def document(frontier: Frontier) -> dict[str, Any]:
+    """The frontier as values of JSON, with throughputs and reasons."""
+    fields = frontier.to_fields()
+    for row, point in zip(fields["points"], frontier.points, strict=True):
+        row["samples_per_s"] = frontier.samples_per_s(point)
+        row["reason"] = reason(point, frontier)
+    return fields
 
 
 def frontier_table(frontier: Frontier) -> Table:
@@ -111,6 +121,10 @@ def format_ratio(ratio: float) -> str:
     return f"{ratio:.2g}x" if ratio >= 1.995 else f"{100 * (ratio - 1):.2g}%"
 
 
+def _as_long(ratio: float) -> str:
+    return f"{ratio:.2g} times as long" if ratio >= 1.995 else f"{format_ratio(ratio)} longer"
+
+
 def causes(point: Point, chosen: Point) -> str:
     """What makes a step longer than that of the chosen: the most of it first.
 
@@ -126,7 +140,7 @@ def causes(point: Point, chosen: Point) -> str:
         (_ratio(theirs.devices, ours.devices), f"on {ours.devices} devices, not {theirs.devices}"),
         (
             longer,
-            f"the ops take {format_ratio(longer)} longer"
+            f"the ops take {_as_long(longer)}"
             f"{on if point.choice.microbatches != chosen.choice.microbatches else ''}",
         ),
         (_ratio(ours.again, theirs.again), f"recomputing {format_share(point.recompute)}"),

@@ -38,7 +38,16 @@ class Progress:
         self._finish()
 
     def __call__(self, step: str) -> None:
-        """Says that `step` begins, and with it that the one before is done."""
+        """Says that `step` begins, and with it that the one before is done.
+
+        A step goes on, with other words, where both begin alike up to a colon.
+        """
+        going_on = ":" in step and step.split(":")[0] == self._step.split(":")[0]
+        if going_on:
+            self._step = step
+            if self._status is not None:
+                self._status.update(step)
+            return
         self._finish()
         self._step, self._began = step, time.monotonic()
         if self._console.is_terminal:

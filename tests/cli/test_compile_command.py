@@ -21,6 +21,7 @@ from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.comparison import Row
@@ -36,6 +37,7 @@ class Outcome:
     validation: object
     frontend: Frontend = Frontend.FX
     not_validated: str = ""
+    frontier: Frontier | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class TestCompileArguments:
             batchnorm=BatchNorm.DEFERRED,
             precision=Precision.BF16,
             per_microbatch=True,
+            must_fit=True,
             frontend=Frontend.EXPORT,
             measured=True,
             cluster=Cluster.of(
