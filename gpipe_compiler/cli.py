@@ -224,7 +224,7 @@ def _print_compiled(compiled: Compiled) -> None:
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())
     work = "train" if plan.training else "infer"
-    _say(f"written to {directory}. To run it here, and with one process per stage:")
+    _say(f"written to {directory}. To run it here, and with one process per device:")
     _say(f"  python {directory}/run.py {work}")
     _say(f"  torchrun --nproc-per-node {len(plan.orders)} {directory}/run.py {work}")
     _say(f"For people: {directory}/README.md, {directory}/report.html; gpipe-inspect {directory}")

@@ -97,7 +97,7 @@ def validate(
         ValidationError: when the package cannot be run, or micro-batches cannot give the loss of
             the mini-batch. Other differences are reported, not raised.
     """
-    threads = max(1, torch.get_num_threads() // len(plan.stages))
+    threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
         expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
     with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
@@ -110,7 +110,7 @@ def validate(
         _run_package(
             directory,
             options,
-            devices=[_device(subject.model)] * len(plan.stages),
+            devices=[_device(subject.model)] * len(plan.orders),
             threads=threads,
         )
         rows = tuple(

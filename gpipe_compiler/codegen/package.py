@@ -164,8 +164,10 @@ def _beside(target: Path) -> Iterator[Path]:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         if not os.path.lexists(target):
-            for parent in reversed(made):
-                parent.rmdir()
+            # A package that failed its check may have been left beside the target.
+            with contextlib.suppress(OSError):
+                for parent in reversed(made):
+                    parent.rmdir()
 
 
 def _move(folder: Path, target: Path, force: bool) -> None:
