@@ -193,7 +193,7 @@ class TestWords:
             ("2xlocal,H100", "local does not mix"),
             ("99999xH100", "99,999 devices are more"),
             ("99999xlocal", "99,999 devices are more"),
-            ("3000xH100,3000xP40", "6,000 devices are more"),
+            ("1500xH100,1500xP40", "3,000 devices are more"),
         ],
     )
     def test_others_are_refused(self, words: str, said: str) -> None:
@@ -407,6 +407,25 @@ class TestFiles:
             "own_devices",
         }
 
+    def test_hosts_may_be_of_different_makes(self, tmp_path: Path) -> None:
+        """Most pairs, ten, are joined by PCIe 3; those of the other two hosts are special."""
+        cluster = described(
+            tmp_path,
+            '[network]\nbandwidth = 1e9\n[[hosts]]\ndevices = "2xV100"\n'
+            '[[hosts]]\ndevices = ["1xL4", "4xP40"]\n[[hosts]]\ndevices = "2xL4"',
+        )
+
+        assert cluster.link == PCIE3
+        joined = {
+            (0, 1): NVLINK2,
+            (2, 3): PCIE3,
+            (3, 6): PCIE3,
+            (7, 8): PCIE4,
+            (1, 2): Link(1e9, 1e-5),
+        }
+        assert {pair: cluster.between(*pair) for pair in joined} == joined
+        assert len(cluster.exceptions) == 2
+
     def test_this_machine_is_measured_once(self, tmp_path: Path) -> None:
         cluster = described(
             tmp_path,
@@ -570,7 +589,7 @@ class TestFaults:
     def test_there_is_a_largest_cluster(self, tmp_path: Path) -> None:
         hosts = "[network]\nbandwidth = 1\n" + HOST + f"count = {MOST_DEVICES // 2}\n" + HOST
 
-        with pytest.raises(UsageError, match=r"hosts has 4,098 devices, more than 4,096"):
+        with pytest.raises(UsageError, match=r"hosts has 2,050 devices, more than 2,048"):
             described(tmp_path, hosts)
 
 

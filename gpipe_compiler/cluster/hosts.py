@@ -36,12 +36,20 @@ class Host:
         return min(one.bus, other.bus, key=lambda link: link.bandwidth)
 
     @property
+    def pairs(self) -> Counter[tuple[Card, Card]]:
+        """How many pairs of devices there are of every two kinds."""
+        kinds = Counter(self.cards)
+        found = {(one, one): count * (count - 1) // 2 for one, count in kinds.items()}
+        mixed = {
+            (one, other): kinds[one] * kinds[other]
+            for one, other in itertools.combinations(kinds, 2)
+        }
+        return +Counter(found | mixed)
+
+    @property
     def is_joined(self) -> bool:
         """Whether it is known what joins every two devices."""
-        kinds = Counter(self.cards)
-        twice = (card for card, count in kinds.items() if count > 1)
-        pairs = itertools.chain(((c, c) for c in twice), itertools.combinations(kinds, 2))
-        return all(self.between(*pair) is not None for pair in pairs)
+        return all(self.between(*pair) is not None for pair in self.pairs)
 
 
 def cluster_of(
@@ -57,25 +65,35 @@ def cluster_of(
     Args:
         exceptions: pairs of devices, the lower number first, that something else joins.
     """
-    devices = [card.device for host in hosts for card in host.cards]
-    numbers = [number for number, host in enumerate(hosts) for _ in host.cards]
-    within: dict[tuple[int, int], Link] = {}
+    usual = _usual_link(hosts, network)
+    special: dict[tuple[int, int], Link] = {}
     first = 0
     for host in hosts:
-        for one, other in itertools.combinations(range(len(host.cards)), 2):
-            link = host.between(host.cards[one], host.cards[other])
-            if link is not None:
-                within[first + one, first + other] = link
+        if any(host.between(*pair) != usual for pair in host.pairs):
+            for one, other in itertools.combinations(range(len(host.cards)), 2):
+                link = host.between(host.cards[one], host.cards[other])
+                if link is not None and link != usual:
+                    special[first + one, first + other] = link
         first += len(host.cards)
-    lone = hosts[0].link or hosts[0].cards[0].link or network or GLOO
-    usual = max(Counter(within.values()).items(), key=lambda item: item[1])[0] if within else lone
-    special = {pair: link for pair, link in within.items() if link != usual} | dict(
-        exceptions or {}
-    )
+    special |= dict(exceptions or {})
+    numbers = tuple(number for number, host in enumerate(hosts) for _ in host.cards)
     return Cluster(
-        tuple(devices),
+        tuple(card.device for host in hosts for card in host.cards),
         usual,
         network,
-        tuple(numbers) if len(hosts) > 1 else (),
+        numbers if len(hosts) > 1 else (),
         tuple((*pair, link) for pair, link in special.items()),
     )
+
+
+def _usual_link(hosts: Sequence[Host], network: Link | None) -> Link:
+    """The link that joins most pairs within hosts; where there are none, what would join them."""
+    count: Counter[Link] = Counter()
+    for host in hosts:
+        for pair, number in host.pairs.items():
+            link = host.between(*pair)
+            if link is not None:
+                count[link] += number
+    if count:
+        return count.most_common(1)[0][0]
+    return hosts[0].link or hosts[0].cards[0].link or network or GLOO

@@ -88,15 +88,15 @@ def _gpus() -> tuple[Device, ...]:
 
 def _measure(device: torch.device) -> Device:
     on_gpu = device.type == "cuda"
-    side, length = (8192, 2**28) if on_gpu else (512, 2**22)
+    side, length = (4096, 2**28) if on_gpu else (512, 2**22)
     source, target = torch.ones(length, device=device), torch.empty(length, device=device)
     one = torch.ones(1, device=device)
     with torch.no_grad():
         copy_s = best_seconds(lambda: target.copy_(source), device)
         launch_s = best_seconds(lambda: [one.add_(1) for _ in range(100)], device) / 100
         flops = _product_flops(side, torch.float32, device)
-        half = _product_flops(side, torch.float16, device) if on_gpu else None
-        bf16 = _product_flops(side, torch.bfloat16, device) if on_gpu else None
+        half = _product_flops(2 * side, torch.float16, device) if on_gpu else None
+        bf16 = _bf16_flops(2 * side, flops, device) if on_gpu else None
         convolved = _convolution_flops(device) if on_gpu else None
     return Device(
         torch.cuda.get_device_name(device) if on_gpu else _HOST,
@@ -113,6 +113,14 @@ def _measure(device: torch.device) -> Device:
 def _product_flops(side: int, dtype: torch.dtype, device: torch.device) -> float:
     a = torch.ones(side, side, device=device, dtype=dtype)
     return 2 * side**3 / best_seconds(lambda: torch.mm(a, a), device)
+
+
+def _bf16_flops(side: int, fp32_flops: float, gpu: torch.device) -> float:
+    """A GPU without bf16 runs it in fp32, if at all."""
+    with torch.cuda.device(gpu):
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return fp32_flops
+    return _product_flops(side, torch.bfloat16, gpu)
 
 
 def _convolution_flops(device: torch.device) -> float:

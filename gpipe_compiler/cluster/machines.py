@@ -13,7 +13,7 @@ from functools import cached_property
 from gpipe_compiler.cluster.quantities import rate_text
 from gpipe_compiler.errors import UsageError
 
-MOST_DEVICES = 4096
+MOST_DEVICES = 2048
 """Of a cluster: what plans hold of it grows with the square of their number."""
 
 
@@ -216,11 +216,10 @@ def refuse_too_many(count: int) -> None:
 
 def _hosts_text(cluster: Cluster) -> list[str]:
     """What the hosts hold: one phrase for hosts in a row that hold the same."""
-    numbers = range(len(cluster.devices))
-    held = [
-        _devices_text([cluster.devices[number].name for number in host])
-        for _, host in itertools.groupby(numbers, key=cluster.host)
-    ]
+    names: dict[int, list[str]] = {}
+    for number, device in enumerate(cluster.devices):
+        names.setdefault(cluster.host(number), []).append(device.name)
+    held = list(map(_devices_text, names.values()))
     if len(held) == 1:
         return ["any number of " + cluster.devices[0].name] if _is_open(cluster) else held
     runs = ((text, len(list(group))) for text, group in itertools.groupby(held))
