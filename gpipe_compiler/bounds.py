@@ -77,6 +77,15 @@ def least_step_s(work: Work, choice: Choice) -> float:
     return least
 
 
+def surely_fits(work: Work, choice: Choice, memory: int) -> bool:
+    """Whether all the work on one device would fit it, with everything kept of all micro-batches.
+
+    A device may hold what several of its stages use as often as it has stages.
+    """
+    times = -(-choice.stages // choice.devices)
+    return times * (work.kept_bytes + work.saved_bytes * choice.microbatches) <= memory
+
+
 def least_peak_bytes(work: Work, choice: Choice) -> int:
     """No fullest device has less.
 

@@ -6,12 +6,12 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s
+from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_fits
 from gpipe_compiler.cluster import Cluster, is_here
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
@@ -311,11 +311,9 @@ class _Exploration:
     def _look_at(self, bound: Point) -> None:
         """Plans a choice, unless its bounds tell that it cannot be chosen, nor be undominated."""
         choice = bound.choice
-        if choice.remat is RematChoice.AUTO:
-            keeping = self.points.get(dataclasses.replace(choice, remat=RematChoice.NONE))
-            if keeping is not None and keeping.fits:
-                return
-        over = bound.peak_bytes - self._most_memory(choice)
+        if choice.remat is RematChoice.AUTO and self._keeps_everything(choice):
+            return
+        over = bound.peak_bytes - self._memory(choice, max)
         if over > 0:
             larger = dataclasses.replace(bound, fate=Fate.LARGER, over_bytes=over)
             self.points[choice] = larger
@@ -326,6 +324,15 @@ class _Exploration:
         else:
             self._plan(choice)
 
+    def _keeps_everything(self, choice: Choice) -> bool:
+        """Whether AUTO comes to the same as NONE, which then stands for both."""
+        keeping = self.points.get(dataclasses.replace(choice, remat=RematChoice.NONE))
+        if keeping is None or keeping.fate is Fate.PLANNED:
+            return keeping is not None and keeping.fits
+        work = self._work[choice.microbatches]
+        assert isinstance(work, Work)
+        return surely_fits(work, choice, self._memory(choice, min))
+
     @staticmethod
     def _beats(point: Point, bound: Point) -> bool:
         return (
@@ -334,10 +341,10 @@ class _Exploration:
             and point.peak_bytes <= bound.peak_bytes
         )
 
-    def _most_memory(self, choice: Choice) -> int:
-        """Bytes of the largest device."""
+    def _memory(self, choice: Choice, which: Callable[[Iterable[int]], int]) -> int:
+        """Bytes of the largest or smallest device."""
         cluster = self.bench.cluster.sized(choice.devices)
-        return max(device.memory for device in cluster.devices)
+        return which(device.memory for device in cluster.devices)
 
     def _plan(self, choice: Choice) -> None:
         best = min((p.step_s for p in self.points.values() if p.fits), default=None)

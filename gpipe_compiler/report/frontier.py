@@ -21,11 +21,15 @@ from gpipe_compiler.report.units import (
     format_share,
 )
 
-MOST_ROWS = 24
+MOST_ROWS = 16
 """Rows of the table, beside those on the frontier."""
 
 _TELLING = 1.05
 """A cause that makes a step longer by less is not worth a word, beside another one."""
+
+
+_TWICE = 1.995
+"""From here on a ratio is told as a number of times, and not in percent."""
 
 
 def show_frontier(frontier: Frontier) -> RenderableType:
@@ -94,7 +98,7 @@ def reason(point: Point, frontier: Frontier) -> str:
         case Fate.LARGER:
             return f"does not fit: at least {format_bytes(point.over_bytes)} too much"
         case Fate.SLOWER:
-            return "bound already above a faster one that is no larger"
+            return "not planned: its bounds already lose"
     if point.over_bytes:
         return f"does not fit by {format_bytes(point.over_bytes)}"
     chosen = frontier.chosen
@@ -112,17 +116,18 @@ def _beside(point: Point, chosen: Point) -> str:
             return f"same speed, {format_bytes(difference)} more memory"
         return f"the same, with {_what_differs(point.choice, chosen.choice)}"
     slower = f"{format_ratio(ratio)} slower: {causes(point, chosen)}"
-    less = f"; {format_bytes(-difference)} less memory" if point.undominated else ""
+    less = f"; {format_bytes(-difference)} less" if point.undominated else ""
     return f"{slower}{less}"
 
 
 def format_ratio(ratio: float) -> str:
     """How many times as much: `2.1x`; small differences in percent: `3.2%`."""
-    return f"{ratio:.2g}x" if ratio >= 1.995 else f"{100 * (ratio - 1):.2g}%"
+    return f"{ratio:.2g}x" if ratio >= _TWICE else f"{100 * (ratio - 1):.2g}%"
 
 
-def _as_long(ratio: float) -> str:
-    return f"{ratio:.2g} times as long" if ratio >= 1.995 else f"{format_ratio(ratio)} longer"
+def _more(ratio: float) -> str:
+    """How much more, of what costs so many times as much."""
+    return format_ratio(ratio) if ratio >= _TWICE else f"{format_ratio(ratio)} more"
 
 
 def causes(point: Point, chosen: Point) -> str:
@@ -134,17 +139,13 @@ def causes(point: Point, chosen: Point) -> str:
     """
     ours, theirs = _Parts.of(point), _Parts.of(chosen)
     longer = _ratio(ours.work_s, theirs.work_s)
-    size = "smaller" if point.choice.microbatches > chosen.choice.microbatches else "larger"
-    on = f" on {size} micro-batches"
+    count, other = point.choice.microbatches, chosen.choice.microbatches
+    size = f"{'smaller' if count > other else 'larger'} micro-batches cost {_more(longer)}"
     found = [
-        (_ratio(theirs.devices, ours.devices), f"on {ours.devices} devices, not {theirs.devices}"),
-        (
-            longer,
-            f"the ops take {_as_long(longer)}"
-            f"{on if point.choice.microbatches != chosen.choice.microbatches else ''}",
-        ),
-        (_ratio(ours.again, theirs.again), f"recomputing {format_share(point.recompute)}"),
-        (_ratio(ours.waiting, theirs.waiting), f"bubble {format_share(point.bubble)}"),
+        (_ratio(theirs.devices, ours.devices), f"on {ours.devices}, not {theirs.devices} devices"),
+        (longer, size if count != other else f"the ops cost {_more(longer)}"),
+        (_ratio(ours.again, theirs.again), f"recomputing {point.recompute:.0%}"),
+        (_ratio(ours.waiting, theirs.waiting), f"bubble {point.bubble:.0%}"),
     ]
     found.sort(key=lambda cause: -cause[0])
     told = [words for factor, words in found[:2] if factor >= _TELLING]
