@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from gpipe_compiler.runtime.spec import Crossing
+from gpipe_compiler.runtime.schedule import placement_for
+from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 
 
 def crossing(value: str, source: int, targets: Sequence[int], gradient: bool = True) -> Crossing:
@@ -19,12 +20,8 @@ def chain(stages: int) -> list[Crossing]:
 
 
 @st.composite
-def pipelines(draw):
-    stages = draw(st.integers(1, 6))
-    steps = draw(st.lists(st.booleans(), min_size=stages - 1, max_size=stages - 1))
-    placement = [0]
-    for step in steps:
-        placement.append(placement[-1] + step)
+def values(draw, stages):
+    """Boundary values, skips among them, and parameters that several stages own."""
     crossings = [c for c in chain(stages) if draw(st.integers(0, 4))]
     for number in range(draw(st.integers(0, 5)) if stages > 1 else 0):
         source = draw(st.integers(0, stages - 2))
@@ -32,4 +29,30 @@ def pipelines(draw):
         crossings.append(crossing(f"w{number}", source, sorted(targets), draw(st.booleans())))
     owners = draw(st.sets(st.integers(0, stages - 1), min_size=2)) if stages > 1 else set()
     shared = {"tied": tuple(sorted(owners))} if owners else {}
+    return crossings, shared
+
+
+@st.composite
+def pipelines(draw):
+    stages = draw(st.integers(1, 6))
+    steps = draw(st.lists(st.booleans(), min_size=stages - 1, max_size=stages - 1))
+    placement = [0]
+    for step in steps:
+        placement.append(placement[-1] + step)
+    crossings, shared = draw(values(stages))
     return tuple(placement), crossings, shared, draw(st.integers(1, 7))
+
+
+@st.composite
+def scheduled(draw):
+    """Any schedule of training with stages and micro-batches that it can have.
+
+    Returns the kind, the placement, crossings, shared parameters and the number of micro-batches.
+    """
+    kind = draw(st.sampled_from(list(ScheduleKind)))
+    devices = draw(st.integers(1, 6))
+    least, most = {ScheduleKind.INTERLEAVED: (2, 3), ScheduleKind.ZBV: (2, 2)}.get(kind, (1, 3))
+    stages = devices * draw(st.integers(least, most))
+    crossings, shared = draw(values(stages))
+    placement = placement_for(kind, stages, devices)
+    return kind, placement, crossings, shared, draw(st.integers(1, 12))

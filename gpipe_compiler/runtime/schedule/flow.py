@@ -56,7 +56,7 @@ class Flow:
 
     def _expect_values(self, crossing: Crossing) -> None:
         made = self._made[crossing.source, Phase.FORWARD]
-        there = {self._placement[crossing.source]: (made,)}
+        there: dict[int, tuple[Numbers, ...]] = {self._placement[crossing.source]: (made,)}
         for device, users in self._elsewhere(crossing):
             ways = [(crossing.value, crossing.source, user, False) for user in users]
             there[device] = self._expect(ways, [made])
@@ -135,19 +135,18 @@ class Flow:
             raise ScheduleError(f"device {device} has send {transfer} before the value is made")
 
     def check_complete(self) -> None:
-        """Raise unless every stage ran the same micro-batches, backward everywhere or nowhere.
+        """Raise unless every stage ran the same micro-batches.
 
-        A stage may have its backward in one part or in two, but the same for all micro-batches.
+        Backward everywhere or nowhere, and in one part everywhere or in two.
 
         Raises:
             ScheduleError: naming an action that is missing.
         """
         microbatches = set().union(*self._run.values())
-        training = any(self._run[stage, Phase.BACKWARD] for stage in range(len(self._placement)))
+        phases = {phase for (_, phase), run in self._run.items() if run}
         for kind, run in self._run.items():
             _, phase = kind
-            due = bool(run) if phase is Phase.WEIGHT else training or phase is Phase.FORWARD
-            if due and run != microbatches:
+            if phase in phases and run != microbatches:
                 raise ScheduleError(f"{Compute(*kind, min(microbatches - run))} is missing")
 
 
