@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import emit, failed_place, refuse_taken
+from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.exploring import SECONDS, Wish, explore
 from gpipe_compiler.fitting import refuse_too_large
@@ -63,7 +64,8 @@ class CompileOptions:
             `remat` AUTO also compares recomputing everywhere and nowhere.
         microbatches: None for the largest divisor of the batch up to four per stage.
         training: False for a package that only infers.
-        measured: time the ops on this machine, instead of estimating them.
+        measured: time the ops on this machine, instead of estimating them; and then the stages of
+            the package.
         validate: hold the package against the model.
         force: replace a package that stands where this one goes.
         per_microbatch: accept that the loss of a mini-batch is that of its micro-batches, one by
@@ -247,6 +249,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
 
     def hold(folder: Path) -> None:
+        nonlocal made
         if options.validate and not refused:
             progress("validating the package against the model")
             hold_against = validate_materialised if on_meta(graph) else validate
@@ -256,6 +259,11 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             )
             write_report(made, folder / "report.html", found[0])
             refuse_failed(found[0], made.precision)
+        if options.measured and not on_meta(graph):
+            progress("timing the stages of the package")
+            made = clocked(made, folder)
+            (folder / PLAN).write_text(made.to_json(), encoding="utf-8")
+            write_report(made, folder / "report.html", found[0] if found else None)
 
     try:
         placed = emit(

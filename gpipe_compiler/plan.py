@@ -91,6 +91,9 @@ class Prediction:
         recompute: the share of device time spent running forwards again, 0 to 1.
         shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
             share.
+        threads_s, torchrun_s: what `run.py bench` is expected to tell on the machine that the plan
+            was made on, in one process and under torchrun: of stages that were timed whole
+            (`clocking.py`), without the optimizer. None where they were not.
     """
 
     step_s: float
@@ -102,6 +105,8 @@ class Prediction:
     recompute: float = 0.0
     shared_sum_s: float = 0.0
     device_bytes: tuple[int, ...] = ()
+    threads_s: float | None = None
+    torchrun_s: float | None = None
 
     @property
     def gap(self) -> float:

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan import Plan, Prediction
 from gpipe_compiler.report.facts import (
     boundaries,
     boundary_bytes,
@@ -162,6 +162,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     sums = [("tied weights", f"{format_seconds(prediction.shared_sum_s)} to sum their gradients")]
     return [
         (work, f"{format_seconds(prediction.step_s)} ({format_rate(rate)} samples/s)"),
+        *_timed_rows(prediction),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
         ("bubble", format_share(prediction.bubble)),
@@ -171,6 +172,13 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
     ]
+
+
+def _timed_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """What a step takes on this machine, where the stages were timed whole."""
+    figures = {"in threads": prediction.threads_s, "under torchrun": prediction.torchrun_s}
+    words = [f"{format_seconds(s)} {where}" for where, s in figures.items() if s is not None]
+    return [("stages timed", f"{', '.join(words)}, without the optimizer")] if words else []
 
 
 def constraint_rows(plan: Plan) -> list[tuple[str, str]]:

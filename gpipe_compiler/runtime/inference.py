@@ -68,7 +68,10 @@ def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> N
 
 
 def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
-    """The plan's prediction, where this run is the one that was planned."""
+    """The plan's prediction, where this run is the one that was planned.
+
+    That of timed stages, where they were timed for this way to start.
+    """
     spec = pipe.spec
     here = pipe.microbatches, pipe.schedule, pipe.manner, samples
     whole = spec.microbatches * spec.microbatch_size
@@ -76,7 +79,9 @@ def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
         return None
     try:
         plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
-        return float(plan["prediction"]["step_s"])
+        prediction = plan["prediction"]
+        timed = prediction.get("threads_s" if pipe.world is None else "torchrun_s")
+        return float(prediction["step_s"] if timed is None else timed)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # a package without its plan still runs
 

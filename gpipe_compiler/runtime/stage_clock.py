@@ -12,10 +12,10 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -89,21 +89,29 @@ class Clocked:
             ]
         return "\n".join([*lines, f"around the stages {_ms(self.around_s)} a step"])
 
+    def fields(self) -> Mapping[str, Any]:
+        """What JSON can hold; `of` makes the same of it again."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Clocked:
+        """What `fields` has told."""
+        return cls(
+            tuple(StageSeconds(**stage) for stage in fields["alone"]),
+            tuple(StageSeconds(**stage) for stage in fields["together"]),
+            tuple(fields["receive_s"]),
+            tuple(fields["gradient_s"]),
+            fields["around_s"],
+        )
+
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        path.write_text(json.dumps(self.fields(), indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Clocked:
         """What `write` has written."""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            tuple(StageSeconds(**stage) for stage in found["alone"]),
-            tuple(StageSeconds(**stage) for stage in found["together"]),
-            tuple(found["receive_s"]),
-            tuple(found["gradient_s"]),
-            found["around_s"],
-        )
+        return cls.of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def clock(pipe: Pipeline, inputs: object, target: object, phase_s: float = PHASE_S) -> Clocked:

@@ -1,0 +1,90 @@
+"""Predictions from timed stages, against steps worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_compiler.clocking import Start, step_seconds, time_stages
+from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds
+
+
+def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    graph = trace(model, torch.randn(4, 8))
+    return plan(graph, stages=2, microbatches=2, policy=Policy(schedule, remat))
+
+
+def clocked(one, two=None, receive_s=0.0, around_s=0.0):
+    """Two stages that take the same, alone and (`two`) together."""
+    return Clocked((one,) * 2, (two or one,) * 2, (0.0, receive_s), (0.0, receive_s), around_s)
+
+
+def test_stages_and_what_is_around_them_add_up_to_the_step():
+    """Fill and drain of two micro-batches in two stages: 3 forwards, 3 backwards, 2 transfers."""
+    found = clocked(StageSeconds(1.0, 2.0), receive_s=0.25, around_s=0.5)
+
+    assert step_seconds(planned(), found) == pytest.approx(3 * 1.0 + 3 * 2.0 + 2 * 0.25 + 0.5)
+
+
+def test_stages_that_work_side_by_side_are_slower():
+    """Of three forwards in a row the middle one is beside another; of three backwards too."""
+    found = clocked(StageSeconds(1.0, 2.0), StageSeconds(2.0, 3.0))
+
+    assert step_seconds(planned(), found) == pytest.approx(1 + 2 + 1 + 2 + 3 + 2, rel=1e-3)
+
+
+def test_a_split_backward_is_both_parts_where_the_schedule_splits_it():
+    """ZB-H1 of two micro-batches: F0 F1, then B1 W0 and so on; the last stage is never idle after
+    its first forward: 1 + 2 x (1 + 1 + 1) = 7."""
+    found = clocked(StageSeconds(1.0, 1.0, 1.0))
+
+    assert step_seconds(planned(ScheduleKind.ZB_H1), found) == pytest.approx(7.0)
+
+
+def test_recomputing_counts_once_where_backwards_run_the_forward_again():
+    """GPipe: the last micro-batch is not run again. Stage 1 ends at 3 + 2, recomputes 1, works 2;
+    stage 0 recomputes beside it: 8, and its backward 2."""
+    found = clocked(StageSeconds(1.0, 2.0, again_s=3.0))
+    plan_ = planned(remat=RematChoice.FULL)
+
+    assert step_seconds(plan_, found) == pytest.approx(10.0)
+    without_plain = clocked(StageSeconds(1.0, 0.0, again_s=3.0))
+    assert step_seconds(plan_, without_plain) == pytest.approx(10.0)
+
+
+def test_a_package_times_its_stages(tmp_path):
+    made = planned()
+    emit(made, tmp_path / "package")
+
+    found = time_stages(tmp_path / "package", 2, Start.THREADS)
+
+    assert len(found.alone) == len(found.together) == 2
+    assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in found.together)
+    assert found.receive_s[0] == 0 < found.receive_s[1]
+    assert step_seconds(made, found) > found.around_s
+
+
+def test_a_package_that_does_not_run_is_told(tmp_path):
+    made = planned()
+    emit(made, tmp_path / "package")
+    (tmp_path / "package" / "stage_1.py").write_text("raise RuntimeError('spoiled')")
+
+    with pytest.raises(ValidationError, match="spoiled"):
+        time_stages(tmp_path / "package", 2, Start.THREADS)
+
+
+def test_the_figures_survive_json():
+    made = planned()
+    prediction = dataclasses.replace(made.prediction, threads_s=0.5, torchrun_s=0.75)
+    made = dataclasses.replace(made, prediction=prediction)
+
+    assert type(made).from_json(made.to_json()).prediction == prediction
