@@ -74,7 +74,7 @@ class Point:
         bubble, recompute: shares of device time spent waiting, and running forwards again.
         problem: why it was refused.
         undominated: among the plans that fit, no other one is as fast and as small, and better
-            in one of both.
+            in one of both; and of equal ones this is the simplest.
     """
 
     choice: Choice
@@ -92,10 +92,12 @@ class Point:
         """Whether it was planned, and its plan fits every device."""
         return self.fate is Fate.PLANNED and not self.over_bytes
 
-    def dominates(self, other: Point) -> bool:
-        """Whether it is as fast and as small, and better in one of both."""
-        no_worse = self.step_s <= other.step_s and self.peak_bytes <= other.peak_bytes
-        return no_worse and (self.step_s, self.peak_bytes) != (other.step_s, other.peak_bytes)
+    def beats(self, other: Point) -> bool:
+        """Whether it is as fast and as small, and better in one of both, or else simpler."""
+        if self.step_s > other.step_s or self.peak_bytes > other.peak_bytes:
+            return False
+        equal = (self.step_s, self.peak_bytes) == (other.step_s, other.peak_bytes)
+        return not equal or self.choice.simplicity < other.choice.simplicity
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Frontier:
         marked = [
             dataclasses.replace(
                 point,
-                undominated=point.fits and not any(other.dominates(point) for other in fitting),
+                undominated=point.fits and not any(other.beats(point) for other in fitting),
             )
             for point in found
         ]

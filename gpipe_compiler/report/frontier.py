@@ -37,7 +37,7 @@ def show_frontier(frontier: Frontier) -> RenderableType:
     shown = frontier.shortened(MOST_ROWS)
     table = frontier_table(shown)
     left = [p for p in frontier.points if p not in set(shown.points)]
-    notes = ["* no other that fits is as fast and as small"]
+    notes = ["* no other that fits is faster without being larger, or smaller without being slower"]
     if left:
         fates = Counter(_SHORT[point.fate] for point in left)
         parts = ", ".join(f"{count:,} {words}" for words, count in fates.items())
@@ -127,7 +127,7 @@ def format_ratio(ratio: float) -> str:
 
 def _more(ratio: float) -> str:
     """How much more, of what costs so many times as much."""
-    return format_ratio(ratio) if ratio >= _TWICE else f"{format_ratio(ratio)} more"
+    return f"{format_ratio(ratio)} {'as much' if ratio >= _TWICE else 'more'}"
 
 
 def causes(point: Point, chosen: Point) -> str:
