@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -9,8 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from table import STAGES, train_under_torchrun, write_packages
-from train_packages import train_all
+from table import train_layout, write_packages
 from training_cases import CASES, train_plain
 
 
@@ -34,6 +34,6 @@ def plain():
 
 @pytest.fixture(scope="session")
 def runs(folder, packages):
-    """What the packages come to, by stages and transport."""
-    found = {(stages, "local"): train_all(folder / f"x{stages}", "local") for stages in packages}
-    return found | {(stages, "torchrun"): train_under_torchrun(folder, stages) for stages in STAGES}
+    """What the packages come to, for a layout and a transport; each is trained once."""
+    assert packages
+    return functools.cache(lambda layout, transport: train_layout(folder, layout, transport))

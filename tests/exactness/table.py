@@ -5,14 +5,16 @@ python tests/exactness/table.py
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from train_packages import REMATS, SCHEDULES, train_all
+from train_packages import REMATS, train_all
 from training_cases import BATCH, CASES, MICROBATCHES, Case, Trained, train_plain
 
 from gpipe_compiler.cluster import Cluster, Device, Link
@@ -21,6 +23,31 @@ from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
 
 STAGES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Packages of so many stages on so many devices, under some schedules."""
+
+    stages: int
+    devices: int
+    schedules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = "" if self.stages == self.devices else f" on {self.devices}"
+        return f"{self.stages}{where}: {', '.join(self.schedules)}"
+
+
+ONE_EACH = tuple(Layout(count, count, ("gpipe", "1f1b")) for count in STAGES)
+LAYOUTS = (*ONE_EACH, Layout(4, 2, ("zbv",)))
+MORE_LAYOUTS = (
+    Layout(1, 1, ("zb-h1",)),
+    Layout(2, 1, ("interleaved", "zbv")),
+    Layout(2, 2, ("zb-h1",)),
+    Layout(4, 2, ("gpipe", "1f1b", "zb-h1", "interleaved")),
+    Layout(4, 4, ("zb-h1",)),
+)
+"""Those that take too long to train every time."""
 
 FREE_LINKS = Cluster.of(Device("flat", 1e9, 1e12, 1 << 34, 0.0), Link(1e18, 0.0))
 """Where nothing but arithmetic takes time, so that four equal blocks make four stages."""
@@ -48,13 +75,19 @@ def write_packages(folder: Path) -> dict[int, list[Plan]]:
     }
 
 
-def train_under_torchrun(folder: Path, stages: int) -> dict[tuple[str, str, str], Trained]:
-    """What every case comes to with a process per stage."""
-    result = folder / f"torchrun_{stages}.pt"
+def train_layout(
+    folder: Path, layout: Layout, transport: str
+) -> dict[tuple[str, str, str], Trained]:
+    """What every case comes to with a thread, or under torchrun a process, per device."""
+    packages = folder / f"x{layout.stages}"
+    if transport == "local":
+        return train_all(packages, "local", layout.schedules, layout.devices)
+    result = folder / "torchrun.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={stages}", str(Path(__file__).with_name("train_packages.py"))]
+    command += [f"--nproc-per-node={layout.devices}"]
+    command += [str(Path(__file__).with_name("train_packages.py"))]
     subprocess.run(
-        [*command, str(folder / f"x{stages}"), str(result)],
+        [*command, str(packages), str(result), ",".join(layout.schedules)],
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -72,25 +105,23 @@ def largest_difference(expected: Trained, found: Trained) -> float:
 def main() -> None:
     """Prints the table."""
     torch.set_num_threads(1)
+    transports = ("local", "torchrun")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_packages(folder)
         plain = {case.name: train_plain(case) for case in CASES}
-        found = {(stages, "local"): train_all(folder / f"x{stages}", "local") for stages in STAGES}
-        found |= {(stages, "torchrun"): train_under_torchrun(folder, stages) for stages in STAGES}
-    columns = [(stages, transport) for transport in ("local", "torchrun") for stages in STAGES]
-    heads = " | ".join(f"{transport} K={stages}" for stages, transport in columns)
-    print(f"| case | schedule | remat | {heads} |")
-    print("|" + "---|" * (len(columns) + 3))
-    for case in CASES:
-        for schedule in SCHEDULES:
-            for remat in REMATS:
-                cells = [
-                    largest_difference(plain[case.name], found[column][case.name, schedule, remat])
-                    for column in columns
+        print(f"| case | stages | schedule | remat | {' | '.join(transports)} |")
+        print("|" + "---|" * (len(transports) + 4))
+        for layout in (*LAYOUTS, *MORE_LAYOUTS):
+            found = [train_layout(folder, layout, transport) for transport in transports]
+            where = f"{layout.stages} on {layout.devices}"
+            for case, schedule, remat in itertools.product(CASES, layout.schedules, REMATS):
+                differences = [
+                    largest_difference(plain[case.name], column[case.name, schedule, remat])
+                    for column in found
                 ]
-                numbers = " | ".join(f"{cell:.1e}" for cell in cells)
-                print(f"| {case.name} | {schedule} | {remat} | {numbers} |")
+                numbers = " | ".join(f"{difference:.1e}" for difference in differences)
+                print(f"| {case.name} | {where} | {schedule} | {remat} | {numbers} |", flush=True)
 
 
 if __name__ == "__main__":

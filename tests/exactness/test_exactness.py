@@ -1,9 +1,9 @@
 """Training in a pipeline against the plain loop, in all that pipelines are known to get wrong.
 
-Every model is compiled into 1, 2 and 4 stages. Each package trains five steps under both schedules,
-with and without rematerialisation, on threads and under torchrun; losses and final state are held
-against the plain loop of `training_cases`. `python tests/exactness/table.py` prints the largest
-differences as a table.
+Every model is compiled into 1, 2 and 4 stages. Each package trains five steps under all schedules,
+with and without rematerialisation, on threads and under torchrun, with one stage a device and with
+several; losses and final state are held against the plain loop of `training_cases`.
+`python tests/exactness/table.py` prints the largest differences as a table.
 """
 
 from __future__ import annotations
@@ -11,20 +11,28 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from table import STAGES, largest_difference
-from train_packages import REMATS, SCHEDULES
+from table import LAYOUTS, MORE_LAYOUTS, ONE_EACH, largest_difference
+from train_packages import REMATS
 from training_cases import CASES
+
+MANNERS = [
+    *((layout, schedule) for layout in LAYOUTS for schedule in layout.schedules),
+    *(
+        pytest.param(layout, schedule, marks=pytest.mark.slow)
+        for layout in MORE_LAYOUTS
+        for schedule in layout.schedules
+    ),
+]
 
 
 @pytest.mark.parametrize("transport", ["local", "torchrun"])
 @pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(("layout", "schedule"), MANNERS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_training_equals_the_plain_loop(runs, plain, case, stages, schedule, remat, transport):
+def test_training_equals_the_plain_loop(runs, plain, case, layout, schedule, remat, transport):
     """Losses, weights, buffers and skipped steps."""
     expected = plain[case.name]
-    found = runs[stages, transport][case.name, schedule, remat]
+    found = runs(layout, transport)[case.name, schedule, remat]
 
     assert found.state.keys() == expected.state.keys()
     assert largest_difference(expected, found) <= case.tolerance
@@ -42,11 +50,10 @@ def test_the_cases_are_what_they_say(packages, plain):
 
 
 @pytest.mark.parametrize("transport", ["local", "torchrun"])
-@pytest.mark.parametrize("stages", STAGES)
-def test_numbers_do_not_depend_on_stages_or_transport(runs, stages, transport):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_numbers_do_not_depend_on_stages_or_transport(runs, layout, transport):
     """The same training run as with one stage in this process, dropout included."""
-    for case in CASES:
-        for schedule, remat in itertools.product(SCHEDULES, REMATS):
-            expected = runs[1, "local"][case.name, schedule, remat]
-            found = runs[stages, transport][case.name, schedule, remat]
-            assert largest_difference(expected, found) <= case.tolerance, (case, schedule, remat)
+    for case, schedule, remat in itertools.product(CASES, layout.schedules, REMATS):
+        expected = runs(ONE_EACH[0], "local")[case.name, "gpipe", remat]
+        found = runs(layout, transport)[case.name, schedule, remat]
+        assert largest_difference(expected, found) <= case.tolerance, (case, schedule, remat)

@@ -53,7 +53,7 @@ def hosts():
 def test_training_on_two_hosts(folder, packages, plain, tmp_path):
     """All cases in four stages, two on each host."""
     result = tmp_path / "result.pt"
-    ran = on_two_hosts(f"{HERE / 'train_packages.py'} {folder / 'x4'} {result}")
+    ran = on_two_hosts(f"{HERE / 'train_packages.py'} {folder / 'x4'} {result} gpipe,1f1b")
 
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = torch.load(result, weights_only=False)

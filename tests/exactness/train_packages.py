@@ -1,9 +1,9 @@
 """Trains every package of a folder in every manner, in this process or under torchrun.
 
-    torchrun --nproc-per-node 4 train_packages.py FOLDER RESULT
+    torchrun --nproc-per-node 4 train_packages.py FOLDER RESULT gpipe,1f1b
 
-The packages `FOLDER/<number of the case>` are those of the cases, all of as many stages as there
-are ranks. RESULT gets what was found, by case, schedule and remat.
+The packages `FOLDER/<number of the case>` are those of the cases, all of as many stages; there is a
+rank for every device. RESULT gets what was found, by case, schedule and remat.
 """
 
 from __future__ import annotations
@@ -11,27 +11,35 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from training_cases import CASES, FIRST_SCALE, SEED, Case, Trained, optimizer_of
 
-SCHEDULES = ("gpipe", "1f1b")
 REMATS = ("none", "full")
 
 
-def train_all(folder: Path, transport: str) -> dict[tuple[str, str, str], Trained]:
-    """What every case comes to, in every manner."""
+def train_all(
+    folder: Path, transport: str, schedules: Sequence[str], devices: int = 1
+) -> dict[tuple[str, str, str], Trained]:
+    """What every case comes to, in every manner.
+
+    Args:
+        devices: so many threads, where this process is the only one.
+    """
     found = {}
     for number, case in enumerate(CASES):
-        for schedule, remat in itertools.product(SCHEDULES, REMATS):
+        for schedule, remat in itertools.product(schedules, REMATS):
             package = folder / f"case_{number}"
             key = case.name, schedule, remat
-            found[key] = train(case, package, schedule, remat, transport)
+            found[key] = train(case, package, schedule, remat, transport, devices)
     return found
 
 
-def train(case: Case, package: Path, schedule: str, remat: str, transport: str) -> Trained:
+def train(
+    case: Case, package: Path, schedule: str, remat: str, transport: str, devices: int
+) -> Trained:
     """The loop of `train_plain`, with a pipeline for the model."""
     module = _imported(package)
     with module.Pipeline(
@@ -39,6 +47,7 @@ def train(case: Case, package: Path, schedule: str, remat: str, transport: str) 
         remat=remat,
         precision="fp16" if case.half else "fp32",
         transport=transport,
+        devices="cpu" if transport == "distributed" else ["cpu"] * devices,
         seed=SEED,
     ) as pipe:
         optimizer = optimizer_of(pipe.parameters())
@@ -78,8 +87,8 @@ def main() -> None:
     """What torchrun starts."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    folder, result = map(Path, sys.argv[1:])
-    found = train_all(folder, "distributed")
+    folder, result = map(Path, sys.argv[1:3])
+    found = train_all(folder, "distributed", sys.argv[3].split(","))
     if torch.distributed.get_rank() == 0:
         torch.save(found, result)
     torch.distributed.destroy_process_group()
