@@ -307,47 +307,67 @@ class _Run:
         self.timeline.append(Span(Lane.DEVICE, device, action, start, end, recompute=recompute))
 
 
-def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+class Steps:
     """`simulate(...).step_s` of many pipelines under one schedule.
 
     Args:
-        times: shape (pipelines, stages, 7), the last dimension as the fields of `StageTimes`.
+        orders: as `simulate` takes them.
 
     Raises:
         PlanError: when some device would wait for ever.
     """
-    count, stages, _ = times.shape
-    device_free = np.zeros((len(orders), count))
-    receive_free = np.zeros((stages, count))
-    gradient_free = np.zeros((stages, count))
-    ready: dict[Compute, npt.NDArray[np.float64]] = {}
-    columns = np.ascontiguousarray(times.transpose(1, 2, 0))
-    nothing = np.zeros(count)
-    again, split = recomputed(orders), split_stages(orders)
-    for device, action in topological(orders):
-        stage = action.stage
-        forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = columns[stage]
-        needed = _needed(action, stages - 1)
-        arrival = ready[needed] if needed is not None else nothing
-        if action.phase is Phase.FORWARD:
-            arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
-            end = device_free[device] = np.maximum(arrival, device_free[device]) + forward_s
-        elif action.phase is Phase.WEIGHT:
-            end = device_free[device] = device_free[device] + weight_s
-        else:
-            ready_s = device_free[device] + recompute_s if action in again else device_free[device]
-            computed = np.maximum(arrival, ready_s) + backward_s
-            if stage in split:
-                computed = computed - weight_s
-            device_free[device] = computed
-            end = np.maximum(computed, gradient_free[stage]) + gradient_s
-            gradient_free[stage] = end
-        ready[action] = end
-    for device, order in enumerate(orders):
-        for stage in {action.stage for action in order}:
-            device_free[device] += columns[stage][6]
-    last = np.maximum(device_free.max(axis=0), gradient_free.max(axis=0))
-    return np.asarray(np.maximum(last, receive_free.max(axis=0)))
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._last = max((action.stage for order in orders for action in order), default=-1)
+        again = recomputed(orders)
+        self._split = split_stages(orders)
+        self._sequence = tuple(
+            (device, action, _needed(action, self._last), action in again)
+            for device, action in topological(orders)
+        )
+
+    def __call__(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The steps.
+
+        Args:
+            times: shape (pipelines, stages, 7), the last dimension as the fields of `StageTimes`.
+        """
+        count, stages, _ = times.shape
+        device_free = np.zeros((len(self._orders), count))
+        receive_free = np.zeros((stages, count))
+        gradient_free = np.zeros((stages, count))
+        ready: dict[Compute, npt.NDArray[np.float64]] = {}
+        columns = np.ascontiguousarray(times.transpose(1, 2, 0))
+        nothing = np.zeros(count)
+        for device, action, needed, again in self._sequence:
+            stage = action.stage
+            forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = columns[stage]
+            arrival = ready[needed] if needed is not None else nothing
+            if action.phase is Phase.FORWARD:
+                arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
+                end = device_free[device] = np.maximum(arrival, device_free[device]) + forward_s
+            elif action.phase is Phase.WEIGHT:
+                end = device_free[device] = device_free[device] + weight_s
+            else:
+                ready_s = device_free[device] + recompute_s if again else device_free[device]
+                computed = np.maximum(arrival, ready_s) + backward_s
+                if stage in self._split:
+                    computed = computed - weight_s
+                device_free[device] = computed
+                end = np.maximum(computed, gradient_free[stage]) + gradient_s
+                gradient_free[stage] = end
+            ready[action] = end
+        for device, order in enumerate(self._orders):
+            for stage in {action.stage for action in order}:
+                device_free[device] += columns[stage][6]
+        last = np.maximum(device_free.max(axis=0), gradient_free.max(axis=0))
+        return np.asarray(np.maximum(last, receive_free.max(axis=0)))
+
+
+def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """`Steps` of one set of pipelines."""
+    return Steps(orders)(times)
 
 
 def fill_drain_time(times: Sequence[StageTimes], microbatches: int) -> float:

@@ -22,32 +22,30 @@ a `Lineup` is one order of devices, with `stages` and `paces[stage].kind|receive
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.passes.cut_contract import Contracted, contract
-from gpipe_compiler.passes.cut_criteria import FillDrain, Ordered, Rounds
-from gpipe_compiler.passes.cut_local import chain_times, improve_chain
+from gpipe_compiler.holding import Load, loads
+from gpipe_compiler.passes.cut_bounds import simple_bound
+from gpipe_compiler.passes.cut_contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut_judge import Judge
+from gpipe_compiler.passes.cut_lineup import Lineup, ideal
 from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
 from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_search import TOLERANCE, Criterion, search
-from gpipe_compiler.passes.cut_setting import Setting
-from gpipe_compiler.passes.cut_space import Floats, Space, down_sets, prefixes
-from gpipe_compiler.passes.cut_tables import Tables, bottleneck_chain, tables
+from gpipe_compiler.passes.cut_seats import seat_orders
+from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut_solve import Solver
+from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import StageTimes, recomputed, simulate, step_times
+from gpipe_compiler.simulate import StageTimes, recomputed
 
 MOST_DOWN_SETS = 20_000
 """Above so many the search is no longer over all of them."""
 
-ORDERED_WORK = 5_000_000
-"""Limits labels of 1F1B, which cost the cube of the micro-batches each, per stage."""
-
-MOST_LABELS = 4_000
-"""Labels of 1F1B per stage at most."""
+FEW_DOWN_SETS = 600
+"""Up to so many, nothing is merged that need not be."""
 
 ROUNDS = 4
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""
@@ -64,11 +62,15 @@ class Cut:
         stage_of: the stage of every node of the problem.
         times: seconds of one micro-batch in every stage.
         step_s: the simulated time of the step.
+        lower_bound_s: no cut into as many stages, on any of the devices there are, takes less;
+            of `step_s` or `bottleneck_s`, whichever is the objective.
+        proved: whether the objective is the least possible, to within 1e-9 of it, among the cuts
+            that fit, or where none does, among those that exceed a device's memory by the least.
+        down_sets: how many places to cut were looked at.
         bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
         seats: for every device of the pipeline, which of the setting's seats it is.
-        lower_bound_s: no cut into as many stages takes less.
-        proved: whether `step_s` is the least possible, to within 1e-10 of it.
-        down_sets: how many places to cut were looked at.
+        excess_bytes: for every device of the pipeline, by how much its memory is too small.
+        objective: what was to be short.
     """
 
     stage_of: tuple[int, ...]
@@ -79,23 +81,39 @@ class Cut:
     down_sets: int
     bottleneck_s: float = 0.0
     seats: tuple[int, ...] = ()
+    excess_bytes: tuple[int, ...] = ()
+    objective: Objective = Objective.STEP
+
+    @property
+    def objective_s(self) -> float:
+        """The time that was to be short."""
+        return self.step_s if self.objective is Objective.STEP else self.bottleneck_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory that it needs."""
+        return not any(self.excess_bytes)
 
     @property
     def gap(self) -> float:
         """How far the cut may be from the best, as a share of the lower bound."""
         if self.proved or self.lower_bound_s <= 0:
             return 0.0
-        return self.step_s / self.lower_bound_s - 1
+        return self.objective_s / self.lower_bound_s - 1
 
 
 def cut(problem: CutProblem, setting: Setting, most_down_sets: int = MOST_DOWN_SETS) -> Cut:
     """The best cut found into stages that are not empty.
 
+    Where nothing fits into memory, it is the one that exceeds it by the least: first the largest
+    excess of a device counts, then the objective.
+
     For inference the backward times and gradients of the problem do not count.
 
     Raises:
         UsageError: for no stages or no micro-batches.
-        PlanError: when the problem has fewer parts than stages, or is none.
+        PlanError: when the problem has fewer parts than stages, is none, or constraints contradict
+            each other.
     """
     stages, microbatches = setting.stages, setting.microbatches
     if stages < 1 or microbatches < 1:
@@ -103,151 +121,122 @@ def cut(problem: CutProblem, setting: Setting, most_down_sets: int = MOST_DOWN_S
         raise UsageError(f"{count} {what}: at least one is needed")
     if setting.kind is None:
         problem = problem.forward_only()
-    link = setting.links[0][-1]
-    graph = contract(problem.check(), link, keep=stages)
+    limited = any(math.isfinite(seat.memory) for seat in setting.seats)
+    updates = any(seat.update_s_per_byte or seat.update_latency_s for seat in setting.seats)
+    problem = relevant(problem.check(), memory=limited, updates=updates)
+    graph = contract(problem, stages)
     if graph.parts < stages:
         raise PlanError(
             f"{stages} stages are more than the {graph.parts} parts that the model's "
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    again = setting.recompute or (False,) * stages
-    return _Cutter(problem, graph, stages, microbatches, setting, again).best(most_down_sets)
+    return _Cutter(problem, graph, setting, limited=limited).best(most_down_sets)
 
 
-@dataclass
 class _Cutter:
-    """One run of the cut; remembers the best chain of down-sets so far."""
+    """One run of the cut."""
 
-    problem: CutProblem
-    graph: Contracted
-    stages: int
-    microbatches: int
-    setting: Setting
-    recompute: tuple[bool, ...]
-
-    def __post_init__(self) -> None:
-        self.orders = self.setting.orders
-        needed = {action.stage for action in recomputed(self.orders)}
-        self.again = np.array(
-            [float(asked and s in needed) for s, asked in enumerate(self.recompute)]
-        )
-        self.total_s = sum(self.graph.forward_s) + sum(self.graph.backward_s)
-        self.best_s = math.inf
-        self.best_masks: tuple[int, ...] = ()
-        self.best_times: tuple[StageTimes, ...] = ()
+    def __init__(
+        self, problem: CutProblem, graph: Contracted, setting: Setting, *, limited: bool
+    ) -> None:
+        self.problem, self.graph, self.setting = problem, graph, setting
+        asked = setting.recompute or (False,) * setting.stages
+        repeats = [0] * setting.stages
+        for action in recomputed(setting.orders):
+            repeats[action.stage] += asked[action.stage]
+        held: tuple[Load, ...] = ()
+        if limited:
+            held = loads(setting.orders, [s for s, again in enumerate(asked) if again])
+        again = np.array([float(count > 0) for count in repeats])
+        m, shared = setting.microbatches, len(set(setting.placement)) < setting.stages
+        line = setting.kind in (None, ScheduleKind.GPIPE) and not shared
+        counted = again
+        if setting.objective is Objective.STEP and not line:
+            counted = np.array([float(count == m) for count in repeats])
+        orders, complete = seat_orders(setting)
+        lineups = [Lineup.of(setting, order, held, counted) for order in orders]
+        best = lineups[0] if complete and len(lineups) == 1 else ideal(setting, held, counted)
+        self.simple_s = simple_bound(graph, setting, best)
+        self.complete = complete
+        judge = Judge(problem, setting, again)
+        self.solver = Solver(setting, judge, lineups, tuple(repeats), float(graph.least_s.sum()))
 
     def best(self, most_down_sets: int) -> Cut:
-        orders = topological_orders(self.graph)
-        linear = {mask for order in orders for mask in prefixes(order)}
-        everything = down_sets(self.graph, most_down_sets)
-        if everything is not None:
-            looked = len(everything)
-            if len(linear) * 4 < looked:
-                self.improve(Space(self.graph, linear))  # a good incumbent spares work
-            bound = self.improve(Space(self.graph, everything))
-        else:
-            family = linear
-            for _ in range(ROUNDS):
-                before = self.best_s
-                self.improve(Space(self.graph, family))
-                if not self.best_s < before * (1 - 1e-6):
-                    break
-                near = neighbourhood(self.graph, self.best_masks[1:-1], NEIGHBOURS)
-                family = linear | near
-            looked, bound = len(family), 0.0
-        bound = min(max(bound, self._simple_bound()), self.best_s)
+        stages = self.setting.stages
+        once = self.setting.objective is Objective.BOTTLENECK
+        fine = down_sets(self.graph, most_down_sets)
+        bound, looked = 0.0, 0
+        if fine is None or len(fine) > FEW_DOWN_SETS:
+            merged = lean(self.graph, keep=stages, once=once)
+            bound, looked = self._merged(merged, most_down_sets)
+        if fine is not None and not self.solver.reaches(bound):
+            bound = max(bound, self.solver.search(Space(self.graph, fine), last=True))
+            looked = max(looked, len(fine))
+        if not self.solver.found:
+            raise self._nothing()
         return self._cut(bound, looked)
 
-    def improve(self, space: Space) -> float:
-        """Searches a family; returns a lower bound on all cuts in it, and in the incumbent."""
-        rough = bottleneck_chain(space, self.stages, self.again)
-        if rough is None:
-            return math.inf
-        self._offer(space, rough)
-        if (
-            self.setting.kind is not ScheduleKind.ONE_F_ONE_B
-            or self.microbatches == 1
-            or self.stages == 1
-        ):
-            space.limit(self._longest_stage())
-            plain = FillDrain(self.microbatches, self.total_s, self.again)
-            return self._search(space, tables(space, self.stages, self.again), plain)
-        self._offer(space, improve_chain(space, rough, self._steps))
-        space.limit(self._longest_stage())
-        bounds = tables(space, self.stages, self.again)
-        least = self._search(space, bounds, Rounds(self.microbatches, self.stages, self.again))
-        if least >= self.best_s * (1 - TOLERANCE):
-            return least
-        space.limit(self._longest_stage())
-        beam = max(16, min(MOST_LABELS, ORDERED_WORK // self.microbatches**3))
-        ordered = Ordered(self.orders, self.microbatches, beam, self.again)
-        return max(least, self._search(space, bounds, ordered))
+    def _merged(self, merged: Contracted, most_down_sets: int) -> tuple[float, int]:
+        """A bound on all cuts from the graph without what costs nothing, and what was looked at."""
+        everything = down_sets(merged, most_down_sets)
+        same = merged.size == self.graph.size
+        if everything is None:
+            return self._parts(merged)
+        if same:
+            return 0.0, 0  # what follows is the same search
+        bound = self.solver.search(Space(merged, everything), last=False)
+        if self.solver.reaches(bound):
+            bound = min(bound, self.solver.search(Space(merged, everything, idle=True), last=False))
+        return bound, len(everything)
 
-    def _search(self, space: Space, bounds: Tables, criterion: Criterion) -> float:
-        """Searches by one criterion, keeps what it finds, and returns its bound."""
-        found = search(space, bounds, criterion, self.stages, self.best_s)
-        if found.chain is not None:
-            chain = found.chain
-            if self.setting.kind is ScheduleKind.ONE_F_ONE_B:
-                chain = improve_chain(space, chain, self._steps)
-            self._offer(space, chain)
-        return found.bound_s
+    def _parts(self, merged: Contracted) -> tuple[float, int]:
+        """The search through a part of what there is; it bounds nothing."""
+        family = {mask for order in topological_orders(merged) for mask in prefixes(order)}
+        looked = len(family)
+        for _ in range(ROUNDS):
+            before = self.solver.value
+            self.solver.search(Space(merged, family), last=False)
+            looked = max(looked, len(family))
+            if not self.solver.value < before * (1 - 1e-6):
+                break
+            family = family | neighbourhood(merged, self._masks(merged), NEIGHBOURS)
+        return 0.0, looked
 
-    def _steps(self, times: Floats) -> Floats:
-        again = times[:, :, :1] * self.again[:, None]
-        rest = np.zeros((*again.shape[:2], 2))
-        return step_times(self.orders, np.concatenate((times, again, rest), axis=2))
-
-    def _longest_stage(self) -> float:
-        """A stage that computes for longer cannot be in a better cut than the best so far."""
-        if self.microbatches == 1:
-            return math.inf
-        if self.setting.kind is ScheduleKind.ONE_F_ONE_B:
-            return self.best_s / self.microbatches
-        return (self.best_s - self.total_s) / (self.microbatches - 1)
-
-    def _offer(self, space: Space, chain: Sequence[int]) -> None:
-        """Keeps the chain when its simulated step is the shortest so far."""
-        rows = chain_times(space, tuple(chain))
-        times = [
-            StageTimes(*map(float, (*row, again * row[0])))
-            for row, again in zip(rows, self.again, strict=True)
+    def _masks(self, graph: Contracted) -> list[int]:
+        """The places between the stages of the best cut, as down-sets of a graph."""
+        stage_of = self.solver.verdict.stage_of
+        stages = [stage_of[members[0]] for members in graph.members]
+        return [
+            sum(1 << node for node, stage in enumerate(stages) if stage < boundary)
+            for boundary in range(1, self.setting.stages)
         ]
-        step = simulate(self.orders, times).step_s
-        if step < self.best_s:
-            self.best_s = step
-            self.best_masks = tuple(space.masks[index] for index in chain)
-            self.best_times = tuple(times)
 
-    def _simple_bound(self) -> float:
-        """A bound that needs no search: the busiest device, and what fills and drains the line."""
-        again = 1 + float(self.again.min())
-        forward, backward = np.array(self.graph.forward_s), np.array(self.graph.backward_s)
-        own = again * forward + backward
-        device = max(float(own.sum()) / self.stages, float(own.max()))
-        if self.setting.kind is not ScheduleKind.ONE_F_ONE_B:
-            return self.total_s + (self.microbatches - 1) * device
-        # For stage s with R after it: step >= total - R + (M-1) own and >= total + R + (M-w) own.
-        # Half the sum of both, weighed so that the stages' own times add up to the total.
-        warm = [min(self.stages - s, self.microbatches) for s in range(self.stages)]
-        repeats = [self.microbatches - (w + 1) / 2 for w in warm]
-        shared = self.total_s / sum(1 / r for r in repeats) if all(repeats) else 0.0
-        return max(self.microbatches * device, self.total_s + shared)
+    def _nothing(self) -> PlanError:
+        constrained = sorted({node for node, _ in self.problem.pinned})
+        constrained += sorted({node for pair in self.problem.apart for node in pair})
+        names = ", ".join(dict.fromkeys(self.problem.nodes[node].name for node in constrained))
+        what = f" under the constraints on {names}" if names else ""
+        return PlanError(
+            f"the model cannot be cut into {self.setting.stages} stages that all hold something"
+            f"{what}",
+            hint="ask for fewer stages" + (", or drop a constraint" if names else ""),
+        )
 
     def _cut(self, bound: float, looked: int) -> Cut:
-        stage_of = [0] * len(self.problem.nodes)
-        for node, members in enumerate(self.graph.members):
-            stage = next(s for s, mask in enumerate(self.best_masks) if mask >> node & 1) - 1
-            for member in members:
-                stage_of[member] = stage
-        proved = bound >= self.best_s * (1 - 1e-9)
+        verdict, value = self.solver.verdict, self.solver.value
+        known = bound if self.complete and self.solver.least_excess else 0.0
+        bound = min(max(known, self.simple_s), value)
+        proved = bound >= value * (1 - 1e-9) and self.solver.least_excess
         return Cut(
-            tuple(stage_of),
-            self.best_times,
-            self.best_s,
-            self.best_s if proved else bound,
+            verdict.stage_of,
+            verdict.times,
+            verdict.step_s,
+            value if proved else bound,
             proved,
             looked,
-            seats=tuple(range(max(self.setting.placement) + 1)),
+            verdict.bottleneck_s,
+            verdict.seats,
+            verdict.excess,
+            self.setting.objective,
         )

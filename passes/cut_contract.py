@@ -1,32 +1,62 @@
-"""Contracts a cut problem without losing any cut that could be the best.
+"""Contracts a cut problem: what must share a stage becomes one node, and so may what costs nothing.
 
-Merged are: the nodes of a group, what would make a cycle with them, everything pinned to the last
-stage, and nodes that take no time and whose move to a neighbour's stage saves no transfer.
+`contract` loses nothing: it merges the nodes of a group, what would make a cycle with them, and
+what the constraints put into one and the same stage. `lean` merges further, nodes that take no time
+and whose move to a neighbour's stage saves no transfer and no memory. No cut into *at most* as many
+stages gets worse by it, but a cut whose stage holds nothing else is lost: `Space` can count stages
+without any node, so that a bound holds all the same.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem
+from gpipe_compiler.passes.cut_constraints import Ranges, stage_ranges
+from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Kept
 from gpipe_compiler.passes.disjoint import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """A value, or several that always move together, in seconds on the link.
+    """A value, or several that always move together.
 
     `consumers` lists the contracted nodes other than the producer, ascending.
+
+    Attributes:
+        sends, bytes: how many values of any size move forward, and their bytes.
+        returns, gradient_bytes: how many gradients come back, and their bytes.
     """
 
     producer: int
     consumers: tuple[int, ...]
-    receive_s: float
-    gradient_s: float
+    sends: int
+    bytes: float
+    returns: int = 0
+    gradient_bytes: float = 0
+
+    def receive_s(self, link: Link) -> float:
+        """Seconds to move it forward."""
+        return self.sends * link.latency_s + self.bytes / link.bandwidth
+
+    def gradient_s(self, link: Link) -> float:
+        """Seconds to move its gradients back."""
+        return self.returns * link.latency_s + self.gradient_bytes / link.bandwidth
+
+    def no_dearer(self, others: Sequence[Movable]) -> bool:
+        """Whether it moves in no more time than all of these, on any link."""
+        return (
+            self.sends <= sum(v.sends for v in others)
+            and self.bytes <= sum(v.bytes for v in others)
+            and self.returns <= sum(v.returns for v in others)
+            and self.gradient_bytes <= sum(v.gradient_bytes for v in others)
+        )
 
 
 @dataclass(frozen=True)
@@ -35,16 +65,24 @@ class Contracted:
 
     Attributes:
         members: for every node, the indices of the original nodes in it.
+        seconds: forward, backward, and the weights' part of backward of every node on every kind
+            of device; shape (kinds, 3, nodes).
         before: for every node, the nodes that directly precede it.
+        kept: what the nodes keep in memory.
+        first_stage, last_stage: of every node, as the constraints allow.
+        apart: pairs of nodes that must lie in different stages.
         last: whether the last node must lie in the last stage.
         last_alone: whether it may make up the last stage by itself.
     """
 
     members: tuple[tuple[int, ...], ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    seconds: npt.NDArray[np.float64]
     values: tuple[Movable, ...]
     before: tuple[frozenset[int], ...]
+    kept: tuple[Kept, ...]
+    first_stage: tuple[int, ...]
+    last_stage: tuple[int, ...]
+    apart: tuple[tuple[int, int], ...]
     last: bool
     last_alone: bool
 
@@ -59,168 +97,251 @@ class Contracted:
         joined = self.last and not self.last_alone and self.size > 1
         return self.size - joined
 
+    @property
+    def least_s(self) -> npt.NDArray[np.float64]:
+        """Forward and backward of every node on the kind of device that is fastest at it."""
+        return np.asarray((self.seconds[:, 0] + self.seconds[:, 1]).min(axis=0))
 
-def contract(problem: CutProblem, link: Link, *, keep: int) -> Contracted:
-    """The contracted problem; merging of costless nodes stops at `keep` parts.
+    def after(self) -> list[list[int]]:
+        """For every node, the nodes that it directly precedes, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        for node, before in enumerate(self.before):
+            for source in before:
+                found[source].append(node)
+        return found
+
+
+def contract(problem: CutProblem, stages: int) -> Contracted:
+    """The problem with one node for all that must share a stage.
 
     Raises:
-        PlanError: when the problem has a cycle of its own.
+        PlanError: when the problem has a cycle of its own, or its constraints contradict each
+            other, naming the nodes.
     """
     edges = sorted(set(problem.edges()))
     size = len(problem.nodes)
-    own = _topological(size, (e for e in edges if e[0] != e[1]))
-    if len(own) < size:
-        stuck = problem.nodes[min(set(range(size)) - set(own))].name
+    order = topological(size, (e for e in edges if e[0] != e[1]))
+    if len(order) < size:
+        stuck = problem.nodes[min(set(range(size)) - set(order))].name
         raise PlanError(f"the graph has a cycle, through or before {stuck}")
-    owner = _merge_groups(problem, edges)
-    merged = _build(problem, owner, link)
-    while True:
-        owner = _merge_costless(problem, merged, owner)
-        lean = _build(problem, owner, link)
-        if lean.size == merged.size or lean.parts < keep:
-            return merged
-        merged = lean
-
-
-def _merge_groups(problem: CutProblem, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """For every node the representative of what it must share a stage with."""
-    find = DisjointSets(range(len(problem.nodes)))
+    find = DisjointSets(range(size))
     for group in problem.groups:
         find.join(group)
-    if problem.last:
-        after: dict[int, list[int]] = {}
-        for source, target in edges:
-            after.setdefault(source, []).append(target)
-        # Groups can pull nodes into the last stage whose followers then follow.
-        pinned = set(problem.last)
-        while True:
-            roots = {find.leader(node) for node in _reach(pinned, after)}
-            grown = {n for n in range(len(problem.nodes)) if find.leader(n) in roots}
-            if grown == pinned:
-                break
-            pinned = grown
-        find.join(sorted(pinned))
     find.close(edges)
-    return [find.leader(node) for node in range(len(problem.nodes))]
+    ranges = stage_ranges(problem, edges, order, find, stages)
+    for stage in range(stages):
+        find.join(n for n in range(size) if ranges.first[n] == ranges.last[n] == stage)
+    return _build(problem, [find.leader(node) for node in range(size)], ranges, stages)
 
 
-def _merge_costless(problem: CutProblem, graph: Contracted, owner: Sequence[int]) -> list[int]:
+def lean(graph: Contracted, *, keep: int, once: bool) -> Contracted:
+    """The graph with nodes merged that cost nothing, as long as `keep` parts remain.
+
+    Args:
+        once: whether only values with a single consumer may move, as counts where senders pay
+            for every stage they send to.
+    """
+    while True:
+        merged = _regroup(graph, _merge_costless(graph, once=once))
+        if merged.size == graph.size or merged.parts < keep:
+            return graph
+        graph = merged
+
+
+def _merge_costless(graph: Contracted, *, once: bool) -> list[int]:
     """Owners after every costless node has joined a neighbour where that loses nothing.
 
     A node joins the producer of its only input when nothing else reads that input and its own
     outputs are no dearer to move; it joins its only follower when its inputs are no dearer to
-    move than its output. The representatives stay valid as nodes only move along edges.
+    move than its output. What it keeps in memory its neighbour must keep as well.
     """
-    find = DisjointSets(range(len(problem.nodes)))
-    for node, root in enumerate(owner):
-        find.join((root, node))
-    after: list[set[int]] = [set() for _ in range(graph.size)]
-    for node, before in enumerate(graph.before):
-        for source in before:
-            after[source].add(node)
+    owner = list(range(graph.size))
+    after = graph.after()
     made: dict[int, list[Movable]] = {}
     read: dict[int, list[Movable]] = {}
     for value in graph.values:
         made.setdefault(value.producer, []).append(value)
         for consumer in value.consumers:
             read.setdefault(consumer, []).append(value)
+    keeps: list[set[int]] = [set() for _ in range(graph.size)]
+    for index, kept in enumerate(graph.kept):
+        for user in kept.users:
+            keeps[user].add(index)
+    bound = {node for pair in graph.apart for node in pair}
+    costs = graph.seconds.any(axis=(0, 1))
+    whole = max(graph.last_stage, default=0)
     moved: set[int] = set()
     for node in range(graph.size - graph.last):
-        if graph.forward_s[node] or graph.backward_s[node]:
+        free = graph.first_stage[node] == 0 and graph.last_stage[node] == whole
+        if costs[node] or node in bound or not free:
             continue
         near = {node, *graph.before[node], *after[node]}
         if moved & near:
             continue  # one change at a time in a neighbourhood keeps the argument simple
-        neighbour = _costless_neighbour(graph, node, after[node], made, read)
-        if neighbour is not None:
-            find.join((graph.members[neighbour][0], graph.members[node][0]))
+        inputs, outputs = read.get(node, []), made.get(node, [])
+        if once and any(len(value.consumers) > 1 for value in (*inputs, *outputs)):
+            continue
+        neighbour = _costless_neighbour(graph, node, after[node], inputs, outputs)
+        if neighbour is not None and keeps[node] <= keeps[neighbour]:
+            owner[max(node, neighbour)] = min(node, neighbour)
             moved |= {node, neighbour}
-    return [find.leader(node) for node in range(len(problem.nodes))]
+    return owner
 
 
 def _costless_neighbour(
     graph: Contracted,
     node: int,
-    after: set[int],
-    made: Mapping[int, list[Movable]],
-    read: Mapping[int, list[Movable]],
+    after: Sequence[int],
+    inputs: Sequence[Movable],
+    outputs: Sequence[Movable],
 ) -> int | None:
-    inputs, outputs = read.get(node, []), made.get(node, [])
-    taken = (sum(v.receive_s for v in inputs), sum(v.gradient_s for v in inputs))
-    given = (sum(v.receive_s for v in outputs), sum(v.gradient_s for v in outputs))
     if len(graph.before[node]) == 1 and all(
         value.producer != GRAPH_INPUT and value.consumers == (node,) for value in inputs
     ):
         (source,) = graph.before[node]
         # With one follower stage the outputs move at most once where the inputs moved before.
-        if given[0] <= taken[0] and given[1] <= taken[1]:
+        if _total(outputs).no_dearer(inputs):
             return source
-    if len(after) == 1:
-        (target,) = after
-        if taken[0] <= given[0] and taken[1] <= given[1]:
-            return target
+    if len(after) == 1 and _total(inputs).no_dearer(outputs):
+        return after[0]
     return None
 
 
-def _build(problem: CutProblem, owner: Sequence[int], link: Link) -> Contracted:
-    """The graph whose nodes are the classes of `owner`, in a deterministic topological order."""
-    roots = sorted(set(owner))
-    pinned = {owner[node] for node in problem.last}
-    edges = {
-        (owner[source], owner[target])
-        for source, target in problem.edges()
-        if owner[source] != owner[target]
-    }
-    local = {root: index for index, root in enumerate(roots)}
-    order = _topological(len(roots), ((local[s], local[t]) for s, t in edges))
-    sequence = [roots[index] for index in order if roots[index] not in pinned]
-    sequence.extend(sorted(pinned))
-    position = {root: index for index, root in enumerate(sequence)}
-    members: list[list[int]] = [[] for _ in sequence]
-    for node, root in enumerate(owner):
-        members[position[root]].append(node)
-    before: list[set[int]] = [set() for _ in sequence]
-    for source, target in edges:
-        before[position[target]].add(position[source])
-    moving: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
-    for value in problem.values:
-        producer = value.producer
-        if producer != GRAPH_INPUT:
-            producer = position[owner[producer]]
-        consumers = tuple(sorted({position[owner[c]] for c in value.consumers} - {producer}))
-        if consumers:
-            key = (producer, consumers)
-            receive, gradient = moving.get(key, (0.0, 0.0))
-            moving[key] = (
-                receive + link.seconds(value.bytes),
-                gradient + link.seconds(value.gradient_bytes),
-            )
-    return Contracted(
-        tuple(map(tuple, members)),
-        tuple(sum(problem.nodes[n].forward_s for n in group) for group in members),
-        tuple(sum(problem.nodes[n].backward_s for n in group) for group in members),
-        tuple(
-            Movable(producer, consumers, receive, gradient)
-            for (producer, consumers), (receive, gradient) in sorted(moving.items())
-        ),
-        tuple(map(frozenset, before)),
-        bool(pinned),
-        problem.last_alone,
+def _total(values: Sequence[Movable]) -> Movable:
+    return Movable(
+        GRAPH_INPUT,
+        (),
+        sum(v.sends for v in values),
+        sum(v.bytes for v in values),
+        sum(v.returns for v in values),
+        sum(v.gradient_bytes for v in values),
     )
 
 
-def _reach(start: Iterable[int], after: Mapping[int, Sequence[int]]) -> set[int]:
-    found = set(start)
-    pending = list(found)
-    while pending:
-        for node in after.get(pending.pop(), ()):
-            if node not in found:
-                found.add(node)
-                pending.append(node)
-    return found
+def _build(problem: CutProblem, owner: Sequence[int], ranges: Ranges, stages: int) -> Contracted:
+    """The graph of single nodes, regrouped by owners."""
+    size = len(problem.nodes)
+    before: list[set[int]] = [set() for _ in range(size)]
+    for source, target in problem.edges():
+        before[target].add(source)
+    times = [problem.nodes, *problem.other_kinds]
+    fine = Contracted(
+        tuple((node,) for node in range(size)),
+        np.array(
+            [
+                [
+                    [getattr(n, name) for n in kind]
+                    for name in ("forward_s", "backward_s", "weight_s")
+                ]
+                for kind in times
+            ],
+            dtype=np.float64,
+        ),
+        tuple(
+            Movable(
+                value.producer,
+                value.consumers,
+                int(value.bytes > 0),
+                value.bytes,
+                int(value.gradient_bytes > 0),
+                value.gradient_bytes,
+            )
+            for value in problem.values
+        ),
+        tuple(map(frozenset, before)),
+        problem.kept,
+        ranges.first,
+        ranges.last,
+        problem.apart,
+        any(first == stages - 1 for first in ranges.first),
+        problem.last_alone or stages == 1 or ranges.beside_last,
+    )
+    return _regroup(fine, owner)
 
 
-def _topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+def _regroup(graph: Contracted, owner: Sequence[int]) -> Contracted:
+    """The graph whose nodes are the classes of `owner`, in a deterministic topological order."""
+    owner = [_root(owner, node) for node in range(graph.size)]
+    roots = sorted(set(owner))
+    final = max(graph.first_stage, default=0)
+    pinned = {owner[n] for n in range(graph.size) if graph.last and graph.first_stage[n] == final}
+    edges = {
+        (owner[source], owner[target])
+        for target, before in enumerate(graph.before)
+        for source in before
+        if owner[source] != owner[target]
+    }
+    local = {root: index for index, root in enumerate(roots)}
+    order = topological(len(roots), ((local[s], local[t]) for s, t in edges))
+    sequence = [roots[index] for index in order if roots[index] not in pinned]
+    sequence.extend(sorted(pinned))
+    position = {root: index for index, root in enumerate(sequence)}
+    place = [position[root] for root in owner]
+    members: list[list[int]] = [[] for _ in sequence]
+    first, last = [0] * len(sequence), [max(graph.last_stage, default=0)] * len(sequence)
+    for node, target in enumerate(place):
+        members[target].extend(graph.members[node])
+        first[target] = max(first[target], graph.first_stage[node])
+        last[target] = min(last[target], graph.last_stage[node])
+    before: list[set[int]] = [set() for _ in sequence]
+    for source, target in edges:
+        before[position[target]].add(position[source])
+    seconds = np.zeros((*graph.seconds.shape[:2], len(sequence)))
+    np.add.at(seconds, (slice(None), slice(None), place), graph.seconds)
+    return replace(
+        graph,
+        members=tuple(tuple(sorted(group)) for group in members),
+        seconds=seconds,
+        values=_together(graph.values, place),
+        before=tuple(map(frozenset, before)),
+        kept=_kept_together(graph.kept, place),
+        first_stage=tuple(first),
+        last_stage=tuple(last),
+        apart=tuple(
+            sorted({(min(p), max(p)) for a, b in graph.apart for p in [(place[a], place[b])]})
+        ),
+    )
+
+
+def _root(owner: Sequence[int], node: int) -> int:
+    while owner[node] != node:
+        node = owner[node]
+    return node
+
+
+def _together(values: Sequence[Movable], place: Sequence[int]) -> tuple[Movable, ...]:
+    """The values between the nodes at these places; those that always move together as one."""
+    moving: dict[tuple[int, tuple[int, ...]], list[Movable]] = {}
+    for value in values:
+        producer = value.producer
+        if producer != GRAPH_INPUT:
+            producer = place[producer]
+        consumers = tuple(sorted({place[c] for c in value.consumers} - {producer}))
+        if consumers and (value.sends or value.returns):
+            moving.setdefault((producer, consumers), []).append(value)
+    return tuple(
+        replace(_total(group), producer=producer, consumers=consumers)
+        for (producer, consumers), group in sorted(moving.items())
+    )
+
+
+def _kept_together(kept: Sequence[Kept], place: Sequence[int]) -> tuple[Kept, ...]:
+    groups: dict[tuple[int, ...], list[Kept]] = {}
+    for one in kept:
+        if one.users and (one.bytes or one.microbatch_bytes or one.updated_bytes):
+            groups.setdefault(tuple(sorted({place[n] for n in one.users})), []).append(one)
+    return tuple(
+        Kept(
+            users,
+            sum(k.bytes for k in group),
+            sum(k.microbatch_bytes for k in group),
+            sum(k.updated_bytes for k in group),
+        )
+        for users, group in sorted(groups.items())
+    )
+
+
+def topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
     """Nodes after all that precede them, the smallest index first; nodes on cycles left out."""
     after: list[list[int]] = [[] for _ in range(size)]
     waiting = [0] * size
@@ -238,3 +359,22 @@ def _topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
             if not waiting[target]:
                 heapq.heappush(ready, target)
     return order
+
+
+def relevant(problem: CutProblem, *, memory: bool, updates: bool) -> CutProblem:
+    """The problem without what is kept, or updated, where neither matters."""
+    if memory and updates:
+        return problem
+    return replace(
+        problem,
+        kept=tuple(
+            replace(
+                kept,
+                bytes=kept.bytes if memory else 0,
+                microbatch_bytes=kept.microbatch_bytes if memory else 0,
+                updated_bytes=kept.updated_bytes if updates else 0,
+            )
+            for kept in problem.kept
+            if memory or kept.updated_bytes
+        ),
+    )

@@ -1,35 +1,35 @@
-"""How a step's time follows from its stages: in closed form, or along any schedule's orders."""
+"""How a step's time follows from its stages in closed form: GPipe's step, and a bound of 1F1B's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from gpipe_compiler.passes.cut_search import Extensions
 from gpipe_compiler.passes.cut_space import Floats, Integers, Space
 from gpipe_compiler.passes.cut_tables import Tables
-from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 
-TIE = 1e-7
+TIE = 1e-10
 """With one micro-batch no machine's speed matters; the faster slowest one is then preferred."""
 
 
 @dataclass(frozen=True)
 class FillDrain:
-    """GPipe's step, and inference: `simulate.fill_drain_time`.
+    """GPipe's step, and inference: `simulate.fill_drain_time`, and updates after it.
 
-    A label is (slowest forward machine, slowest backward machine, sum of transfers).
+    A label is (slowest forward machine, slowest backward machine, sum of all machines); where
+    stages update their parameters, that sum is followed by (sum of the backward machines, from the
+    forward line's end to that of the last update).
 
     Attributes:
-        total_s: computing of the whole graph once, which no cut changes.
         again: for every stage, 1 where it recomputes, else 0.
+        updates: whether updates take time.
     """
 
     microbatches: int
-    total_s: float
     again: Floats
+    updates: bool
     beam: int = 200_000
     most_extensions: int | None = None
 
@@ -39,18 +39,17 @@ class FillDrain:
 
     def initial(self) -> Floats:
         """See `Criterion`."""
-        return np.zeros(3)
+        return np.zeros(5 if self.updates else 3)
 
     def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
-        after = stages - stage
-        forward = (space.forward_s[-1] - space.forward_s) / after
-        backward = (space.backward_s[-1] - space.backward_s) / after
+        rest = space.inside[-1][:, -1:] - space.inside[-1]
+        forward, backward = rest[:2] / (stages - stage)
         backward = backward + self.again[stage:].min() * forward
         slowest = np.maximum(tables.forward_s[stage], forward) + np.maximum(
             tables.backward_s[stage], backward
         )
-        return np.asarray(self.total_s + tables.transfer_s[stage] + self._repeats * slowest)
+        return np.asarray(tables.way_s[stage] + rest[0] + rest[1] + self._repeats * slowest)
 
     def cheap(
         self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
@@ -60,23 +59,30 @@ class FillDrain:
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
         """See `Criterion`."""
-        extended = np.empty((len(labels), 3))
+        extended = np.empty_like(labels)
         np.maximum(labels[:, 0], np.maximum(new.forward_s, new.receive_s), out=extended[:, 0])
-        back = new.backward_s + self.again[stage] * new.forward_s
-        np.maximum(labels[:, 1], np.maximum(back, new.gradient_s), out=extended[:, 1])
-        np.add(labels[:, 2], new.receive_s + new.gradient_s, out=extended[:, 2])
+        pace = np.maximum(labels[:, 1], new.backward_s + self.again[stage] * new.forward_s)
+        np.maximum(pace, new.gradient_s, out=extended[:, 1])
+        machines = new.receive_s + new.forward_s + new.backward_s + new.gradient_s
+        np.add(labels[:, 2], machines, out=extended[:, 2])
+        if self.updates:
+            ended = labels[:, 3] + new.backward_s
+            extended[:, 3] = ended + new.gradient_s
+            updated = ended + self._repeats * pace + new.update_s
+            np.maximum(labels[:, 4], updated, out=extended[:, 4])
         return extended
 
     def bound(
         self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """See `Criterion`."""
-        slowest = np.maximum(labels[:, 0], tables.forward_s[stage, start]) + np.maximum(
-            labels[:, 1], tables.backward_s[stage, start]
-        )
-        return np.asarray(
-            self.total_s + labels[:, 2] + tables.transfer_s[stage, start] + self._repeats * slowest
-        )
+        forward = self._repeats * np.maximum(labels[:, 0], tables.forward_s[stage, start])
+        backward = self._repeats * np.maximum(labels[:, 1], tables.backward_s[stage, start])
+        step = labels[:, 2] + tables.way_s[stage, start] + forward + backward
+        if self.updates:
+            there = space.inside[-1][0, start] + labels[:, 2] - labels[:, 3]
+            step = np.maximum(step, there + forward + labels[:, 4])
+        return np.asarray(step)
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Rounds:
 
     def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
-        return _promise(space, tables, stage, stages, self.microbatches)
+        return promise(space, tables, stage, stages, self.microbatches)
 
     def cheap(
         self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
@@ -133,8 +139,8 @@ class Rounds:
     ) -> Floats:
         """See `Criterion`."""
         m = self.microbatches
-        inside = space.forward_s[start] + space.backward_s[start]
-        way = inside + tables.transfer_s[stage, start]
+        inside = space.inside[-1][0, start] + space.inside[-1][1, start]
+        way = tables.way_s[stage, start]
         line = np.maximum(tables.forward_s[stage, start], tables.backward_s[stage, start])
         step = np.maximum(way + labels[:, 1], m * tables.device_s[stage, start])
         step = np.maximum(step, way + labels[:, 0] + (m - 1) * line)
@@ -144,188 +150,17 @@ class Rounds:
         return np.asarray(step)
 
 
-def _promise(space: Space, tables: Tables, stage: int, stages: int, microbatches: int) -> Floats:
-    """The busiest device on either side of a down-set, and the flow lines before it."""
-    inside = space.forward_s + space.backward_s
-    device = np.maximum(tables.device_s[stage], (inside[-1] - inside) / (stages - stage))
+def promise(
+    space: Space, tables: Tables, stage: int, stages: int, microbatches: int, *, split: bool = False
+) -> Floats:
+    """The busiest device on either side of a down-set, and the flow lines before it.
+
+    Args:
+        split: whether the weights' part of a backward comes later.
+    """
+    rest = space.inside[-1][:, -1:] - space.inside[-1]
+    device = np.maximum(tables.device_s[stage], (rest[0] + rest[1]) / (stages - stage))
     line = np.maximum(tables.forward_s[stage], tables.backward_s[stage])
-    return np.asarray(
-        np.maximum(
-            microbatches * device,
-            inside[-1] + tables.transfer_s[stage] + (microbatches - 1) * line,
-        )
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What of a stage's order the quick bounds use.
-
-    Attributes:
-        warm, cool: forwards before the first backward, backwards after the last forward.
-        last_in, first_out: the micro-batch of the last forward, of the first backward.
-        in_turn: whether micro-batches leave as they came, after as long a warm-up as cool-down.
-        rank_out: for every micro-batch, how many come back before it.
-        gate: for every micro-batch, the one whose backward must be done first; -1 for none.
-    """
-
-    warm: int
-    cool: int
-    last_in: int
-    first_out: int
-    in_turn: bool
-    rank_out: tuple[int, ...]
-    gate: tuple[int, ...]
-
-
-def _shape(order: Sequence[Compute]) -> _Shape:
-    phases = [action.phase for action in order]
-    forward = [action.microbatch for action in order if action.phase is Phase.FORWARD]
-    backward = [action.microbatch for action in order if action.phase is Phase.BACKWARD]
-    warm = phases.index(Phase.BACKWARD)
-    cool = phases[::-1].index(Phase.FORWARD)
-    in_turn = forward == backward and warm == cool
-    gate = [-1] * len(forward)
-    latest = -1
-    for action in order:
-        if action.phase is Phase.BACKWARD:
-            latest = action.microbatch
-        else:
-            gate[action.microbatch] = latest
-    rank = tuple(backward.index(m) for m in range(len(backward)))
-    return _Shape(warm, cool, forward[-1], backward[0], in_turn, rank, tuple(gate))
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """Any schedule with one device per stage whose micro-batches arrive in one order everywhere.
-
-    The last stages, seen from the stage before them, turn the times at which micro-batches arrive
-    into the times at which gradients come back: a matrix in (max, +). A label is that matrix, row
-    by row: entry [m, a] is the longest way from the arrival of micro-batch a to the gradient of m,
-    minus infinity where there is none. Putting a stage before is following its order of actions
-    with every arrival in turn; the matrix of no stages gives back what it gets.
-
-    Attributes:
-        orders: one per stage.
-        again: for every stage, 1 where it recomputes every micro-batch, else 0.
-    """
-
-    orders: Orders
-    microbatches: int
-    beam: int
-    again: Floats
-    _shapes: tuple[_Shape, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_shapes", tuple(map(_shape, self.orders)))
-
-    @property
-    def most_extensions(self) -> int | None:
-        """See `Criterion`."""
-        return 4 * self.beam
-
-    def initial(self) -> Floats:
-        """See `Criterion`."""
-        identity = np.full((self.microbatches, self.microbatches), -np.inf)
-        np.fill_diagonal(identity, 0.0)
-        return identity.reshape(-1)
-
-    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
-        """See `Criterion`."""
-        return _promise(space, tables, stage, stages, self.microbatches)
-
-    def cheap(
-        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
-    ) -> Floats:
-        """See `Criterion`: rounds of single micro-batches, and this stage's own work."""
-        m = self.microbatches
-        matrix = labels.reshape(-1, m, m)
-        shape = self._shapes[stage]
-        own = new.forward_s + new.backward_s
-        again = self.again[stage] * new.forward_s
-        both = new.backward_s + again
-        way = (space.forward_s + space.backward_s)[new.start] + tables.transfer_s[stage, new.start]
-        way = way + new.receive_s + new.gradient_s
-        last_round = matrix[new.label, shape.last_in, shape.last_in]
-        first_round = matrix[new.label, shape.first_out, shape.first_out]
-        forward = last_round + (m - 1) * np.maximum(new.forward_s, new.receive_s)
-        backward = first_round + (m - 1) * np.maximum(both, new.gradient_s)
-        bound = way + np.maximum(own + np.maximum(forward, backward), m * (own + again))
-        if shape.in_turn and shape.warm < m:
-            start = np.maximum(shape.warm * new.forward_s + again, new.forward_s + first_round)
-            end = np.maximum(shape.cool * both, new.backward_s + last_round)
-            inner = (m - shape.warm) * new.forward_s + (m - shape.cool) * both - again
-            bound = np.maximum(bound, way + start + inner + end)
-        return np.asarray(np.maximum(bound, m * tables.device_s[stage, new.start]))
-
-    def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
-        """See `Criterion`."""
-        if not len(labels):
-            return labels
-        size = self.microbatches
-        later = labels.reshape(-1, size, size)
-        reaches = np.isfinite(later[0])  # the same for all labels of a stage
-        extended = np.empty_like(later)
-        again = self.again[stage] * new.forward_s
-        idle = np.full((len(later), size), -np.inf)
-        device = received = returned = idle
-        ends = np.full((len(later), size, size), -np.inf)  # [extension, micro-batch, arrival]
-        for action in self.orders[stage]:
-            m = action.microbatch
-            if action.phase is Phase.FORWARD:
-                arrival = received.copy()
-                arrival[:, m] = np.maximum(arrival[:, m], 0.0)
-                received = arrival + new.receive_s[:, None]
-                device = np.maximum(received, device) + new.forward_s[:, None]
-                ends[:, m] = device
-            else:
-                sources = np.flatnonzero(reaches[m])
-                back = (later[:, m, sources, None] + ends[:, sources]).max(axis=1)
-                device = np.maximum(back, device + again[:, None]) + new.backward_s[:, None]
-                returned = np.maximum(device, returned) + new.gradient_s[:, None]
-                extended[:, m] = returned
-        return extended.reshape(len(later), -1)
-
-    def bound(
-        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
-    ) -> Floats:
-        """See `Criterion`: what the stages before do at least, however they are cut.
-
-        They are a flow line on the way in and on the way out, and stage 0 takes a micro-batch in
-        only after an earlier one has come back. And for any of them with w warm-up forwards
-        (`cool` alike) and R after it, the step takes at least whole - R + (M-1) own and
-        whole + R + (M-w) own, where `whole` is one round; half the sum of both, weighed so that
-        their own times sum up, bounds the step.
-        """
-        size = self.microbatches
-        matrix = labels.reshape(-1, size, size)
-        inside = space.forward_s[start] + space.backward_s[start]
-        round_s = inside + tables.transfer_s[stage, start]
-        line_in = tables.forward_s[stage, start]
-        line_out = tables.backward_s[stage, start]
-        step: Floats = self.microbatches * tables.device_s[stage, start]
-        if not len(labels):
-            return step
-        reaches = np.isfinite(matrix[0])
-        gate = self._shapes[0].gate if stage else ()
-        arrivals = np.zeros((len(labels), size))
-        returns: dict[int, Floats] = {}
-        for action in self.orders[stage - 1 if stage else 0]:
-            m = action.microbatch
-            if action.phase is Phase.FORWARD:
-                if m:
-                    arrivals[:, m] = arrivals[:, m - 1] + line_in
-                if m < len(gate) and gate[m] in returns:
-                    again = returns[gate[m]] + round_s
-                    arrivals[:, m] = np.maximum(arrivals[:, m], again)
-            else:
-                sources = np.flatnonzero(reaches[m])
-                returns[m] = (matrix[:, m, sources] + arrivals[:, sources]).max(axis=1)
-                after = size - 1 - self._shapes[stage].rank_out[m]
-                step = np.maximum(step, round_s + returns[m] + after * line_out)
-        if stage and all(shape.in_turn for shape in self._shapes[:stage]):
-            whole = round_s + (matrix[:, 0, 0] + matrix[:, -1, -1]) / 2
-            share = sum(1 / (size - (s.warm + 1) / 2) for s in self._shapes[:stage])
-            step = np.maximum(step, whole + inside / share)
-        return np.asarray(step)
+    line[~np.isfinite(line)] = 0.0  # no cut leads there, as the way says
+    way = tables.way_s[stage] + rest[0] + rest[1] - rest[2] * split
+    return np.asarray(np.maximum(microbatches * device, way + (microbatches - 1) * line))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_space import Floats, Integers, Space
+from gpipe_compiler.passes.cut_judge import Judge
+from gpipe_compiler.passes.cut_lineup import Lineup
+from gpipe_compiler.passes.cut_space import Floats, Space
 
 Chain = tuple[int, ...]
 
@@ -17,73 +19,71 @@ SWEEPS = 20
 """Times every boundary is tried, at most."""
 
 
-def chain_times(space: Space, chain: Chain) -> Floats:
-    """Shape (stages, 4): forward, backward, receive and gradient seconds."""
-    times = np.empty((len(chain) - 1, 4))
-    for stage in range(len(chain) - 1):
-        times[stage] = _between(space, chain[stage], np.array([chain[stage + 1]]))[0]
-    return times
+def improve_chain(space: Space, lineup: Lineup, chain: Chain, judge: Judge) -> Chain:
+    """The chain after no single boundary can be moved to a better cut, within the family.
 
-
-def improve_chain(space: Space, chain: Chain, steps: Callable[[Floats], Floats]) -> Chain:
-    """The chain after no single boundary can be moved to a shorter step, within the family.
-
-    Args:
-        steps: the steps of pipelines, as `simulate.step_times`.
+    Better is what is less too large for its devices, and of those alike, has the better objective,
+    as the rows of the space tell.
     """
-    times = chain_times(space, chain)
-    best = float(steps(times[None])[0])
-    boundaries = list(chain)
-    for _ in range(SWEEPS):
-        before = best
-        for position in range(1, len(chain) - 1):
-            moved = _move(space, boundaries, position, times, steps)
-            if moved is not None and moved[0] < best * (1 - 1e-12):
-                best, boundaries[position], times = moved
-        if not best < before:
-            break
-    return tuple(boundaries)
+    return _Improving(space, lineup, chain, judge).run()
 
 
-def _move(
-    space: Space,
-    boundaries: list[int],
-    position: int,
-    times: Floats,
-    steps: Callable[[Floats], Floats],
-) -> tuple[float, int, Floats] | None:
-    """The best place for one boundary between its neighbours: step, down-set and stage times."""
-    start, here, end = boundaries[position - 1 : position + 2]
-    ends = space.row(start).ends
-    middle = int(np.searchsorted(ends, here))
-    near = ends[max(0, middle - NEAREST) : middle + NEAREST]
-    places, after = [], []
-    for place in near[near < end]:
-        row = space.row(int(place))
-        at = int(np.searchsorted(row.ends, end))
-        if at < len(row.ends) and row.ends[at] == end:
-            places.append(int(place))
-            after.append(_between(space, int(place), row.ends[at : at + 1])[0])
-    if not places:
-        return None
-    tried = np.repeat(times[None], len(places), axis=0)
-    tried[:, position - 1] = _between(space, start, np.array(places))
-    tried[:, position] = after
-    found = steps(tried)
-    best = int(np.argmin(found))
-    return float(found[best]), places[best], tried[best]
+class _Improving:
+    def __init__(self, space: Space, lineup: Lineup, chain: Chain, judge: Judge) -> None:
+        self.space, self.lineup, self.judge = space, lineup, judge
+        self.chain = list(chain)
+        costs = [
+            self._stage(stage, start, np.array([end]))
+            for stage, (start, end) in enumerate(itertools.pairwise(chain))
+        ]
+        self.costs = np.concatenate(costs, axis=1).T  # (stages, 10)
+        self.rank = self._ranks(self.costs[None])[0]
 
+    def run(self) -> Chain:
+        for _ in range(SWEEPS):
+            before = self.rank
+            for position in range(1, len(self.chain) - 1):
+                self._move(position)
+            if not self.rank < before:
+                break
+        return tuple(self.chain)
 
-def _between(space: Space, start: int, ends: Integers) -> Floats:
-    """The times of the stages from one down-set to each of several, shape (ends, 4)."""
-    row = space.row(start)
-    at = np.searchsorted(row.ends, ends)
-    return np.stack(
-        (
-            space.forward_s[ends] - space.forward_s[start],
-            space.backward_s[ends] - space.backward_s[start],
-            row.receive_s[at],
-            row.gradient_s[at],
-        ),
-        axis=1,
-    )
+    def _ranks(self, costs: Floats) -> list[tuple[float, float]]:
+        columns = costs.transpose(0, 2, 1)
+        excess, value = self.judge.score(self.lineup, columns[:, :7], columns[:, 7:])
+        return list(zip(excess.tolist(), value.tolist(), strict=True))
+
+    def _stage(self, stage: int, start: int, ends: Floats) -> Floats:
+        """What the stage costs that lies between these, shape (10, ends); NaN where none may."""
+        row = self.space.row(start, self.lineup.paces[stage])
+        at = np.minimum(np.searchsorted(row.ends, ends), len(row.ends) - 1)
+        if not len(row.ends):
+            return np.full((10, len(ends)), np.nan)
+        found = np.concatenate((row.times[:, at], row.held[:, at]))
+        found[:, row.ends[at] != ends] = np.nan
+        return found
+
+    def _move(self, position: int) -> None:
+        """Puts one boundary to its best place between its neighbours."""
+        start, here, end = self.chain[position - 1 : position + 2]
+        ends = self.space.row(start, self.lineup.paces[position - 1]).ends
+        middle = int(np.searchsorted(ends, here))
+        near = ends[max(0, middle - NEAREST) : middle + NEAREST]
+        near = near[(near < end) & self.space.allowed(position)[near]]
+        if not len(near):
+            return
+        before = self._stage(position - 1, start, near)
+        after = [self._stage(position, int(place), np.array([end])) for place in near]
+        tried = np.repeat(self.costs[None], len(near), axis=0)
+        tried[:, position - 1] = before.T
+        tried[:, position] = np.concatenate(after, axis=1).T
+        valid = np.flatnonzero(np.isfinite(tried[:, position]).all(axis=1))
+        if not len(valid):
+            return
+        ranks = self._ranks(tried[valid])
+        best = min(range(len(valid)), key=ranks.__getitem__)
+        excess, value = ranks[best]
+        if (excess, value) < (self.rank[0], self.rank[1] * (1 - 1e-12)):
+            self.rank = ranks[best]
+            self.chain[position] = int(near[valid[best]])
+            self.costs = tried[valid[best]]

@@ -35,7 +35,7 @@ def topological_orders(graph: Contracted) -> tuple[tuple[int, ...], ...]:
 
 def _listed(graph: Contracted, rank: Callable[[int, int], int]) -> tuple[int, ...]:
     """The order that takes the ready node of least rank (node, step at which it became ready)."""
-    after = _after(graph)
+    after = graph.after()
     waiting = [len(before) for before in graph.before]
     last = graph.size - 1 if graph.last else -1
     ready = [(rank(n, 0), n) for n in range(graph.size) if not waiting[n] and n != last]
@@ -53,14 +53,14 @@ def _listed(graph: Contracted, rank: Callable[[int, int], int]) -> tuple[int, ..
 
 def _least_live(graph: Contracted) -> tuple[int, ...]:
     """The order that at every step adds the node after which least has to cross the border."""
-    after = _after(graph)
+    after = graph.after()
     made: list[list[int]] = [[] for _ in range(graph.size)]
     read: list[list[int]] = [[] for _ in range(graph.size)]
     outstanding = []
     weight = []
     for index, value in enumerate(graph.values):
         outstanding.append(len(value.consumers))
-        weight.append(value.receive_s + value.gradient_s)
+        weight.append(value.bytes + value.gradient_bytes)
         if value.producer != GRAPH_INPUT:
             made[value.producer].append(index)
         for consumer in value.consumers:
@@ -89,7 +89,7 @@ def _least_live(graph: Contracted) -> tuple[int, ...]:
 
 def neighbourhood(graph: Contracted, masks: Sequence[int], limit: int) -> set[int]:
     """Down-sets that a few single nodes tell from the given ones, the nearest, `limit` in all."""
-    after = _after(graph)
+    after = graph.after()
     before = [sum(1 << b for b in nodes) for nodes in graph.before]
     following = [sum(1 << a for a in nodes) for nodes in after]
     pinned = graph.size - 1 if graph.last else -1
@@ -129,11 +129,3 @@ class _Near:
                     yield mask ^ bit
             elif before & ~mask == 0 and node != self.pinned:
                 yield mask | bit
-
-
-def _after(graph: Contracted) -> list[list[int]]:
-    after: list[list[int]] = [[] for _ in range(graph.size)]
-    for node, before in enumerate(graph.before):
-        for source in before:
-            after[source].append(node)
-    return after

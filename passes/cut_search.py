@@ -14,7 +14,17 @@ from typing import Protocol
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_space import Floats, Integers, Space
+from gpipe_compiler.passes.cut_lineup import Lineup
+from gpipe_compiler.passes.cut_space import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    RECEIVE,
+    UPDATE,
+    Floats,
+    Integers,
+    Space,
+)
 from gpipe_compiler.passes.cut_tables import Tables
 
 TOLERANCE = 1e-10
@@ -32,27 +42,44 @@ GLANCE = 8
 class Extensions:
     """One new stage put before each of several labels: arrays of one length.
 
-    `start` and `end` are the down-sets that the stage lies between, `label` the row of the label.
+    `start` and `end` are the down-sets that the stage lies between, `label` the row of the label,
+    `times` as in `Row`.
     """
 
     start: Integers
     end: Integers
     label: Integers
-    forward_s: Floats
-    backward_s: Floats
-    receive_s: Floats
-    gradient_s: Floats
+    times: Floats
+
+    @property
+    def forward_s(self) -> Floats:
+        """Seconds of a micro-batch; so are the others, each a row of `times`."""
+        return np.asarray(self.times[FORWARD])
+
+    @property
+    def backward_s(self) -> Floats:
+        """Both parts of it."""
+        return np.asarray(self.times[BACKWARD])
+
+    @property
+    def receive_s(self) -> Floats:
+        """What the stage receives."""
+        return np.asarray(self.times[RECEIVE])
+
+    @property
+    def gradient_s(self) -> Floats:
+        """The gradients that it sends back."""
+        return np.asarray(self.times[GRADIENT])
+
+    @property
+    def update_s(self) -> Floats:
+        """Once a step."""
+        return np.asarray(self.times[UPDATE])
 
     def take(self, chosen: Integers) -> Extensions:
         """Those at these positions."""
         return Extensions(
-            self.start[chosen],
-            self.end[chosen],
-            self.label[chosen],
-            self.forward_s[chosen],
-            self.backward_s[chosen],
-            self.receive_s[chosen],
-            self.gradient_s[chosen],
+            self.start[chosen], self.end[chosen], self.label[chosen], self.times[:, chosen]
         )
 
 
@@ -119,9 +146,13 @@ class _Layer:
 
 
 def search(
-    space: Space, tables: Tables, criterion: Criterion, stages: int, incumbent_s: float
+    space: Space, lineup: Lineup, tables: Tables, criterion: Criterion, incumbent_s: float
 ) -> Found:
-    """The best cut of the family into exactly `stages` stages, if better than the incumbent."""
+    """The best cut of the family into all stages of the line-up, if better than the incumbent.
+
+    Stages that are alone too large for their devices are left out.
+    """
+    stages = lineup.stages
     layer = _Layer(
         np.array([space.size - 1]),
         np.array([-1]),
@@ -134,7 +165,8 @@ def search(
     for stage in reversed(range(stages)):
         promise = criterion.promise(space, tables, stage, stages)
         starts = np.flatnonzero((promise < ceiling) & np.isfinite(tables.forward_s[stage]))
-        layer, lost = _next_layer(space, tables, criterion, stage, (starts, layer, ceiling))
+        work = _Work(space, lineup, tables, criterion, stage)
+        layer, lost = _next_layer(work, starts, layer, ceiling)
         dropped = min(dropped, lost)
         if not len(layer.state):
             return Found(None, dropped)
@@ -148,15 +180,22 @@ def search(
     return Found(tuple(chain), min(dropped, value))
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Putting one stage before all labels of the stage after it."""
+
+    space: Space
+    lineup: Lineup
+    tables: Tables
+    criterion: Criterion
+    stage: int
+
+
 def _next_layer(
-    space: Space,
-    tables: Tables,
-    criterion: Criterion,
-    stage: int,
-    work: tuple[Integers, _Layer, float],
+    work: _Work, starts: Integers, layer: _Layer, ceiling: float
 ) -> tuple[_Layer, float]:
     """The labels with one more stage before them, and the least bound among those given up."""
-    starts, layer, ceiling = work
+    space, criterion = work.space, work.criterion
     first = np.searchsorted(layer.state, np.arange(space.size))
     count = np.searchsorted(layer.state, np.arange(space.size), side="right") - first
     pool = _Pool(criterion.most_extensions)
@@ -164,17 +203,17 @@ def _next_layer(
 
     def flush(waiting: list[Extensions]) -> None:
         new = _join(waiting)
-        cheap = criterion.cheap(space, tables, stage, new, layer.labels)
+        cheap = criterion.cheap(space, work.tables, work.stage, new, layer.labels)
         cheap = np.maximum(cheap, layer.bounds[new.label])
         chosen = np.flatnonzero(cheap < ceiling)
         pool.add(new.take(chosen), cheap[chosen])
         if criterion.most_extensions is None:
-            blocks.append(_extend(space, tables, criterion, stage, (pool.empty(), layer, ceiling)))
+            blocks.append(_extend(work, pool.empty(), layer, ceiling))
 
     waiting: list[Extensions] = []
     held = 0
     for start in starts:
-        extensions = _extensions(space, int(start), first, count)
+        extensions = _extensions(work, int(start), first, count)
         if extensions is not None:
             waiting.append(extensions)
             held += len(extensions.start)
@@ -184,7 +223,7 @@ def _next_layer(
     if waiting:
         flush(waiting)
     if criterion.most_extensions is not None and pool.held:
-        blocks.append(_extend(space, tables, criterion, stage, (pool.empty(), layer, ceiling)))
+        blocks.append(_extend(work, pool.empty(), layer, ceiling))
     if not blocks:
         nothing = np.array([], dtype=np.int64)
         return _Layer(nothing, nothing, layer.labels[:0], np.array([])), pool.lost
@@ -229,45 +268,37 @@ class _Pool:
 
 
 def _join(parts: list[Extensions]) -> Extensions:
-    names = Extensions.__dataclass_fields__
-    return Extensions(*(np.concatenate([getattr(e, name) for e in parts]) for name in names))
+    return Extensions(
+        np.concatenate([e.start for e in parts]),
+        np.concatenate([e.end for e in parts]),
+        np.concatenate([e.label for e in parts]),
+        np.concatenate([e.times for e in parts], axis=1),
+    )
 
 
-def _extensions(space: Space, start: int, first: Integers, count: Integers) -> Extensions | None:
+def _extensions(work: _Work, start: int, first: Integers, count: Integers) -> Extensions | None:
     """Every stage from this down-set to one with labels, once for each label."""
-    row = space.row(start)
+    stage, lineup = work.stage, work.lineup
+    row = work.space.row(start, lineup.paces[stage])
     alive = np.flatnonzero(count[row.ends])
+    if lineup.limited and len(alive):
+        alive = alive[lineup.excess(stage, 1, row.held[:, alive])[0] <= 0]
     if not len(alive):
         return None
     repeats = count[row.ends[alive]]
     pair = np.repeat(alive, repeats)
     offset = np.arange(len(pair)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
     end = row.ends[pair]
-    return Extensions(
-        np.full(len(pair), start),
-        end,
-        first[end] + offset,
-        space.forward_s[end] - space.forward_s[start],
-        space.backward_s[end] - space.backward_s[start],
-        row.receive_s[pair],
-        row.gradient_s[pair],
-    )
+    return Extensions(np.full(len(pair), start), end, first[end] + offset, row.times[:, pair])
 
 
-def _extend(
-    space: Space,
-    tables: Tables,
-    criterion: Criterion,
-    stage: int,
-    work: tuple[Extensions, _Layer, float],
-) -> _Layer:
+def _extend(work: _Work, new: Extensions, layer: _Layer, ceiling: float) -> _Layer:
     """The labels that extensions lead to, sorted by down-set, dominated ones gone.
 
     Extensions are in ascending order of their down-sets, all of one down-set together.
     """
-    new, layer, ceiling = work
-    labels = criterion.extend(stage, new, layer.labels[new.label])
-    bounds = criterion.bound(space, tables, stage, new.start, labels)
+    labels = work.criterion.extend(work.stage, new, layer.labels[new.label])
+    bounds = work.criterion.bound(work.space, work.tables, work.stage, new.start, labels)
     chosen = np.flatnonzero(bounds < ceiling)
     block = _Layer(new.start[chosen], new.label[chosen], labels[chosen], bounds[chosen])
     borders = np.flatnonzero(np.diff(block.state)) + 1

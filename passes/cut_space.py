@@ -9,14 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.passes.cut_contract import Contracted
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut_lineup import Pace
+from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, Kept
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 
-CACHED_PAIRS = 4_000_000
-"""Pairs of down-sets whose costs are kept (20 bytes each); further ones are worked out anew."""
+CACHED_PAIRS = 3_000_000
+"""Pairs of down-sets whose costs are kept (some 60 bytes each); others are worked out anew."""
+
+FORWARD, BACKWARD, RECEIVE, GRADIENT, WEIGHT, UPDATE, SEND = range(7)
+"""The rows of `Row.times`."""
 
 
 def down_sets(graph: Contracted, limit: int) -> list[int] | None:
@@ -26,10 +30,7 @@ def down_sets(graph: Contracted, limit: int) -> list[int] | None:
     """
     free = graph.size - graph.last
     before = [sum(1 << node for node in nodes) for nodes in graph.before]
-    after: list[list[int]] = [[] for _ in range(graph.size)]
-    for node, nodes in enumerate(graph.before):
-        for source in nodes:
-            after[source].append(node)
+    after = graph.after()
     first = tuple(node for node in range(free) if not before[node])
     found: dict[int, tuple[int, ...]] = {0: first}
     pending = [0]
@@ -58,11 +59,19 @@ def prefixes(order: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The stages that begin at one down-set: where they end, and their seconds per micro-batch."""
+    """The stages that begin at one down-set.
+
+    Attributes:
+        ends: the down-sets that they end at, ascending.
+        times: shape (7, ends): seconds of a micro-batch forward, backward, receiving, sending
+            gradients back, for the weights' gradients; of the update; and at least, of sending
+            what others need and receiving its gradients.
+        held: shape (3, ends): bytes for good, of a micro-batch as input, and as saved.
+    """
 
     ends: Integers
-    receive_s: Floats
-    gradient_s: Floats
+    times: Floats
+    held: Floats
 
 
 class Space:
@@ -72,94 +81,194 @@ class Space:
 
     Attributes:
         masks: the down-sets.
-        forward_s, backward_s: computing inside each down-set.
+        inside: seconds of computing inside each down-set, shape (kinds + 1, 3, down-sets), the
+            last kind the fastest of all for every node; the rows as of `Contracted.seconds`.
+        idle: whether stages may hold nothing, and the last one nothing but what must lie there.
     """
 
-    def __init__(self, graph: Contracted, masks: Iterable[int]) -> None:
+    def __init__(self, graph: Contracted, masks: Iterable[int], *, idle: bool = False) -> None:
         self.graph = graph
+        self.idle = idle
         whole = (1 << graph.size) - 1
         pinned = 1 << (graph.size - 1) if graph.last else 0
-        forbidden = whole ^ pinned if graph.last and not graph.last_alone else whole
+        alone = graph.last and not graph.last_alone and not idle
+        forbidden = whole ^ pinned if alone else whole
         chosen = {m for m in masks if not m & pinned and m != forbidden} | {0, whole}
         member = _bits(list(chosen), graph.size)
-        forward = np.array(graph.forward_s)
-        backward = np.array(graph.backward_s)
         # Integer sums are exact, so that no set sorts before its subset.
-        scale = float(forward.sum() + backward.sum()) or 1.0
-        weights = np.rint((forward + backward) / scale * 2**40).astype(np.int64)
-        work = member.astype(np.int64) @ weights
+        least = graph.least_s
+        scale = float(least.sum()) or 1.0
+        weights = np.rint(least / scale * 2**40).astype(np.int64)
+        work = _products(member, weights)
         order = np.lexsort((np.array(list(map(_key, chosen))), member.sum(axis=1), work))
         unsorted = list(chosen)
         self.masks = [unsorted[i] for i in order]
         self._work = work[order]
         self._scale = scale / 2**40
         self.member: Booleans = np.ascontiguousarray(member[order].T)
-        self.forward_s: Floats = forward @ self.member
-        self.backward_s: Floats = backward @ self.member
+        self.nodes: Integers = self.member.sum(axis=0)
         self.size = len(self.masks)
+        self.inside = _inside(graph, self.member)
         self.limit_s = float("inf")
         self._edges()
-        self._cache: dict[int, Row] = {}
+        self._rows: dict[tuple[int, Pace], Row] = {}
         self._cached = 0
+        self._allowed: dict[int, Booleans] = {}
 
     def _edges(self) -> None:
-        """For every down-set, its maximal nodes and the values that lie across its border."""
+        """For every down-set, its maximal nodes, and what lies across its border."""
+        graph = self.graph
         followed = np.zeros_like(self.member)
-        for node, before in enumerate(self.graph.before):
+        for node, before in enumerate(graph.before):
             for source in before:
                 followed[source] |= self.member[node]
         self._maximal = np.ascontiguousarray((self.member & ~followed).T)
-        live = np.zeros((len(self.graph.values), self.size), dtype=np.bool_)
-        for index, value in enumerate(self.graph.values):
+        live = np.zeros((len(graph.values), self.size), dtype=np.bool_)
+        given = np.zeros(self.size)
+        for index, value in enumerate(graph.values):
             made = np.ones(self.size, dtype=np.bool_)
             made[0] = False
-            if value.producer != GRAPH_INPUT:
+            users = self.member[list(value.consumers)]
+            if value.producer == GRAPH_INPUT:
+                given += np.logical_or.reduce(users) * value.bytes
+            else:
                 made = self.member[value.producer]
-            live[index] = made & ~np.logical_and.reduce(self.member[list(value.consumers)])
+            live[index] = made & ~np.logical_and.reduce(users)
         self._live = np.ascontiguousarray(live.T)
+        self._given = given
+        self._moving = np.array(
+            [[v.sends, v.bytes, v.returns, v.gradient_bytes] for v in graph.values]
+        ).reshape(-1, 4)
+        self._crossing: Floats = np.stack([_products(self._live, c) for c in self._moving.T])
+        touched = np.zeros((3, self.size))
+        split = np.zeros((len(graph.kept), self.size), dtype=np.bool_)
+        for index, kept in enumerate(graph.kept):
+            users = self.member[list(kept.users)]
+            some = np.logical_or.reduce(users)
+            touched += np.array(_columns(kept))[:, None] * some
+            split[index] = some & ~np.logical_and.reduce(users)
+        self._touched = touched
+        self._split = np.ascontiguousarray(split.T)
 
     def limit(self, seconds: float) -> None:
-        """From now on leave out stages that compute for longer than this."""
+        """From now on leave out stages that compute for longer than this on any device."""
         if seconds < self.limit_s:
             self.limit_s = seconds
-            self._cache.clear()
+            self._rows.clear()
             self._cached = 0
 
-    def row(self, start: int) -> Row:
+    def row(self, start: int, pace: Pace) -> Row:
         """All stages that begin at the down-set of this index."""
-        row = self._cache.get(start)
+        row = self._rows.get((start, pace))
         if row is None:
-            row = self._row(start)
+            row = self._row(start, pace)
             if self._cached + len(row.ends) <= CACHED_PAIRS:
-                self._cache[start] = row
+                self._rows[start, pace] = row
                 self._cached += len(row.ends)
         return row
 
-    def _row(self, start: int) -> Row:
+    def ends(self, start: int) -> Integers:
+        """The down-sets at which a stage may end that begins at this one."""
         stop = self.size
         if np.isfinite(self.limit_s):
             most = self._work[start] + int(self.limit_s / self._scale * (1 + 1e-9)) + self.size + 1
             stop = int(np.searchsorted(self._work, most, side="right"))
-        window = slice(start + 1, stop)
-        fits = np.ones(max(stop - start - 1, 0), dtype=np.bool_)
+        begin = start + (not self.idle)
+        window = slice(begin, stop)
+        fits = np.ones(max(stop - begin, 0), dtype=np.bool_)
         for node in np.flatnonzero(self._maximal[start]):
             fits &= self.member[node, window]
-        receive = np.zeros(len(fits))
-        gradient = np.zeros(len(fits))
-        inside = self.member[:, start]
-        for index in np.flatnonzero(self._live[start]):
-            value = self.graph.values[index]
-            used: Booleans | None = None
-            for consumer in value.consumers:
-                if not inside[consumer]:
-                    has = self.member[consumer, window]
-                    used = has if used is None else used | has
-            assert used is not None  # a live value has a consumer outside
-            receive += used * value.receive_s
-            if value.gradient_s:
-                gradient += used * value.gradient_s
-        chosen = np.flatnonzero(fits)
-        return Row(chosen + start + 1, receive[chosen], gradient[chosen])
+        for one, other in self.graph.apart:
+            if not self.member[one, start] and not self.member[other, start]:
+                fits &= ~(self.member[one, window] & self.member[other, window])
+        return np.flatnonzero(fits) + begin
+
+    def live(self, start: int) -> Integers:
+        """The values made before this down-set, or given to the first stage, and used after it."""
+        return np.flatnonzero(self._live[start])
+
+    def used(self, start: int, value: int, ends: Integers) -> Booleans:
+        """Whether stages from one down-set to each of several use a value."""
+        consumers = self.graph.values[value].consumers
+        outside = [c for c in consumers if not self.member[c, start]]
+        return np.asarray(self.member[np.ix_(outside, ends)].any(axis=0))
+
+    def through(self, value: int, ends: Integers) -> Booleans:
+        """Whether a value is used outside each of several down-sets."""
+        return self._live[ends, value]
+
+    def _row(self, start: int, pace: Pace) -> Row:
+        ends = self.ends(start)
+        crossed = np.zeros((4, len(ends)))
+        passed = np.zeros((4, len(ends)))
+        for index in self.live(start):
+            moving = self._moving[index][:, None]
+            crossed += moving * self.used(start, index, ends)
+            passed += moving * self._live[ends, index]
+        held = self._touched[:, ends] - self._touched[:, [start]]
+        for index in np.flatnonzero(self._split[start]):
+            kept = self.graph.kept[index]
+            outside = [n for n in kept.users if not self.member[n, start]]
+            touched = self.member[np.ix_(outside, ends)].any(axis=0)
+            held += np.array(_columns(kept))[:, None] * touched
+        taken = crossed[1] if start else crossed[1] + self._given[ends]
+        times = np.empty((7, len(ends)))
+        inside = self.inside[pace.kind]
+        times[[FORWARD, BACKWARD, WEIGHT]] = inside[:, ends] - inside[:, [start]]
+        times[RECEIVE] = crossed[0] * pace.receives.latency_s + crossed[1] / pace.receives.bandwidth
+        times[GRADIENT] = crossed[2] * pace.receives.latency_s
+        times[GRADIENT] += crossed[3] / pace.receives.bandwidth
+        times[UPDATE] = held[2] * pace.update_s_per_byte + (held[2] > 0) * pace.update_latency_s
+        sent = self._crossing[:, ends] - passed
+        times[SEND] = (sent[0] + sent[2]) * pace.sends.latency_s
+        times[SEND] += (sent[1] + sent[3]) / pace.sends.bandwidth
+        return Row(ends, times, np.stack((held[0], taken, held[1])))
+
+    def largest(self, cost: Floats) -> Floats:
+        """For every down-set, the dearest node in it."""
+        largest = np.zeros(self.size)
+        for node in range(self.graph.size):
+            np.maximum(largest, np.where(self.member[node], cost[node], 0.0), out=largest)
+        return largest
+
+    def allowed(self, boundary: int) -> Booleans:
+        """The down-sets that may hold just the first so many stages, as the constraints say."""
+        known = self._allowed.get(boundary)
+        if known is None:
+            known = np.ones(self.size, dtype=np.bool_)
+            pairs = zip(self.graph.first_stage, self.graph.last_stage, strict=True)
+            for node, (first, last) in enumerate(pairs):
+                if last < boundary:
+                    known &= self.member[node]
+                if first >= boundary:
+                    known &= ~self.member[node]
+            self._allowed[boundary] = known
+        return known
+
+
+def _inside(graph: Contracted, member: Booleans) -> Floats:
+    """Of every kind, and of one that is as fast as the fastest at every node."""
+    seconds = graph.seconds
+    rest = (seconds[:, 1] - seconds[:, 2]).min(axis=0)
+    weight = seconds[:, 2].min(axis=0)
+    best = np.stack((seconds[:, 0].min(axis=0), rest + weight, weight))
+    rows = np.concatenate((seconds, best[None])).reshape(-1, graph.size)
+    columns = np.empty((len(rows), member.shape[1]))
+    for index, row in enumerate(rows):
+        columns[index] = _products(member.T, row)
+    return columns.reshape(-1, 3, member.shape[1])
+
+
+def _products(rows: Booleans, weights: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The sums of the weights of every row, without a copy of the whole table."""
+    found = np.zeros(len(rows), dtype=weights.dtype)
+    for begin in range(0, len(rows), 4096):
+        found[begin : begin + 4096] = rows[begin : begin + 4096].astype(weights.dtype) @ weights
+    return found
+
+
+def _columns(kept: Kept) -> tuple[float, float, float]:
+    return kept.bytes, kept.microbatch_bytes, kept.updated_bytes
 
 
 def _key(mask: int) -> bytes:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_space import Floats, Space
+from gpipe_compiler.passes.cut_lineup import Lineup, Pace
+from gpipe_compiler.passes.cut_space import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    RECEIVE,
+    SEND,
+    WEIGHT,
+    Floats,
+    Row,
+    Space,
+)
 
 EXACT_PAIRS = 1_500_000
 """Up to so many pairs of down-sets the tables are worked out exactly."""
@@ -14,7 +27,7 @@ EXACT_PAIRS = 1_500_000
 
 @dataclass(frozen=True)
 class Tables:
-    """Lower bounds over all cuts of down-set I into exactly j stages, indexed [j, I].
+    """Lower bounds over all cuts of down-set I into exactly the first j stages, indexed [j, I].
 
     Infinite where I has no such cut.
 
@@ -22,127 +35,228 @@ class Tables:
         forward_s: of the slowest machine of the forward line (receiving or computing).
         backward_s: of the slowest machine of the backward line, recomputing included.
         device_s: of the largest forward + backward of a stage, recomputing included.
-        transfer_s: of the sum of all receiving and sending of gradients.
+        way_s: of one micro-batch's way there and back: all computing but recomputing and the
+            split-off part of backward, receiving and sending of gradients.
+        stage_s: of the largest sum of all of these of a stage, with what it sends on.
     """
 
     forward_s: Floats
     backward_s: Floats
     device_s: Floats
-    transfer_s: Floats
+    way_s: Floats
+    stage_s: Floats
 
 
-def tables(space: Space, stages: int, again: Floats) -> Tables:
-    """The tables, exact where there are few pairs, otherwise from sums and single nodes.
-
-    Args:
-        again: for every stage, 1 where it recomputes, else 0.
-    """
-    rough = _rough(space, stages, again)
+def tables(space: Space, lineup: Lineup) -> Tables:
+    """The tables, exact where there are few pairs, otherwise from sums and single nodes."""
     pairs = 0
+    paces = len(set(lineup.paces))
     for start in range(space.size - 1):
-        pairs += len(space.row(start).ends)
-        if pairs > EXACT_PAIRS:
-            return rough
-    return _exact(space, stages, again)
+        pairs += len(space.row(start, lineup.paces[0]).ends)
+        if pairs * paces > EXACT_PAIRS:
+            return _rough(space, lineup)
+    return _exact(space, lineup)
 
 
-def _rough(space: Space, stages: int, again: Floats) -> Tables:
+def boundaries(space: Space, lineup: Lineup) -> Floats:
+    """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I]."""
+    graph = space.graph
+    held = np.zeros((lineup.stages + 1, space.size))
+    free = not any(graph.first_stage[: graph.size - graph.last]) and all(
+        last == lineup.stages - 1 for last in graph.last_stage
+    )
+    if not free:
+        for boundary in range(lineup.stages + 1):
+            held[boundary, ~space.allowed(boundary)] = np.inf
+    held[0, 1:] = np.inf
+    held[-1, :-1] = np.inf
+    if not space.idle:
+        held[1:, 0] = np.inf
+        held[:-1, -1] = np.inf
+    elif graph.last:
+        held[:-1, -1] = np.inf
+    return held
+
+
+def _rough(space: Space, lineup: Lineup) -> Tables:
+    stages = lineup.stages
     counts = np.arange(stages + 1)[:, None]
-    nodes = space.member.sum(axis=0)
-    possible = (nodes[None, :] >= counts) & ((counts > 0) | (nodes[None, :] == 0))
+    possible = boundaries(space, lineup)
+    if not space.idle:
+        possible[space.nodes[None, :] < counts] = np.inf
 
     def table(total: Floats, largest: Floats) -> Floats:
         shared = np.maximum(total[None, :] / np.maximum(counts, 1), largest[None, :])
-        return np.where(possible, shared, np.inf)
+        return np.asarray(shared + possible)
 
     # What the first j stages all do at least.
-    least = np.array([again[:count].min(initial=1.0) for count in range(stages + 1)])[:, None]
-    forward = np.array(space.graph.forward_s)
-    backward = np.array(space.graph.backward_s)
-    both = space.forward_s + space.backward_s
+    least = np.array([lineup.again[:count].min(initial=1.0) for count in range(stages + 1)])
+    again = least[:, None] > 0
+    nodes = space.graph.seconds
+    forward, backward = nodes[:, 0].min(axis=0), nodes[:, 1].min(axis=0)
+    first = (nodes[:, 1] - nodes[:, 2] * lineup.split).min(axis=0)
+    fast = space.inside[-1]
+    first_inside = fast[1] - fast[2] * lineup.split
+    device = np.where(
+        again,
+        table(2 * fast[0] + fast[1], space.largest(2 * forward + backward)),
+        table(fast[0] + fast[1], space.largest(forward + backward)),
+    )
     return Tables(
-        table(space.forward_s, _largest(space, forward)),
+        table(fast[0], space.largest(forward)),
         np.where(
-            least > 0,
-            table(both, _largest(space, forward + backward)),
-            table(space.backward_s, _largest(space, backward)),
+            again,
+            table(fast[0] + first_inside, space.largest(forward + first)),
+            table(first_inside, space.largest(first)),
         ),
-        np.where(
-            least > 0,
-            table(both + space.forward_s, _largest(space, 2 * forward + backward)),
-            table(both, _largest(space, forward + backward)),
-        ),
-        np.where(possible, 0.0, np.inf),
+        device,
+        np.asarray((fast[0] + first_inside)[None, :] + possible),
+        device,
     )
 
 
-def _largest(space: Space, cost: Floats) -> Floats:
-    """For every down-set, the dearest node in it."""
-    largest = np.zeros(space.size)
-    for node in range(space.graph.size):
-        np.maximum(largest, np.where(space.member[node], cost[node], 0.0), out=largest)
-    return largest
+def runs(lineup: Lineup, low: int, high: int) -> Iterator[tuple[int, int, Pace]]:
+    """The stages from `low` to before `high`, in runs of equal pace."""
+    for pace, group in itertools.groupby(range(low, high), key=lineup.paces.__getitem__):
+        members = list(group)
+        yield members[0], members[-1] + 1, pace
 
 
-def _exact(space: Space, stages: int, again: Floats) -> Tables:
-    table = np.full((4, stages + 1, space.size), np.inf)
-    table[:, 0, 0] = 0.0
-    for start in range(space.size - 1):
-        before = table[:, :-1, start]
-        counts = np.flatnonzero(np.isfinite(before[0]))
-        if not len(counts):
-            continue
-        row = space.row(start)
-        low, high = counts[0], counts[-1] + 1
-        forward = space.forward_s[row.ends] - space.forward_s[start]
-        backward = space.backward_s[row.ends] - space.backward_s[start]
-        back = backward + again[low:high, None] * forward
-        machine = np.stack(
-            (
-                np.broadcast_to(np.maximum(forward, row.receive_s), back.shape),
-                np.maximum(back, row.gradient_s),
-                forward + back,
-            )
+def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
+    """What stages on devices of equal pace cost, in the order of `Tables`: (5, stages, ends)."""
+    again = lineup.again[low:high, None] * row.times[FORWARD]
+    forward = np.broadcast_to(row.times[FORWARD], again.shape)
+    first = row.times[BACKWARD] - row.times[WEIGHT] * lineup.split
+    back = first + again
+    moved = row.times[RECEIVE] + row.times[GRADIENT]
+    found = np.stack(
+        (
+            np.maximum(forward, row.times[RECEIVE]),
+            np.maximum(back, row.times[GRADIENT]),
+            forward + row.times[BACKWARD] + again,
+            np.broadcast_to(row.times[FORWARD] + first + moved, again.shape),
+            forward + row.times[BACKWARD] + again + moved + row.times[SEND],
         )
-        reached = np.empty((4, high - low, len(row.ends)))
-        np.maximum(before[:3, low:high, None], machine, out=reached[:3])
-        transfer = row.receive_s + row.gradient_s
-        np.add(before[3, low:high, None], transfer[None, :], out=reached[3])
-        view = table[:, low + 1 : high + 1]
-        view[..., row.ends] = np.minimum(view[..., row.ends], reached)
+    )
+    if lineup.limited:
+        found[:, lineup.excess(low, high - low, row.held) > 0] = np.inf
+    return found
+
+
+def _exact(space: Space, lineup: Lineup) -> Tables:
+    table = np.full((5, lineup.stages + 1, space.size), np.inf)
+    table[:, 0, 0] = 0.0
+    possible = boundaries(space, lineup)
+    for start in range(space.size):
+        table[..., start] += possible[:, start]
+        if space.idle:
+            _idle(table[..., start], possible[:, start])
+        counts = np.flatnonzero(np.isfinite(table[0, :-1, start]))
+        if not len(counts) or start == space.size - 1:
+            continue
+        for low, high, pace in runs(lineup, counts[0], counts[-1] + 1):
+            row = space.row(start, pace)
+            reached = machines(lineup, low, high, row)
+            before = table[:, low:high, start, None]
+            reached[3] += before[3]
+            for index in (0, 1, 2, 4):
+                np.maximum(reached[index], before[index], out=reached[index])
+            view = table[:, low + 1 : high + 1]
+            view[..., row.ends] = np.minimum(view[..., row.ends], reached)
     return Tables(*table)
 
 
-def bottleneck_chain(space: Space, stages: int, again: Floats) -> tuple[int, ...] | None:
-    """A cut whose slowest stage, transfers beside computing, is as fast as possible.
+def _idle(columns: Floats, possible: Floats) -> None:
+    """Lets stages be empty, where the constraints allow."""
+    for count in range(1, columns.shape[1]):
+        better = np.minimum(columns[:, count], columns[:, count - 1] + possible[count])
+        columns[:, count] = better
+
+
+def bottleneck_chain(
+    space: Space, lineup: Lineup, *, apart: bool = False
+) -> tuple[int, ...] | None:
+    """A cut whose slowest stage is as fast as possible, of those in which each stage fits.
 
     Args:
-        again: for every stage, 1 where it recomputes, else 0.
+        apart: whether transfers come after computing; otherwise they happen beside it.
 
     Returns:
-        `stages` + 1 down-sets, the empty one first; None where the family has no such cut.
+        As many down-sets as stages and one, the empty one first; None where there is no such cut.
     """
-    best = np.full((stages + 1, space.size), np.inf)
-    best[0, 0] = 0.0
-    parent = np.zeros((stages + 1, space.size), dtype=np.int64)
+    stages = lineup.stages
+    best = boundaries(space, lineup)
+    possible = best.copy()
+    best[1:] = np.inf
+    parent = np.zeros((stages + 1, space.size), dtype=np.int32)
     for start in range(space.size - 1):
+        best[:, start] += possible[:, start]
         counts = np.flatnonzero(np.isfinite(best[:-1, start]))
         if not len(counts):
             continue
-        row = space.row(start)
-        forward = space.forward_s[row.ends] - space.forward_s[start]
-        backward = space.backward_s[row.ends] - space.backward_s[start]
-        there = np.maximum(forward, row.receive_s)
-        for count in counts:
-            back = np.maximum(backward + again[count] * forward, row.gradient_s)
-            reached = np.maximum(best[count, start], there + back)
-            better = reached < best[count + 1, row.ends]
-            ends = row.ends[better]
-            best[count + 1, ends] = reached[better]
-            parent[count + 1, ends] = start
+        for low, high, pace in runs(lineup, counts[0], counts[-1] + 1):
+            row = space.row(start, pace)
+            costs = machines(lineup, low, high, row)
+            cost = costs[4] if apart else costs[0] + costs[1]
+            reached = np.maximum(best[low:high, start, None], cost)
+            view = best[low + 1 : high + 1]
+            old = view[:, row.ends]
+            better = reached < old
+            view[:, row.ends] = np.where(better, reached, old)
+            links = parent[low + 1 : high + 1]
+            links[:, row.ends] = np.where(better, start, links[:, row.ends])
     if not np.isfinite(best[stages, -1]):
         return None
-    chain = [space.size - 1]
+    return _walk_back(parent, stages, space.size)
+
+
+def least_excess(space: Space, lineup: Lineup) -> float:
+    """By how many bytes some stage is too large for its device, at least, in any cut; or 0."""
+    best = boundaries(space, lineup)
+    possible = best.copy()
+    best[1:] = np.inf
+    for start in range(space.size - 1):
+        best[:, start] += possible[:, start]
+        counts = np.flatnonzero(np.isfinite(best[:-1, start]))
+        if not len(counts):
+            continue
+        low, high = counts[0], counts[-1] + 1
+        row = space.row(start, lineup.paces[low])
+        over = np.maximum(lineup.excess(low, high - low, row.held), 0.0)
+        reached = np.maximum(best[low:high, start, None], over)
+        view = best[low + 1 : high + 1]
+        view[:, row.ends] = np.minimum(view[:, row.ends], reached)
+    return float(best[-1, -1])
+
+
+def tails(space: Space, lineup: Lineup, cost: Callable[[int, int, Row], Floats]) -> Floats:
+    """The largest cost of a stage in the best cut of all outside a down-set, indexed [j, I].
+
+    The stages j, j + 1, ... lie outside. Infinite where there is no such cut.
+
+    Args:
+        cost: of the stages from one to before another, all of equal pace: (stages, ends).
+    """
+    stages = lineup.stages
+    possible = boundaries(space, lineup)
+    best = np.full((stages + 1, space.size), np.inf)
+    best[stages, -1] = 0.0
+    for start in range(space.size - 2, -1, -1):
+        for low, high, pace in runs(lineup, 0, stages):
+            row = space.row(start, pace)
+            if not len(row.ends):
+                continue
+            costs = cost(low, high, row)
+            if lineup.limited:
+                costs = np.where(lineup.excess(low, high - low, row.held) > 0, np.inf, costs)
+            reached = np.maximum(costs, best[low + 1 : high + 1][:, row.ends])
+            best[low:high, start] = reached.min(axis=1)
+        best[:, start] += possible[:, start]
+    return best
+
+
+def _walk_back(parent: Floats, stages: int, size: int) -> tuple[int, ...]:
+    chain = [size - 1]
     for made in range(stages, 0, -1):
         chain.append(int(parent[made, chain[-1]]))
     return tuple(reversed(chain))

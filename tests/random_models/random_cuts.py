@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from gpipe_compiler.cluster import Link
-from gpipe_compiler.passes.cut import Cut, StepKind
+from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut_contract import contract
 from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.cut_setting import Setting
 from gpipe_compiler.simulate import StageTimes
 
 
 def random_cut(seed: int) -> Callable[..., Cut]:
     """In the place of `passes.cut.cut`: a random chain of down-sets, legal and no more."""
 
-    def cut(
-        problem: CutProblem,
-        *,
-        stages: int,
-        microbatches: int,
-        step: StepKind,
-        link: Link,
-        recompute: Sequence[bool],
-        most_down_sets: int,
-    ) -> Cut:
-        del microbatches, step, recompute, most_down_sets
+    def cut(problem: CutProblem, setting: Setting, most_down_sets: int = 0) -> Cut:
+        del most_down_sets
         draw = random.Random(seed)
-        graph = contract(problem.check(), link, keep=len(problem.nodes) + 1)
+        stages = setting.stages
+        graph = contract(problem.check(), stages)
         assert graph.parts >= stages, "ask for fewer stages"
         last = graph.size - 1 if graph.last else None
         order: list[int] = []
@@ -47,11 +39,12 @@ def random_cut(seed: int) -> Callable[..., Cut]:
             for member in graph.members[node]:
                 stage_of[member] = sum(end <= position for end in ends)
         times = (StageTimes(1.0, 2.0),) * stages
-        return Cut(tuple(stage_of), times, 1.0, 1.0, False, 1)
+        seats = tuple(range(max(setting.placement) + 1))
+        return Cut(tuple(stage_of), times, 1.0, 1.0, False, 1, 1.0, seats, (0,) * len(seats))
 
     return cut
 
 
-def most_stages(problem: CutProblem, link: Link) -> int:
+def most_stages(problem: CutProblem) -> int:
     """How many stages a problem can be cut into."""
-    return contract(problem.check(), link, keep=len(problem.nodes) + 1).parts
+    return contract(problem.check(), 2).parts

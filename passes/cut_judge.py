@@ -1,0 +1,178 @@
+"""What a cut comes to: seconds, bytes and steps, straight from the problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpipe_compiler.passes.cut_lineup import Lineup
+from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Seconds
+from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut_space import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    RECEIVE,
+    SEND,
+    UPDATE,
+    WEIGHT,
+    Floats,
+)
+from gpipe_compiler.simulate import StageTimes, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one cut on one order of devices.
+
+    Attributes:
+        excess: for every device of the pipeline, bytes by which it is too small.
+    """
+
+    stage_of: tuple[int, ...]
+    seats: tuple[int, ...]
+    times: tuple[StageTimes, ...]
+    excess: tuple[int, ...]
+    step_s: float
+    bottleneck_s: float
+
+    def rank(self, objective: Objective) -> tuple[float, float]:
+        """The smaller, the better."""
+        value = self.step_s if objective is Objective.STEP else self.bottleneck_s
+        return max(self.excess), value
+
+
+class Judge:
+    """Judges cuts of one problem in one setting.
+
+    Args:
+        again: for every stage, 1 where it recomputes anything, else 0.
+    """
+
+    def __init__(self, problem: CutProblem, setting: Setting, again: Floats) -> None:
+        self.problem = problem
+        self.objective = setting.objective
+        self.split = setting.splits_backward
+        self.again = again
+        self.steps = Steps(setting.orders)
+        nodes = tuple(Seconds(n.forward_s, n.backward_s, n.weight_s) for n in problem.nodes)
+        self._kinds = (nodes, *problem.other_kinds)
+
+    def judge(self, lineup: Lineup, stage_of: Sequence[int]) -> Verdict:
+        """Everything about a cut."""
+        stages = lineup.stages
+        seconds = [[0.0, 0.0, 0.0] for _ in range(stages)]
+        kinds = [self._kinds[lineup.devices[device].kind] for device in lineup.placement]
+        for node, stage in enumerate(stage_of):
+            cost, total = kinds[stage][node], seconds[stage]
+            total[0] += cost.forward_s
+            total[1] += cost.backward_s
+            total[2] += cost.weight_s
+        receive, gradient, sends = ([0.0] * stages for _ in range(3))
+        taken = [0.0] * stages
+        for value in self.problem.values:
+            given = value.producer == GRAPH_INPUT
+            source = 0 if given else stage_of[value.producer]
+            for target in {stage_of[consumer] for consumer in value.consumers}:
+                if target != source or given:
+                    taken[target] += value.bytes
+                if target == source:
+                    continue
+                link = lineup.between(source, target)
+                there, back = link.seconds(value.bytes), link.seconds(value.gradient_bytes)
+                receive[target] += there
+                gradient[target] += back
+                sends[source] += there + back
+        held = self._held(lineup, stage_of, taken)
+        times = []
+        for stage, (forward, backward, weight) in enumerate(seconds):
+            seat = lineup.devices[lineup.placement[stage]]
+            updated = held[1][stage]
+            update = updated * seat.update_s_per_byte + bool(updated) * seat.update_latency_s
+            times.append(
+                StageTimes(
+                    forward,
+                    backward,
+                    receive[stage],
+                    gradient[stage],
+                    forward * float(self.again[stage]),
+                    weight,
+                    update,
+                )
+            )
+        return Verdict(
+            tuple(stage_of),
+            lineup.seats,
+            tuple(times),
+            held[0],
+            float(self.steps(_columns(times))[0]),
+            max(
+                t.forward_s + t.backward_s + t.recompute_s + t.receive_s + t.gradient_s + sent
+                for t, sent in zip(times, sends, strict=True)
+            ),
+        )
+
+    def _held(
+        self, lineup: Lineup, stage_of: Sequence[int], taken: Sequence[float]
+    ) -> tuple[tuple[int, ...], list[float]]:
+        """The excess of every device, and what every stage updates."""
+        stages = lineup.stages
+        state, saved, updated = ([0.0] * stages for _ in range(3))
+        for kept in self.problem.kept:
+            for stage in {stage_of[user] for user in kept.users}:
+                state[stage] += kept.bytes
+                saved[stage] += kept.microbatch_bytes
+                updated[stage] += kept.updated_bytes
+        excess = [0] * len(lineup.devices)
+        if lineup.limited:
+            for device, (load, seat) in enumerate(zip(lineup.loads, lineup.devices, strict=True)):
+                peak = load.peak([taken[s] for s in load.stages], [saved[s] for s in load.stages])
+                over = sum(state[s] for s in load.stages) + peak - seat.memory
+                excess[device] = max(0, int(np.ceil(over))) if np.isfinite(over) else 0
+        return tuple(excess), updated
+
+    def score(self, lineup: Lineup, times: Floats, held: Floats) -> tuple[Floats, Floats]:
+        """The largest excess of a device, and the objective, of many pipelines.
+
+        Args:
+            times: shape (pipelines, 7, stages), as in `Row`; `held` likewise, (pipelines, 3,
+                stages).
+        """
+        again = times[:, FORWARD] * self.again
+        if self.objective is Objective.STEP:
+            rows = (FORWARD, BACKWARD, RECEIVE, GRADIENT)
+            columns = [times[:, row] for row in rows]
+            columns += [again, times[:, WEIGHT], times[:, UPDATE]]
+            value = self.steps(np.stack(columns, axis=2))
+        else:
+            rows = (FORWARD, BACKWARD, RECEIVE, GRADIENT, SEND)
+            value = (times[:, rows].sum(axis=1) + again).max(axis=1)
+        return excess_of(lineup, held), value
+
+
+def excess_of(lineup: Lineup, held: Floats, stages: int | None = None) -> Floats:
+    """The largest excess of a device, of many pipelines, at least 0.
+
+    Args:
+        held: shape (pipelines, 3, stages), as in `Row`.
+        stages: how many there are so far; those after them hold nothing yet.
+    """
+    worst = np.zeros(len(held))
+    if not lineup.limited:
+        return worst
+    for load, memory in zip(lineup.loads, lineup.memory, strict=True):
+        known = [i for i, stage in enumerate(load.stages) if stages is None or stage < stages]
+        if not known:
+            continue
+        own = held[:, :, [load.stages[i] for i in known]]
+        counts = load.counts[:, known]
+        peak = np.einsum("msk,nks->nm", counts.astype(float), own[:, 1:]).max(axis=1, initial=0.0)
+        np.maximum(worst, own[:, 0].sum(axis=1) + peak - memory, out=worst)
+    return worst
+
+
+def _columns(times: Sequence[StageTimes]) -> Floats:
+    names = StageTimes.__dataclass_fields__
+    return np.array([[[getattr(t, name) for name in names] for t in times]])

@@ -1,0 +1,223 @@
+"""Searches families of down-sets on every order of devices, the best cut so far as cutoff."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpipe_compiler.passes.cut_criteria import FillDrain, Rounds
+from gpipe_compiler.passes.cut_exact import Enumeration, Goal
+from gpipe_compiler.passes.cut_judge import Judge, Verdict
+from gpipe_compiler.passes.cut_lineup import Lineup
+from gpipe_compiler.passes.cut_local import improve_chain
+from gpipe_compiler.passes.cut_ordered import Ordered
+from gpipe_compiler.passes.cut_search import TOLERANCE, Criterion, search
+from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut_space import Space
+from gpipe_compiler.passes.cut_tables import Tables, bottleneck_chain, least_excess, tables
+from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.simulate import recomputed
+
+ORDERED_WORK = 5_000_000
+"""Limits labels that follow orders, which cost the cube of the micro-batches each, per stage."""
+
+MOST_LABELS = 4_000
+"""Such labels per stage at most."""
+
+WORK = 1_500_000_000
+"""Numbers worked out, about, by the search through all chains before it gives up."""
+
+_LINES = (None, ScheduleKind.GPIPE)
+_ORDERED = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1)
+
+
+class Solver:
+    """The best cut so far, and the searches that better it.
+
+    Args:
+        lineups: the orders of devices.
+        repeats: for every stage, how many micro-batches it computes again.
+        total_s: computing of the whole graph once, on the fastest devices.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        judge: Judge,
+        lineups: Sequence[Lineup],
+        repeats: tuple[int, ...],
+        total_s: float,
+    ) -> None:
+        self.setting, self.judge, self.lineups, self.repeats = setting, judge, lineups, repeats
+        self.room = 0
+        self.least_excess = True
+        self._best: Verdict | None = None
+        self._work = WORK
+        self._m = setting.microbatches
+        self.total_s = total_s
+        self._step = setting.objective is Objective.STEP
+
+    @property
+    def found(self) -> bool:
+        """Whether there is any cut yet."""
+        return self._best is not None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The best cut so far."""
+        assert self._best is not None, "nothing was found"
+        return self._best
+
+    @property
+    def value(self) -> float:
+        """The objective of the best cut so far, of those that exceed memory by the least."""
+        if self._best is None or max(self._best.excess) > self.room:
+            return math.inf
+        return self._best.rank(self.setting.objective)[1]
+
+    def reaches(self, bound: float) -> bool:
+        """Whether a lower bound proves the best cut so far."""
+        return self.found and self.least_excess and bound >= self.value * (1 - 1e-9)
+
+    def search(self, space: Space, *, last: bool) -> float:
+        """Searches a family on all orders of devices.
+
+        Args:
+            last: whether no further search of it follows, so that what remains open is worth more
+                time.
+
+        Returns:
+            a lower bound on all cuts in the family and on the best so far.
+        """
+        if not self._make_room(space, last=last):
+            return math.inf
+        lineups = [lineup.roomier(self.room) for lineup in self.lineups]
+        if not space.idle:
+            lineups = [lineup for lineup in lineups if self._first(space, lineup)] or lineups
+        bounds = []
+        for lineup in lineups:
+            space.limit(self._longest_stage())
+            bounds.append(self._prove(space, lineup))
+        if last:
+            for index in sorted(range(len(lineups)), key=bounds.__getitem__):
+                if bounds[index] < self.value * (1 - TOLERANCE):
+                    space.limit(self._longest_stage())
+                    bounds[index] = max(bounds[index], self._enumerate(space, lineups[index]))
+        return min(bounds)
+
+    def _make_room(self, space: Space, *, last: bool) -> bool:
+        """Finds out by how much memory must be exceeded; False where there is no cut at all."""
+        if space.idle:
+            return True
+        self.room = 0
+        self.least_excess = True
+        if not any(lineup.limited for lineup in self.lineups):
+            return True
+        if not self.lineups[0].shared:
+            least = min(least_excess(space, lineup) for lineup in self.lineups)
+            if not math.isfinite(least):
+                return False
+            self.room = math.ceil(least)
+            self.least_excess = last or not self.room
+            return True
+        for lineup in self.lineups:
+            self._first(space, lineup)
+            if math.isfinite(self.value):
+                return True
+            self._first(space, lineup.roomier(math.inf))
+        if self._best is None:
+            return False
+        least = max(self._best.excess)
+        self.least_excess = last
+        for lineup in self.lineups if last else ():
+            todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats, Goal.EXCESS)
+            outcome, self._work = todo.run(least, self._work)
+            self.least_excess = self.least_excess and outcome.bound >= least
+            if outcome.chain is not None:
+                self._offer(space, lineup, outcome.chain)
+                least = max(self._best.excess)
+                self.least_excess = last and outcome.bound > least - 1
+        self.room = least
+        return True
+
+    def _first(self, space: Space, lineup: Lineup) -> bool:
+        """A good cut to begin with; False where there is none in the family."""
+        chain = bottleneck_chain(space, lineup, apart=not self._step)
+        if chain is None:
+            return False
+        self._offer(space, lineup, chain)
+        self._offer(space, lineup, improve_chain(space, self._true(lineup), chain, self.judge))
+        return True
+
+    def _prove(self, space: Space, lineup: Lineup) -> float:
+        """Searches by what is known of the schedule; returns a lower bound."""
+        bounds = tables(space, lineup)
+        stages, m, kind = self.setting.stages, self._m, self.setting.kind
+        if not self._step:
+            return float(bounds.stage_s[stages, -1])
+        plain = max(float(bounds.way_s[stages, -1]), m * float(bounds.device_s[stages, -1]))
+        if lineup.shared:
+            return plain
+        alone = kind is ScheduleKind.ONE_F_ONE_B and (m == 1 or stages == 1)
+        if kind in _LINES or alone:
+            updates = any(pace.update_s_per_byte or pace.update_latency_s for pace in lineup.paces)
+            drain = FillDrain(m, lineup.again, updates)
+            return self._search(space, lineup, bounds, drain)
+        if kind not in _ORDERED:
+            return plain
+        least = plain
+        if kind is ScheduleKind.ONE_F_ONE_B:
+            rounds = Rounds(m, stages, lineup.again)
+            least = max(least, self._search(space, lineup, bounds, rounds))
+            if least >= self.value * (1 - TOLERANCE):
+                return least
+            space.limit(self._longest_stage())
+        beam = max(16, min(MOST_LABELS, ORDERED_WORK // m**3))
+        asked = {stage for stage, count in enumerate(self.repeats) if count}
+        redone = frozenset(a for a in recomputed(self.setting.orders) if a.stage in asked)
+        split = self.setting.splits_backward
+        ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
+        return max(least, self._search(space, lineup, bounds, ordered))
+
+    def _search(self, space: Space, lineup: Lineup, bounds: Tables, criterion: Criterion) -> float:
+        """Searches by one criterion, keeps what it finds, and returns its bound."""
+        found = search(space, lineup, bounds, criterion, self.value)
+        if found.chain is not None and not space.idle:
+            self._offer(space, lineup, found.chain)
+            better = improve_chain(space, lineup, found.chain, self.judge)
+            self._offer(space, lineup, better)
+        return found.bound_s
+
+    def _enumerate(self, space: Space, lineup: Lineup) -> float:
+        todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats)
+        outcome, self._work = todo.run(self.value, self._work)
+        if outcome.chain is not None:
+            self._offer(space, lineup, outcome.chain)
+        return outcome.bound
+
+    def _longest_stage(self) -> float:
+        """A stage that computes for longer cannot be in a better cut than the best so far."""
+        if not self._step or not math.isfinite(self.value):
+            return self.value
+        if self.setting.kind in _LINES and not self.lineups[0].shared and self._m > 1:
+            return (self.value - self.total_s) / (self._m - 1)
+        return self.value / self._m
+
+    def _true(self, lineup: Lineup) -> Lineup:
+        """The same order of devices with the memory they have."""
+        return next(true for true in self.lineups if true.seats == lineup.seats)
+
+    def _offer(self, space: Space, lineup: Lineup, chain: Sequence[int]) -> None:
+        """Keeps the chain when it is the best so far."""
+        inside = space.member[:, list(chain[1:])]
+        stages = np.argmax(inside, axis=1)
+        stage_of = [0] * sum(map(len, space.graph.members))
+        for members, stage in zip(space.graph.members, stages.tolist(), strict=True):
+            for node in members:
+                stage_of[node] = stage
+        verdict = self.judge.judge(self._true(lineup), stage_of)
+        objective = self.setting.objective
+        if self._best is None or verdict.rank(objective) < self._best.rank(objective):
+            self._best = verdict
