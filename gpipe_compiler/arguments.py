@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpipe_compiler.cluster import BUILT_IN
-from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.exploring import SECONDS
 from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.machine_arguments import machine_arguments, seconds
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.search_arguments import search_arguments, setting_arguments
@@ -92,45 +91,11 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         help="op times: estimated from work and bytes, or timed on this machine "
         "(default %(default)s)",
     )
-    machines = group.add_mutually_exclusive_group()
-    machines.add_argument(
-        "--devices",
-        metavar="NxNAME",
-        default="local",
-        help="what there is to run on, in one host: 4xH200, or H200 for as many as needed, or "
-        "2xV100,2xP40; local is this machine, measured now, and measured the same with its links "
-        "(default %(default)s); known are "
-        + ", ".join(entry.device.name for entry in BUILT_IN.values()),
-    )
-    machines.add_argument(
-        "--cluster",
-        metavar="FILE",
-        type=Path,
-        help="a description of hosts, devices and links, as the .toml files in examples/clusters",
-    )
-    group.add_argument(
-        "--bandwidth",
-        metavar="B/s",
-        type=_bandwidth,
-        help="bytes a second of every link between two devices, such as 12.5G, 25GB/s, 100Gb/s",
-    )
-    group.add_argument(
-        "--latency",
-        metavar="S",
-        type=_seconds,
-        help="seconds before the first byte, on every link, such as 20us",
-    )
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=_memory,
-        help="what every device holds, such as 16GiB; a plan that does not fit is then refused "
-        "(default: as it is described)",
-    )
+    machine_arguments(group)
     group.add_argument(
         "--search-time",
         metavar="S",
-        type=_seconds,
+        type=seconds,
         default=SECONDS,
         help="with auto, look at no further settings after so many seconds (default 300)",
     )
@@ -199,22 +164,3 @@ def trace_parser() -> argparse.ArgumentParser:
 
 def _package_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", metavar="PKG", type=Path, help="what gpipe-compile wrote")
-
-
-def _bandwidth(text: str) -> float:
-    return _quantity(text, BANDWIDTH)
-
-
-def _memory(text: str) -> int:
-    return int(_quantity(text, SIZE))
-
-
-def _seconds(text: str) -> float:
-    return _quantity(text, TIME)
-
-
-def _quantity(text: str, quantity: Quantity) -> float:
-    try:
-        return quantity.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from gpipe_compiler.arguments import compile_parser, graph_parser, inspect_parser, trace_parser
-from gpipe_compiler.cluster import Cluster, devices_named, read_cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
@@ -23,6 +22,7 @@ from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
+from gpipe_compiler.machine_arguments import cluster_asked
 from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, RematChoice
@@ -126,7 +126,7 @@ def _compile(arguments: argparse.Namespace) -> None:
         training=arguments.mode == "train",
         frontend=Frontend(arguments.frontend),
         measured=arguments.cost == "measured",
-        cluster=_cluster(arguments),
+        cluster=cluster_asked(arguments),
         validate=not arguments.no_validate,
         force=arguments.force,
         seed=arguments.seed,
@@ -171,15 +171,6 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
             hint="--force replaces it, -o names another directory, --dry-run writes nothing",
         )
     return directory
-
-
-def _cluster(arguments: argparse.Namespace) -> Cluster:
-    if arguments.cluster is None:
-        cluster = devices_named(arguments.devices)
-    else:
-        cluster = read_cluster(arguments.cluster)
-    linked = cluster.with_links(arguments.bandwidth, arguments.latency)
-    return linked.with_memory(arguments.memory)
 
 
 def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:

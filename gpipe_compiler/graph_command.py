@@ -13,6 +13,7 @@ from rich.text import Text
 from gpipe_compiler.bare_plan import DEFAULT_LINK, BarePlan, BareSetting, plan_graph
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_file import read_graph
+from gpipe_compiler.machine_arguments import cluster_asked
 from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.report.tables import figure_table, pairs_table
@@ -25,7 +26,7 @@ MICROBATCHES_PER_STAGE = 4
 
 _UNDERSTOOD = frozenset(
     {"model", "stages", "microbatches", "schedule", "objective", "mode", "bandwidth", "latency"}
-    | {"memory", "dry_run", "json"}
+    | {"memory", "devices", "cluster", "dry_run", "json"}
 )
 """Options that mean something for a bare graph."""
 
@@ -67,6 +68,8 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         bandwidth=arguments.bandwidth or DEFAULT_LINK.bandwidth,
         latency_s=arguments.latency or DEFAULT_LINK.latency_s,
     )
+    machines = ("devices", "cluster")
+    is_asked = any(getattr(arguments, name) != parser.get_default(name) for name in machines)
     setting = BareSetting(
         arguments.stages,
         arguments.microbatches or MICROBATCHES_PER_STAGE * arguments.stages,
@@ -75,6 +78,7 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         None if arguments.mode == "train" else False,
         link,
         math.inf if arguments.memory is None else arguments.memory,
+        cluster_asked(arguments) if is_asked else None,
     )
     return plan_graph(read_graph(Path(arguments.model)), setting)
 

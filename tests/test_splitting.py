@@ -24,7 +24,7 @@ from loading import load_package
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler import cli
+from gpipe_compiler import cli, machine_arguments
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
@@ -293,7 +293,7 @@ def test_the_command_refuses_and_accepts(tmp_path: Path, monkeypatch: pytest.Mon
     """Exit code 3 with the line, and 0 with the flag."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(cli, "devices_named", lambda name: CLUSTER)
+    monkeypatch.setattr(machine_arguments, "devices_named", lambda name: CLUSTER)
     Path("towers.py").write_text(textwrap.dedent(MODEL))
     words = ["towers.py", "-k", "2", "-m", "4", "--frontend", "fx"]
     said = io.StringIO()

@@ -110,3 +110,44 @@ def test_what_is_wrong_ends_with_2_and_a_message(words: str, said: str, capsys: 
     assert said in printed.err
     assert "Traceback" not in printed.err
     assert printed.out == ""
+
+
+GRAPH = {
+    "ops": [
+        {
+            "name": name,
+            "forward_s": 1.0,
+            "backward_s": 0.0,
+            "output_bytes": 10**9,
+            "parameter_bytes": 1,
+            "saved_bytes": 0,
+        }
+        for name in "ab"
+    ],
+    "edges": [["a", "b"]],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "step_s"),
+    [
+        ("2xV100", 3 + 1e-5 + 1 / 150),
+        ("2xV100 --bandwidth 2G --latency 0", 3.5),
+        ("2xV100 --bandwidth 0.5G", 4.0),
+        ("V100,P40", 1 + 2 * 15.7 / 11.76 + 1e-5 + 1 / 12),
+    ],
+)
+def test_graphs_from_elsewhere_run_on_devices_too(
+    words: str, step_s: float, capsys: Printed, in_folder: Path
+) -> None:
+    """Two micro-batches through two ops of a second: in two stages, or where links are slow in one.
+
+    The last of them leaves after 1 + 2 seconds and one transfer, of which the P40 needs more.
+    """
+    (in_folder / "graph.json").write_text(json.dumps(GRAPH))
+    command = f"graph.json -k 2 -m 2 --mode infer --json --devices {words}"
+
+    assert cli.compile_command(command.split()) == 0
+    answer = json.loads(capsys.readouterr().out)
+
+    assert answer["step_time_s"] == pytest.approx(step_s)
