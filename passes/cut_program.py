@@ -1,0 +1,166 @@
+"""A mixed-integer program in the making, and HiGHS that solves it with bounded, repeatable work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+LEAST_ITERATIONS = 1_000
+"""Of simplex, whatever the size of the program."""
+
+REST = 1e-7
+"""Relative: as near as HiGHS is to get to the optimum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A constant and multiples of variables."""
+
+    constant: float = 0.0
+    terms: Mapping[int, float] = field(default_factory=dict)
+
+    def __add__(self, other: Linear) -> Linear:
+        return total([(1.0, self), (1.0, other)])
+
+    def __sub__(self, other: Linear) -> Linear:
+        return total([(1.0, self), (-1.0, other)])
+
+    def times(self, factor: float) -> Linear:
+        """So many times as much."""
+        return total([(factor, self)])
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it has no variables."""
+        return not self.terms
+
+    def most(self) -> float:
+        """The largest it can be when every variable lies between 0 and 1."""
+        return self.constant + sum(factor for factor in self.terms.values() if factor > 0)
+
+
+def total(parts: Sequence[tuple[float, Linear]]) -> Linear:
+    """The weighted sum of several."""
+    constant = 0.0
+    terms: dict[int, float] = {}
+    for factor, part in parts:
+        constant += factor * part.constant
+        for variable, own in part.terms.items():
+            terms[variable] = terms.get(variable, 0.0) + factor * own
+    return Linear(constant, {variable: own for variable, own in terms.items() if own})
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What HiGHS has found.
+
+    Attributes:
+        bound: no solution is less; infinite where there is none at all.
+        values: of the variables, in the best solution found; None where there is none.
+    """
+
+    bound: float
+    values: npt.NDArray[np.float64] | None
+
+
+class Program:
+    """Variables between bounds, rows that must not be negative, and one variable to be least."""
+
+    def __init__(self) -> None:
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._whole: list[bool] = []
+        self._rows: list[Linear] = []
+
+    def variable(self, low: float = 0.0, high: float = 1.0, *, whole: bool = False) -> Linear:
+        """A new variable."""
+        self._low.append(low)
+        self._high.append(high)
+        self._whole.append(whole)
+        return Linear(0.0, {len(self._low) - 1: 1.0})
+
+    def at_least(self, large: Linear, small: Linear) -> None:
+        """Adds the row large >= small."""
+        self._rows.append(large - small)
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self._rows)
+
+    def least(self, objective: Linear, work: int) -> Solution:
+        """Solves for the least of one variable.
+
+        Args:
+            work: about how many numbers of the program simplex iterations may touch in all; what
+                ends the search then is a count, not a clock, so that it ends at the same place on
+                every machine.
+        """
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy does not annotate it
+        for name, value in (
+            ("output_flag", False),
+            ("threads", 1),
+            ("parallel", "off"),
+            ("random_seed", 0),
+            ("mip_rel_gap", REST),
+            ("mip_abs_gap", 1e-9),
+        ):
+            solver.setOptionValue(name, value)
+        solver.passModel(self._model(objective))
+        most = max(LEAST_ITERATIONS, work // max(1, self.rows))
+        solver.cbMipInterrupt.subscribe(_Budget(most))
+        solver.run()
+        status = solver.getModelStatus()
+        if status in (
+            highspy.HighsModelStatus.kInfeasible,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible,
+        ):
+            return Solution(float("inf"), None)
+        info = solver.getInfo()
+        found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        values = np.array(solver.getSolution().col_value) if found else None
+        bound = float(info.mip_dual_bound)
+        if status == highspy.HighsModelStatus.kOptimal:
+            # Without whole variables left, presolve solves it and says nothing of a bound.
+            bound = max(bound, float(info.objective_function_value) * (1 - REST))
+        return Solution(bound, values)
+
+    def _model(self, objective: Linear) -> highspy.HighsLp:
+        model = highspy.HighsLp()
+        columns = len(self._low)
+        model.num_col_, model.num_row_ = columns, len(self._rows)
+        cost = np.zeros(columns)
+        for variable, factor in objective.terms.items():
+            cost[variable] = factor
+        model.col_cost_ = cost
+        model.col_lower_, model.col_upper_ = np.array(self._low), np.array(self._high)
+        model.row_lower_ = np.array([-row.constant for row in self._rows])
+        model.row_upper_ = np.full(len(self._rows), highspy.kHighsInf)
+        lengths = [len(row.terms) for row in self._rows]
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        model.a_matrix_.index_ = np.array(
+            [variable for row in self._rows for variable in row.terms], dtype=np.int32
+        )
+        model.a_matrix_.value_ = np.array([own for row in self._rows for own in row.terms.values()])
+        kinds = highspy.HighsVarType
+        model.integrality_ = [
+            kinds.kInteger if whole else kinds.kContinuous for whole in self._whole
+        ]
+        return model
+
+
+class _Budget:
+    """Ends the search after so many simplex iterations."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, event: highspy.HighsCallbackEvent) -> None:
+        answer = event.data_in
+        if answer is not None and event.data_out.simplex_iteration_count > self.most:
+            answer.user_interrupt = True
