@@ -18,6 +18,7 @@ from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.repeats import shortest
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _aten = torch.ops.aten
@@ -125,7 +126,7 @@ def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    run = DryRun.of(graph, training=graph.loss is not None)
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     tables = [{op.name: OpCost() for op in graph.ops} for _ in devices]
     for lone, names in distinct(graph, run):
         work = work_of(lone)

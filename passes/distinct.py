@@ -26,6 +26,7 @@ from gpipe_compiler.ir import (
     StateRef,
 )
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.repeats import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ class Lone:
 def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]]:
     """Each distinct op of the mode that `run` has, with the names of all that are the same.
 
+    Args:
+        run: of the graph, or of the shortest that tells of it (`passes.repeats`).
+
     Raises:
         ModelError: naming the op that cannot run.
     """
@@ -54,11 +58,17 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
     for op in run.graph.ops:
         if run.interpreter.runs(op):
             groups.setdefault(_signature(run, op, environment), []).append(op)
+    told: dict[str, list[str]] = {}
+    if len(run.graph.ops) < len(graph.ops):
+        blocks = Blocks(graph)
+        for op, name, _ in blocks.known():
+            told.setdefault(name, []).append(op.name)
     for ops in groups.values():
         first = ops[0]
         inputs = {name: environment[name] for name in first.inputs if name in environment}
         states = {name: run.states[name] for name in first.states(run.graph.modules)}
-        yield Lone(run, first, inputs, states), tuple(op.name for op in ops)
+        names = tuple(name for op in ops for name in told.get(op.name, (op.name,)))
+        yield Lone(run, first, inputs, states), names
 
 
 @dataclass(frozen=True, slots=True)

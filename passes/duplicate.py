@@ -17,6 +17,7 @@ from gpipe_compiler.ir import Argument, Graph, Mode, Op, ValueKind
 from gpipe_compiler.passes.dry_run import DryRun, modes
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.repeats import per_value, shortest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
     if all(value.kind is ValueKind.TENSOR for value in graph.values.values()):
         return {}
     found: dict[str, Argument] = {}
+    short = shortest(graph)
     for training in modes(graph):
-        run = DryRun.of(graph, training=training)
+        run = DryRun.of(short, training=training)
         once, twice = run.run(graph.batch_size), run.run(2 * graph.batch_size)
         for name in once:
             if not isinstance(once[name], torch.Tensor) and name not in found:
@@ -61,7 +63,7 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
                     found[name] = _template(once[name], twice[name], graph.batch_size)
                 except _NoTemplateError:
                     continue
-    return found
+    return per_value(graph, found)
 
 
 def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:

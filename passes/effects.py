@@ -7,6 +7,7 @@ passes that need those orders ask (`atoms`, `duplicate`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
+from gpipe_compiler.passes.repeats import Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[str] = frozenset()
@@ -80,6 +82,39 @@ def effects(graph: Graph) -> Effects:
     Raises:
         ModelError: naming the op that cannot run.
     """
+    blocks = Blocks.of(graph)
+    if blocks is not None:
+        with contextlib.suppress(IrregularError):
+            return _by_blocks(blocks, _effects(blocks.short))
+    return _effects(graph)
+
+
+def _by_blocks(blocks: Blocks, known: Effects) -> Effects:
+    """The effects in a graph, from those in its short form."""
+    writes, state_writes, aliases, state_aliases = (dict[str, frozenset[str]]() for _ in range(4))
+    short = blocks.short
+
+    def add_value(name: str, old: str, meaning: Meaning) -> None:
+        for table, row, change in (
+            (aliases, known.aliases.get(old), meaning.value),
+            (state_aliases, known.state_aliases.get(old), meaning.state),
+        ):
+            if row is not None:
+                table[name] = frozenset(map(change, row))
+
+    for source in blocks.graph.inputs:
+        add_value(source.name, source.name, blocks.outside)
+    for op, told, meaning in blocks.known():
+        if told in known.writes:
+            writes[op.name] = frozenset(map(meaning.value, known.writes[told]))
+        if told in known.state_writes:
+            state_writes[op.name] = frozenset(map(meaning.state, known.state_writes[told]))
+        for name, old in zip(op.outputs, short.op_of[told].outputs, strict=True):
+            add_value(name, old, meaning)
+    return Effects(writes, state_writes, aliases, state_aliases)
+
+
+def _effects(graph: Graph) -> Effects:
     found = _Collected()
     observed = modes(graph)
     for training in observed:

@@ -21,6 +21,7 @@ from gpipe_compiler.ir.interpret import Interpreter, construct
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, work_of
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
+from gpipe_compiler.passes.repeats import shortest
 
 REPEATS = 5
 """Timed runs of an op, after one that is not timed; their median counts."""
@@ -52,7 +53,7 @@ def measure(
     """
     if on is None:
         on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    run = DryRun.of(graph, training=graph.loss is not None)
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     costs = {op.name: OpCost() for op in graph.ops}
     estimated: set[str] = set()
     with _own_random_state(on):

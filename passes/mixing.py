@@ -13,6 +13,7 @@ import torch
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.repeats import per_op, shortest
 from gpipe_compiler.passes.watch import DispatchWatch
 
 
@@ -27,16 +28,14 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    run = DryRun.of(graph, training=graph.loss is not None)
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     once, twice = (_kernels(run, size) for size in (graph.batch_size, 2 * graph.batch_size))
-    return frozenset(
-        op.name
-        for op in graph.ops
-        if op.name not in graph.loss_only
-        and op.name in once
-        and len(once[op.name]) == len(twice[op.name])
-        and any(map(_mixes, once[op.name], twice[op.name]))
-    )
+    mixes = {
+        name: len(once[name]) == len(twice[name]) and any(map(_mixes, once[name], twice[name]))
+        for name in once
+    }
+    found = (name for name, mixing in per_op(graph, mixes).items() if mixing)
+    return frozenset(found) - graph.loss_only
 
 
 @dataclass(frozen=True, slots=True)

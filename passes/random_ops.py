@@ -13,6 +13,7 @@ import torch
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.repeats import per_op, shortest
 from gpipe_compiler.passes.watch import DispatchWatch
 
 
@@ -26,7 +27,7 @@ def random_ops(graph: Graph) -> Mapping[str, int]:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    run = DryRun.of(graph, training=graph.loss is not None)
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     counter = RandomCounter()
     counts: dict[str, int] = {}
 
@@ -39,7 +40,7 @@ def random_ops(graph: Graph) -> Mapping[str, int]:
         return returned
 
     run.run(graph.batch_size, observer)
-    return counts
+    return per_op(graph, counts)
 
 
 class RandomCounter(DispatchWatch):

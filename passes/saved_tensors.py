@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.repeats import BlockNames, Blocks, IrregularError
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[int] = frozenset()
@@ -49,6 +51,47 @@ def saved_tensors(graph: Graph) -> SavedTensors:
     """
     if graph.loss is None:
         return SavedTensors()
+    blocks = Blocks.of(graph)
+    if blocks is not None:
+        with contextlib.suppress(IrregularError):
+            return _by_blocks(blocks, _saved_tensors(blocks.short))
+    return _saved_tensors(graph)
+
+
+def _by_blocks(blocks: Blocks, known: SavedTensors) -> SavedTensors:
+    """What a graph saves, from what its short form does.
+
+    Storages are numbered in the order in which they are first saved. So the third of those that
+    one block saves first is to it what the third of another's is to that one.
+    """
+    homes: dict[int, tuple[BlockNames | None, int, int]] = {}
+    counts: dict[tuple[BlockNames | None, int], int] = {}
+    for op in blocks.short.ops:
+        names, block = blocks.place_of_op.get(op.name, (None, 0))
+        for number in sorted(known.by_op.get(op.name, _NOTHING)):
+            if number not in homes:
+                place = counts[names, block] = counts.get((names, block), -1) + 1
+                homes[number] = names, block, place
+    for names in blocks.names:
+        inner = (1, 2, names.stretch.count - 2)
+        if len({counts.get((names, block), -1) for block in inner}) > 1:
+            raise IrregularError("blocks save differently")
+    numbers: dict[tuple[BlockNames | None, int, int], int] = {}
+    by_op: dict[str, frozenset[int]] = {}
+    sizes: dict[int, int] = {}
+    for op, told, meaning in blocks.known():
+        mine = []
+        for number in sorted(known.by_op.get(told, _NOTHING)):
+            names, block, place = homes[number]
+            key = (names, block if names is None else meaning.block(names, block), place)
+            mine.append(numbers.setdefault(key, len(numbers)))
+            sizes[mine[-1]] = known.bytes[number]
+        if mine:
+            by_op[op.name] = frozenset(mine)
+    return SavedTensors(by_op, sizes)
+
+
+def _saved_tensors(graph: Graph) -> SavedTensors:
     run = DryRun.of(graph, training=True)
     own = _OwnStorages(run.states.values())
     # Every storage is kept to the end, for its key to stay its own. It holds no memory.

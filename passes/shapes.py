@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.own_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.precedence import must_run_in_place
+from gpipe_compiler.passes.repeats import Blocks, IrregularError, repeats, settled
 from gpipe_compiler.runtime.spec import Precision
 
 
@@ -36,13 +38,34 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
     Raises:
         ModelError: naming the op that cannot run on so many samples.
     """
-    graph = graph.replace(precision=precision)
+    stretches = graph.repeats or repeats(graph)
+    graph = graph.replace(precision=precision, repeats=())
+    values = None
+    if stretches:
+        whole = graph.replace(repeats=stretches)
+        values = _by_blocks(Blocks(whole), batch_size)
+        graph = graph if values is None else whole
+    if values is None:
+        values, _ = _values(graph, batch_size)
+    annotated = graph.replace(values=values, batch_size=batch_size)
+    found = effects(annotated)
+    written = written_inputs(annotated, found)
+    if written:
+        return annotate(own_inputs(graph, written), batch_size, precision)
+    held = must_run_in_place(annotated, found)
+    return check(annotated.replace(held=held), after="shapes")
+
+
+def _values(graph: Graph, batch_size: int) -> tuple[dict[str, Value], list[Mapping[str, Any]]]:
+    """All values described, and as they are in every run."""
     observed: dict[str, _Pair] = {}
+    environments: list[Mapping[str, Any]] = []
     numbers = _StorageNumbers()
     for training in modes(graph):
         run = DryRun.of(graph, training=training)
         once = run.run(batch_size)
         twice = run.run(2 * batch_size)
+        environments.extend((once, twice))
         fresh = {name: _Pair(once[name], twice[name]) for name in once if name not in observed}
         numbers.add(once, known=observed.keys() & once.keys())
         observed |= fresh
@@ -50,13 +73,36 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
         name: _describe(name, pair, batch_size, numbers.of.get(name, -1))
         for name, pair in observed.items()
     }
-    annotated = graph.replace(values=_in_order(graph, values), batch_size=batch_size)
-    found = effects(annotated)
-    written = written_inputs(annotated, found)
-    if written:
-        return annotate(own_inputs(graph, written), batch_size, precision)
-    held = must_run_in_place(annotated, found)
-    return check(annotated.replace(held=held), after="shapes")
+    return _in_order(graph, values), environments
+
+
+def _by_blocks(blocks: Blocks, batch_size: int) -> dict[str, Value] | None:
+    """All values described after those of the short graph; None where these do not tell."""
+    short = blocks.short
+    known, environments = _values(short, batch_size)
+    if not settled(blocks, environments):
+        return None
+    first: dict[int, str] = {}  # the first value in each memory
+    for value in known.values():
+        first.setdefault(value.storage, value.name)
+    # Each value of the whole graph with the one that tells of it, and the first in its memory.
+    rows = [(source.name, known[source.name], source.name) for source in blocks.graph.inputs]
+    rows = [(name, value, first[value.storage]) for name, value, _ in rows]
+    try:
+        for op, told, meaning in blocks.known():
+            for name, old in zip(op.outputs, short.op_of[told].outputs, strict=True):
+                rows.append((name, known[old], meaning.value(first[known[old].storage])))
+    except IrregularError:
+        return None
+    numbers: dict[str, int] = {}
+    return {
+        name: dataclasses.replace(
+            value,
+            name=name,
+            storage=-1 if value.storage < 0 else numbers.setdefault(memory, len(numbers)),
+        )
+        for name, value, memory in rows
+    }
 
 
 @dataclass(frozen=True, slots=True)

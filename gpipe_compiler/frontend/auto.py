@@ -6,9 +6,13 @@ import importlib
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
+from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, ModelError, TraceError
 from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.kernels import same_kernels
+from gpipe_compiler.frontend.lengthen import lengthen
 from gpipe_compiler.frontend.modes import merge
+from gpipe_compiler.frontend.shorten import Shortened, shortened
+from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 
@@ -42,14 +46,20 @@ def choose(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph,
     """The first graph that is right, and the frontend that gave it.
 
     Right means equal to the model in train and in eval mode, as `frontend.check` compares them: at
-    two batch sizes each, or one each where a comparison takes seconds. The model object stays as
-    it is.
+    two batch sizes each, or one each where a comparison takes seconds. A long run of equal layers
+    is traced as a short one where that gives a right graph too. The model object stays as it is.
 
     Raises:
         TraceError: when no frontend gives a right graph; says what each of them met.
         ModelError: when the model raises on its example inputs.
     """
     candidates = _ORDER if frontend is Frontend.AUTO else (frontend,)
+    short = shortened(subject)
+    if short is not None:
+        for candidate in candidates:
+            graph = _lengthened(short, subject, candidate)
+            if graph is not None:
+                return graph, candidate
     met: list[tuple[Frontend, TraceError]] = []
     for candidate in candidates:
         try:
@@ -81,6 +91,23 @@ def trace_with(subject: Subject, frontend: Frontend) -> Graph:
             "Python values taken from tensors, or global state",
         )
     return graph
+
+
+def _lengthened(short: Shortened, subject: Subject, frontend: Frontend) -> Graph | None:
+    """The graph of a model by way of that of the shortened one; None where there is no such way.
+
+    It is held against the whole model: on meta kernel by kernel, as there are no numbers.
+    """
+    try:
+        graph = lengthen(trace_with(short.subject, frontend), short, subject)
+    except (TraceError, IllegalGraphError, ModelError):
+        # With layers missing the model may not run at all: the whole one tells.
+        return None
+    if graph is None:
+        return None
+    if state_table(subject.model).on_meta:
+        return graph if same_kernels(graph, subject, short.subject) else None
+    return None if differences(graph, subject) else graph
 
 
 def _as_trace_error(error: GPipeCompilerError) -> TraceError:

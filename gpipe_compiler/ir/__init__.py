@@ -1,7 +1,16 @@
 """The intermediate representation: Graph, Op and Value, what is legal, how it prints and runs."""
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
-from gpipe_compiler.ir.graph import Graph, Loss, LossWeight, State, StateKind, Value, ValueKind
+from gpipe_compiler.ir.graph import (
+    Graph,
+    Loss,
+    LossWeight,
+    State,
+    StateKind,
+    Stretch,
+    Value,
+    ValueKind,
+)
 from gpipe_compiler.ir.ops import (
     Autocast,
     Block,
@@ -44,6 +53,7 @@ __all__ = [
     "State",
     "StateKind",
     "StateRef",
+    "Stretch",
     "Value",
     "ValueKind",
 ]

@@ -133,6 +133,26 @@ class Loss:
     weight: LossWeight | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Ops of a graph in which a block repeats.
+
+    Attributes:
+        start: the position of the first op.
+        period: ops in a block.
+        count: blocks.
+    """
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The position after the last op."""
+        return self.start + self.period * self.count
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A traced model. It pickles, its tensors included (`torch.save` writes it too).
@@ -148,6 +168,8 @@ class Graph:
         held: ops that serve only the loss and yet have to run in their place among the others,
             because a write in place orders them; filled in by `passes.shapes`.
         precision: under which the analyses run the ops; that of `values`.
+        repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
+            have other stretches: to replace them is to forget these.
     """
 
     name: str
@@ -163,6 +185,7 @@ class Graph:
     example: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
     held: frozenset[str] = frozenset()
     precision: Precision = Precision.FP32
+    repeats: tuple[Stretch, ...] = ()
 
     @cached_property
     def op_of(self) -> Mapping[str, Op]:
@@ -230,6 +253,8 @@ class Graph:
 
     def replace(self, **changes: object) -> Graph:
         """A copy with these fields changed."""
+        if "ops" in changes:
+            changes = {"repeats": (), **changes}
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # checked by replace
 
     def __str__(self) -> str:

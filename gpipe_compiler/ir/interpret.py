@@ -69,11 +69,16 @@ class Interpreter:
     def prepare(self) -> Interpreter:
         """Itself, with every module constructed now instead of at its first call.
 
+        Calls bring their own state, so modules that are constructed alike are one.
         To be called before a fake-tensor mode is entered, which would slow construction down.
         """
+        equal: dict[str, nn.Module] = {}
         for path, spec in self.graph.modules.items():
             if path not in self._modules:
-                self._modules[path] = construct(spec)
+                key = f"{spec.cls.__module__}.{spec.cls.__qualname__} {spec.args} {spec.kwargs}"
+                if key not in equal:
+                    equal[key] = construct(spec)
+                self._modules[path] = equal[key]
         return self
 
     def runs(self, op: Op) -> bool:
