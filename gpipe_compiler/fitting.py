@@ -77,10 +77,12 @@ def _fault(plan: Plan) -> str:
     state = sum(stage.state_bytes for stage in stages)
     numbers = ", ".join(str(stage.index) for stage in stages)
     others = sum(excess > 0 for excess in over) - 1
-    further = f", as {counted(others, 'other')} too" if others else ""
+    further = ""
+    if others:
+        further = f"; {others} other{'s are' if others > 1 else ' is'} too small as well"
     return (
         f"needs {format_bytes(over[rank])} more than the {format_bytes(plan.devices[rank].memory)} "
-        f"of device {rank} (stage{'s' if len(stages) > 1 else ''} {numbers}){further}: it holds "
+        f"of device {rank} (stage{'s' if len(stages) > 1 else ''} {numbers}{further}): it holds "
         f"{format_bytes(state)} of {_state_words(plan)}, and {format_bytes(held[rank] - state)} "
         "of activations"
     )

@@ -81,7 +81,7 @@ def constrain(
     """
     check_names(facts.graph, constraints)
     asked = _Asked.of(problem, facts, constraints, stages)
-    faults = asked.faults or list(_contradictions(problem, asked, stages))
+    faults = list(dict.fromkeys(asked.faults or _contradictions(problem, asked, stages)))
     if faults:
         raise _refusal(faults)
     return dataclasses.replace(
@@ -288,15 +288,14 @@ def _too_early(
                 key=lambda item: item.stage,
             )
         if leader in last:
-            bound = _Least(max(bound.stage, stages - 1), (*bound.because, "the loss is made last"))
+            bound = _Least(
+                max(bound.stage, stages - 1), (*bound.because, "the loss being made last")
+            )
         if leader in pins:
-            node, stage, words = pins[leader]
+            _, stage, words = pins[leader]
             if stage < bound.stage:
                 reasons = ", ".join(dict.fromkeys(bound.because))
-                yield (
-                    f"{words}: {asked.names[node]} cannot lie before stage {bound.stage}, "
-                    f"after what it is made from ({reasons})"
-                )
+                yield f"{words}: some of it has to lie in stage {bound.stage} or later, by {reasons}"
             bound = _Least(stage, (words,))
         elif bound.stage >= stages:
             yield (
