@@ -294,8 +294,10 @@ def _too_early(
         if leader in pins:
             _, stage, words = pins[leader]
             if stage < bound.stage:
-                reasons = ", ".join(dict.fromkeys(bound.because))
-                yield f"{words}: some of it has to lie in stage {bound.stage} or later, by {reasons}"
+                yield (
+                    f"{words}: some of it has to lie in stage {bound.stage} or later, by "
+                    f"{', '.join(dict.fromkeys(bound.because))}"
+                )
             bound = _Least(stage, (words,))
         elif bound.stage >= stages:
             yield (
