@@ -36,11 +36,16 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.errors import PlanError
+from gpipe_compiler.numbering import NOTHING, Numbers, sequence
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.clock import NOTHING_JOINT
 from gpipe_compiler.runtime.schedule.together import Joint
 from gpipe_compiler.runtime.schedule.waiting import waiting
+
+FEW = 8
+"""So few pipelines are worked out one by one, sooner than together in arrays."""
+
+FORWARD, WEIGHT = Phase.FORWARD, Phase.WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,48 +134,6 @@ class Simulation:
         return 1.0 - sum(self.busy_s) / whole if whole > 0 else 0.0
 
 
-def topological(orders: Orders, joint: Joint = NOTHING_JOINT) -> tuple[tuple[int, Compute], ...]:
-    """All (device, action) pairs, every action after those it waits for.
-
-    Raises:
-        PlanError: when some device would wait for ever, or an action is missing.
-    """
-    last_stage = max((action.stage for order in orders for action in order), default=-1)
-    done: set[Compute] = set()
-    position = [0] * len(orders)
-    found: list[tuple[int, Compute]] = []
-    moved = True
-    while moved:
-        moved = False
-        for device, order in enumerate(orders):
-            while position[device] < len(order):
-                action = order[position[device]]
-                needed = _needed(action, last_stage)
-                if needed is not None and joint.awaited(action.stage, needed) not in done:
-                    break
-                done.add(action)
-                found.append((device, action))
-                position[device] += 1
-                moved = True
-    if len(found) < sum(map(len, orders)):
-        device = next(d for d, order in enumerate(orders) if position[d] < len(order))
-        stuck = orders[device][position[device]]
-        raise PlanError(f"device {device} would wait for ever before {stuck}")
-    return tuple(found)
-
-
-def _needed(action: Compute, last_stage: int) -> Compute | None:
-    """The action of a neighbouring stage whose result this one waits for."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.phase is Phase.FORWARD:
-        return Compute(stage - 1, Phase.FORWARD, microbatch) if stage else None
-    if action.phase is Phase.WEIGHT:
-        return Compute(stage, Phase.BACKWARD, microbatch)
-    if stage == last_stage:
-        return Compute(stage, Phase.FORWARD, microbatch)
-    return Compute(stage + 1, Phase.BACKWARD, microbatch)
-
-
 def recomputed(orders: Orders, joint: Collection[int] = ()) -> frozenset[Compute]:
     """The backwards before which a stage under full remat runs its forward again.
 
@@ -213,11 +176,11 @@ def simulate(
     Raises:
         PlanError: when some device would wait for ever.
     """
-    run = _Run(times, len(orders), Joint.of(joint, orders), split_stages(orders), pace)
-    again = recomputed(orders, joint)
-    for device, action in topological(orders, run.joint):
+    run = _Run(times, orders, Joint.of(joint, orders), pace)
+    again = {run.numbers.of(action) for action in recomputed(orders, joint)}
+    for device, action, number in sequence(orders, run.joint):
         arrival = run.arrive(device, action)
-        run.compute(device, action, arrival, again=action in again)
+        run.compute(device, action, arrival, again=number in again)
     run.update()
     step = max((span.end_s for span in run.timeline), default=0.0)
     return Simulation(step, tuple(run.busy), tuple(run.timeline))
@@ -227,23 +190,19 @@ class _Run:
     """The devices and ports while a schedule is simulated, action by action."""
 
     def __init__(
-        self,
-        times: Sequence[StageTimes],
-        devices: int,
-        joint: Joint,
-        split: Collection[int],
-        pace: Pace,
+        self, times: Sequence[StageTimes], orders: Orders, joint: Joint, pace: Pace
     ) -> None:
         self.pace = pace
         self.times = times
         self.joint = joint
-        self.split = split
-        self.busy = [0.0] * devices
+        self.numbers = Numbers.of_all(orders)
+        self.split = split_stages(orders)
+        self.busy = [0.0] * len(orders)
         self.timeline: list[Span] = []
-        self._device_free = [0.0] * devices
+        self._device_free = [0.0] * len(orders)
         self._receive_free = [0.0] * len(times)
         self._gradient_free = [0.0] * len(times)
-        self._ready: dict[Compute, float] = {}
+        self._ready = [0.0] * self.numbers.size
 
     def arrive(self, device: int, action: Compute) -> float:
         """When all that the action waits for has come through its stage's port."""
@@ -252,13 +211,12 @@ class _Run:
             return 0.0  # it waits for its device alone, not for the gradient to have been sent
         receive_s = self.times[stage].receive_s if action.phase is Phase.FORWARD else 0.0
         arrival = 0.0
-        for microbatch in self.joint.begun(action):
-            needed = _needed(Compute(stage, action.phase, microbatch), len(self.times) - 1)
-            came = self._ready[needed] if needed is not None else 0.0
+        for received in _each(action, self.joint.begun(action)):
+            needed = self.numbers.needed(self.numbers.of(received))
+            came = self._ready[needed] if needed != NOTHING else 0.0
             if receive_s > 0:
                 start = max(came, self._receive_free[stage])
                 came = self._receive_free[stage] = start + receive_s
-                received = Compute(stage, action.phase, microbatch)
                 self.timeline.append(Span(Lane.RECEIVE, device, received, start, came))
             arrival = max(arrival, came)
         return arrival
@@ -271,14 +229,13 @@ class _Run:
             self._work(device, action, self._device_free[device], recompute_s, recompute=True)
         start = max(arrival, self._device_free[device])
         self._work(device, action, start, self._seconds(action))
-        for microbatch in self.joint.completed(action):
-            made = Compute(action.stage, action.phase, microbatch)
+        for made in _each(action, self.joint.completed(action)):
             end = self._device_free[device]
             if action.phase is Phase.BACKWARD and stage.gradient_s > 0:
                 start = max(end, self._gradient_free[action.stage])
                 end = self._gradient_free[action.stage] = start + stage.gradient_s
                 self.timeline.append(Span(Lane.GRADIENT, device, made, start, end))
-            self._ready[made] = end
+            self._ready[self.numbers.of(made)] = end
 
     def _seconds(self, action: Compute) -> float:
         stage = self.times[action.stage]
@@ -301,10 +258,18 @@ class _Run:
     def _work(
         self, device: int, action: Compute, start: float, seconds: float, *, recompute: bool = False
     ) -> None:
-        seconds *= self.pace.get((action, recompute), 1.0)
+        if self.pace:
+            seconds *= self.pace.get((action, recompute), 1.0)
         end = self._device_free[device] = start + seconds
         self.busy[device] += seconds
         self.timeline.append(Span(Lane.DEVICE, device, action, start, end, recompute=recompute))
+
+
+def _each(action: Compute, microbatches: Sequence[int]) -> Sequence[Compute]:
+    """The same work on these micro-batches."""
+    if len(microbatches) == 1 and microbatches[0] == action.microbatch:
+        return (action,)
+    return [Compute(action.stage, action.phase, microbatch) for microbatch in microbatches]
 
 
 class Steps:
@@ -319,12 +284,13 @@ class Steps:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._last = max((action.stage for order in orders for action in order), default=-1)
-        again = recomputed(orders)
         self._split = split_stages(orders)
+        numbers = Numbers.of_all(orders)
+        self._size = numbers.size
+        again = {numbers.of(action) for action in recomputed(orders)}
         self._sequence = tuple(
-            (device, action, _needed(action, self._last), action in again)
-            for device, action in topological(orders)
+            (device, action.stage, action.phase, number, numbers.needed(number), number in again)
+            for device, action, number in sequence(orders, NOTHING_JOINT)
         )
 
     def __call__(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -333,36 +299,65 @@ class Steps:
         Args:
             times: shape (pipelines, stages, 7), the last dimension as the fields of `StageTimes`.
         """
+        if len(times) <= FEW:
+            return np.array([self._alone(pipeline) for pipeline in times.tolist()])
         count, stages, _ = times.shape
-        device_free = np.zeros((len(self._orders), count))
-        receive_free = np.zeros((stages, count))
-        gradient_free = np.zeros((stages, count))
-        ready: dict[Compute, npt.NDArray[np.float64]] = {}
-        columns = np.ascontiguousarray(times.transpose(1, 2, 0))
         nothing = np.zeros(count)
-        for device, action, needed, again in self._sequence:
-            stage = action.stage
-            forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = columns[stage]
-            arrival = ready[needed] if needed is not None else nothing
-            if action.phase is Phase.FORWARD:
+        device_free = [nothing] * len(self._orders)
+        receive_free = [nothing] * stages
+        gradient_free = [nothing] * stages
+        ready = [nothing] * (self._size + 1)  # the last one is of what waits for nothing
+        rows = [tuple(row) for row in np.ascontiguousarray(times.transpose(1, 2, 0))]
+        for device, stage, phase, number, needed, again in self._sequence:
+            forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = rows[stage]
+            free, arrival = device_free[device], ready[needed]
+            if phase is FORWARD:
                 arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
-                end = device_free[device] = np.maximum(arrival, device_free[device]) + forward_s
-            elif action.phase is Phase.WEIGHT:
-                end = device_free[device] = device_free[device] + weight_s
+                end = device_free[device] = np.maximum(arrival, free) + forward_s
+            elif phase is WEIGHT:
+                end = device_free[device] = free + weight_s
             else:
-                ready_s = device_free[device] + recompute_s if again else device_free[device]
-                computed = np.maximum(arrival, ready_s) + backward_s
+                computed = np.maximum(arrival, free + recompute_s if again else free) + backward_s
                 if stage in self._split:
                     computed = computed - weight_s
                 device_free[device] = computed
                 end = np.maximum(computed, gradient_free[stage]) + gradient_s
                 gradient_free[stage] = end
-            ready[action] = end
+            ready[number] = end
         for device, order in enumerate(self._orders):
             for stage in {action.stage for action in order}:
-                device_free[device] += columns[stage][6]
-        last = np.maximum(device_free.max(axis=0), gradient_free.max(axis=0))
-        return np.asarray(np.maximum(last, receive_free.max(axis=0)))
+                device_free[device] = device_free[device] + rows[stage][6]
+        return np.asarray(np.max([nothing, *device_free, *receive_free, *gradient_free], axis=0))
+
+    def _alone(self, times: Sequence[Sequence[float]]) -> float:
+        """The step of one pipeline: the same arithmetic, without the cost of arrays."""
+        device_free = [0.0] * len(self._orders)
+        receive_free = [0.0] * len(times)
+        gradient_free = [0.0] * len(times)
+        ready = [0.0] * (self._size + 1)
+        for device, stage, phase, number, needed, again in self._sequence:
+            forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = times[stage]
+            free, arrival = device_free[device], ready[needed]
+            if phase is FORWARD:
+                came = receive_free[stage]
+                arrival = receive_free[stage] = (arrival if arrival > came else came) + receive_s
+                end = device_free[device] = (arrival if arrival > free else free) + forward_s
+            elif phase is WEIGHT:
+                end = device_free[device] = free + weight_s
+            else:
+                if again:
+                    free += recompute_s
+                computed = (arrival if arrival > free else free) + backward_s
+                if stage in self._split:
+                    computed -= weight_s
+                device_free[device] = computed
+                left = gradient_free[stage]
+                end = gradient_free[stage] = (computed if computed > left else left) + gradient_s
+            ready[number] = end
+        for device, order in enumerate(self._orders):
+            for stage in {action.stage for action in order}:
+                device_free[device] += times[stage][6]
+        return max(0.0, *device_free, *receive_free, *gradient_free)
 
 
 def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
