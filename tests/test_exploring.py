@@ -1,0 +1,346 @@
+"""Settings that are found, held against planning every one of them.
+
+`every` plans each choice by itself, without any bound, and takes the best and the undominated set
+by their definitions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gpipe_compiler as gpc
+from gpipe_compiler import exploring, workbench
+from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_fits
+from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
+from gpipe_compiler.compile import plan_as_asked
+from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.exploring import Wish, choices, explore, planned, spread
+from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.passes.constraints import Constraints
+from gpipe_compiler.passes.cut_graph import problem_of
+from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.report.frontier import reason
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.workbench import Workbench
+
+AUTO = Auto.AUTO
+BATCH = 4
+ROOM = 10**9
+
+
+def toy(memory: int, devices: int = 3, link: Link = IN_PROCESS) -> Cluster:
+    cluster = Cluster.of(Device("toy", 1e9, 1e9, memory, 1e-7), link)
+    return dataclasses.replace(cluster.sized(devices), endless=False)
+
+
+class Branches(nn.Module):
+    """Layers of unequal width, with a skip, so that no two cuts are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.second = nn.Linear(64, 64)
+        self.third = nn.Linear(64, 32)
+        self.skip = nn.Linear(16, 32)
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first(x))
+        y = self.third(torch.relu(self.second(y)))
+        return self.last(torch.relu(y + self.skip(x)))
+
+
+@pytest.fixture(scope="module")
+def graph() -> gpc.Graph:
+    target = torch.ones(BATCH, 4)
+    loss = nn.functional.mse_loss
+    return gpc.trace(Branches(), torch.ones(BATCH, 16), target=target, loss_fn=loss)
+
+
+def all_of(bench: Workbench, wish: Wish, policy: Policy) -> list[Point]:
+    """Every choice, planned."""
+    found = []
+    training = bench.graph.loss is not None
+    for choice in choices(wish, BATCH // policy.data_parallel, policy, training=training):
+        alone = dataclasses.replace(policy, schedule=choice.schedule, remat=choice.remat)
+        try:
+            found.append(planned(choice, bench.plan(choice, alone)))
+        except PlanError:
+            continue
+    return found
+
+
+def wish_for(cluster: Cluster, remat: RematChoice = RematChoice.AUTO) -> Wish:
+    return Wish.of(cluster, AUTO, AUTO, AUTO, Policy(remat=remat))
+
+
+@pytest.fixture(scope="module")
+def every(graph: gpc.Graph) -> list[Point]:
+    """All points on three devices that hold anything."""
+    cluster = toy(ROOM)
+    return all_of(Workbench(graph, cluster), wish_for(cluster), Policy())
+
+
+def figures(points: Iterator[Point] | list[Point]) -> set[tuple[float, int]]:
+    return {(point.step_s, point.peak_bytes) for point in points}
+
+
+def undominated(points: list[Point]) -> set[tuple[float, int]]:
+    """By the definition, among those that fit."""
+    known = figures([point for point in points if not point.over_bytes])
+    return {
+        (step, peak)
+        for step, peak in known
+        if not any((s <= step and p <= peak) and (s, p) != (step, peak) for s, p in known)
+    }
+
+
+def faster(one: Point, other: Point) -> bool:
+    return one.step_s < other.step_s and one.peak_bytes <= other.peak_bytes
+
+
+def check(found: exploring.Explored, truth: list[Point]) -> None:
+    """The chosen is the best that fits, the marked are the undominated, each reason is true."""
+    points = found.frontier.points
+    fitting = [point for point in truth if not point.over_bytes]
+    chosen = found.frontier.chosen
+    assert (chosen is not None) == bool(fitting)
+    if chosen is None:
+        return
+    fastest = min(point.step_s for point in fitting)
+    near = [point for point in fitting if point.step_s <= fastest * (1 + EQUAL)]
+    assert chosen.peak_bytes == min(point.peak_bytes for point in near)
+    assert found.plan.prediction.step_s == chosen.step_s
+    marked = [point for point in points if point.undominated]
+    assert figures(marked) == undominated(truth)
+    assert len(marked) == len(figures(marked))
+    known = {point.choice: point for point in truth}
+    for point in points:
+        if point.fate is Fate.PLANNED:
+            # What is marked follows from all points, not from this one.
+            assert dataclasses.replace(point, undominated=False) == known[point.choice]
+        elif point.choice in known:
+            assert point.fate is not Fate.REFUSED
+            true = known[point.choice]
+            assert true.step_s >= point.step_s * (1 - 1e-9)
+            assert true.peak_bytes >= point.peak_bytes
+            if point.fate is Fate.LARGER:
+                assert true.over_bytes >= point.over_bytes > 0
+            else:
+                assert any(faster(one, true) for one in fitting)
+
+
+class TestAgainstEverything:
+    def test_with_room_for_all(self, graph: gpc.Graph, every: list[Point]) -> None:
+        cluster = toy(ROOM)
+        found = explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+
+        check(found, every)
+        fates = {point.fate for point in found.frontier.points}
+        assert Fate.SLOWER in fates  # bounds do spare work
+
+    @pytest.mark.parametrize("share", [0.2, 0.6])
+    def test_with_little_room(self, graph: gpc.Graph, every: list[Point], share: float) -> None:
+        peaks = sorted(point.peak_bytes for point in every if point.choice.devices < 3)
+        cluster = toy(peaks[int(share * len(peaks))], 2)
+        bench, wish = Workbench(graph, cluster), wish_for(cluster)
+        found = explore(bench, wish, Policy())
+
+        check(found, all_of(bench, wish, Policy()))
+        assert any(point.over_bytes for point in found.frontier.points)
+
+    def test_over_a_slow_link_fewer_devices_win(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM, 2, Link(1e6, 1e-3))
+        bench, wish = Workbench(graph, cluster), wish_for(cluster, RematChoice.NONE)
+        found = explore(bench, wish, Policy())
+
+        check(found, all_of(bench, wish, Policy()))
+        assert found.frontier.points[0].choice.devices == 1
+
+    def test_where_nothing_fits_the_nearest_is_first(self, graph: gpc.Graph) -> None:
+        cluster = toy(1000)
+        found = explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+
+        assert not found.fits
+        first = found.frontier.points[0]
+        assert first.fate is Fate.PLANNED
+        assert first.over_bytes == max(found.plan.prediction.device_bytes) - 1000
+        assert all(point.over_bytes > 0 for point in found.frontier.points)
+
+    def test_it_is_the_same_every_time(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM, 2)
+        one, other = (
+            explore(Workbench(graph, cluster), wish_for(cluster), Policy()) for _ in range(2)
+        )
+        assert one.frontier == other.frontier
+        assert dataclasses.replace(one.plan, graph=None) == dataclasses.replace(
+            other.plan, graph=None
+        )
+
+
+class TestBounds:
+    def test_no_plan_is_better_than_its_bounds(self, graph: gpc.Graph, every: list[Point]) -> None:
+        bench = Workbench(graph, toy(ROOM))
+        for point in every:
+            prepared = bench.prepare(point.choice.microbatches, Policy())
+            work = Work.of(problem_of(prepared.facts), training=True)
+
+            assert least_step_s(work, point.choice) <= point.step_s * (1 + 1e-9)
+            assert least_peak_bytes(work, point.choice) <= point.peak_bytes
+            if point.choice.remat is RematChoice.NONE:
+                assert surely_fits(work, point.choice, ROOM)
+                assert not surely_fits(work, point.choice, point.peak_bytes - 1)
+
+    def test_the_bound_of_gpipe_is_its_step_where_stages_are_equal(self) -> None:
+        # Two equal halves: 2 (1 + 2) + (4 - 1) (1 + 2) seconds.
+        work = Work(2.0, 4.0, 2.0, 1.0, 2.0, 3.0, 100, 50, 10)
+        choice = Choice(2, 2, ScheduleKind.GPIPE, 4)
+        assert least_step_s(work, choice) == pytest.approx(15.0)
+        assert least_peak_bytes(work, choice) == (100 + 4 * 10) // 2
+
+
+class TestChoices:
+    def test_all_schedules_on_all_numbers_of_devices(self) -> None:
+        found = set(choices(wish_for(toy(ROOM, 4)), 8, Policy(), training=True))
+
+        assert Choice(4, 4, ScheduleKind.ZB_H1, 8, RematChoice.FULL) in found
+        assert Choice(8, 4, ScheduleKind.ZBV, 4) in found
+        assert Choice(16, 4, ScheduleKind.INTERLEAVED, 2) in found
+        assert {c.microbatches for c in found} == {1, 2, 4, 8}
+        assert {c.devices for c in found} == {1, 2, 3, 4}
+
+    def test_exact_batchnorm_has_gpipe_only(self) -> None:
+        policy = Policy(batchnorm=BatchNorm.EXACT)
+        found = choices(wish_for(toy(ROOM)), 8, policy, training=True)
+        assert {choice.schedule for choice in found} == {ScheduleKind.GPIPE}
+
+    def test_inference_recomputes_nothing(self) -> None:
+        found = choices(wish_for(toy(ROOM)), 8, Policy(), training=False)
+        assert {(c.schedule, c.remat) for c in found} == {(ScheduleKind.GPIPE, RematChoice.NONE)}
+
+    def test_what_is_given_is_kept(self) -> None:
+        wish = Wish.of(toy(ROOM, 4), 4, 2, AUTO, Policy())
+        found = choices(wish, 8, Policy(), training=True)
+
+        assert {(c.stages, c.microbatches, c.remat) for c in found} == {(4, 2, RematChoice.NONE)}
+        places = {choice.schedule: choice.devices for choice in found}
+        assert places[ScheduleKind.ONE_F_ONE_B] == 4
+        assert places[ScheduleKind.ZBV] == places[ScheduleKind.INTERLEAVED] == 2
+
+    def test_the_default_is_four_micro_batches_a_stage(self) -> None:
+        wish = Wish.of(toy(ROOM, 2), AUTO, None, ScheduleKind.GPIPE, Policy())
+        found = choices(wish, 64, Policy(), training=True)
+        assert {(c.stages, c.microbatches) for c in found} == {(1, 4), (2, 8)}
+
+    @given(st.lists(st.integers(1, 10**6), min_size=1, unique=True), st.integers(2, 10))
+    def test_a_spread_keeps_both_ends(self, numbers: list[int], most: int) -> None:
+        found = spread(sorted(numbers), most)
+
+        assert len(found) <= most
+        assert {min(numbers), max(numbers)} <= set(found) <= set(numbers)
+        assert list(found) == sorted(found)
+
+    def test_devices_are_those_of_the_cluster_or_the_cores(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+        host = Cluster((Device("host", 1e9, 1e9, ROOM, 1e-6),), IN_PROCESS, endless=True)
+        pooled = dataclasses.replace(host, pooled=True)
+
+        assert exploring.devices_to_explore(toy(ROOM, 5), 2) == 2
+        assert exploring.devices_to_explore(pooled, 2) == 3
+        with pytest.raises(UsageError, match="how many host there are"):
+            exploring.devices_to_explore(host, 1)
+
+
+class TestExploration:
+    def test_what_cannot_be_planned_says_why(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM)
+        pinned = Workbench(graph, cluster, constraints=Constraints(pins=(("second", 2),)))
+        wish = Wish.of(cluster, AUTO, 4, ScheduleKind.GPIPE, Policy())
+        found = explore(pinned, wish, Policy())
+
+        fates = {point.choice.stages: point for point in found.frontier.points}
+        assert fates[3].fate is Fate.PLANNED
+        assert fates[1].fate is fates[2].fate is Fate.REFUSED
+        assert "--pin second=2" in reason(fates[2], found.frontier)
+
+    def test_where_nothing_can_be_planned_the_reason_is_the_error(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM, 2)
+        bench = Workbench(graph, cluster, constraints=Constraints(pins=(("second", 7),)))
+        with pytest.raises(UsageError, match="--pin second=7"):
+            explore(bench, Wish.of(cluster, AUTO, 4, AUTO, Policy()), Policy())
+
+    def test_a_schedule_that_cannot_have_the_stages_is_refused(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM)
+        wish = Wish.of(cluster, 3, AUTO, ScheduleKind.ZBV, Policy())
+        with pytest.raises(PlanError, match="no such stages"):
+            explore(Workbench(graph, cluster), wish, Policy())
+
+    def test_time_that_is_up_is_told(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM)
+        wish = Wish.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, Policy())
+        found = explore(Workbench(graph, cluster), wish, Policy(), seconds=0.0)
+
+        assert sum(point.fate is Fate.PLANNED for point in found.frontier.points) == 1
+        late = [p for p in found.frontier.points if p.fate is Fate.NOT_REACHED]
+        assert late
+        assert found.fits
+        assert reason(late[0], found.frontier) == "not looked at: time was up"
+
+    def test_each_size_is_costed_once(
+        self, graph: gpc.Graph, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes = []
+        costs = workbench.costs_by_kind
+
+        def counted(described: gpc.Graph, *args: object, **kwargs: object) -> object:
+            sizes.append((described.batch_size, described.precision))
+            return costs(described, *args, **kwargs)
+
+        monkeypatch.setattr("gpipe_compiler.workbench.costs_by_kind", counted)
+        cluster = toy(ROOM, 2)
+        explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+        assert sorted(sizes) == [(size, Precision.FP32) for size in (1, 2, 4)]
+
+    def test_replicas_share_the_batch(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM, 4)
+        policy = Policy(data_parallel=2)
+        wish = Wish.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, policy)
+        found = explore(Workbench(graph, cluster), wish, policy)
+
+        assert {point.choice.devices for point in found.frontier.points} == {1, 2}
+        assert max(point.choice.microbatches for point in found.frontier.points) == BATCH // 2
+
+
+class TestFrontier:
+    def test_it_goes_to_json_and_back_with_the_plan(self, graph: gpc.Graph) -> None:
+        cluster = toy(ROOM)
+        options = gpc.CompileOptions(
+            stages=AUTO, microbatches=4, schedule=AUTO, cluster=cluster, validate=False
+        )
+        plan, frontier = plan_as_asked(graph, options)
+
+        assert frontier is not None
+        assert Frontier.from_fields(json.loads(json.dumps(frontier.to_fields()))) == frontier
+        kept = gpc.Plan.from_json(plan.to_json()).frontier
+        assert kept == plan.frontier
+        assert kept is not None
+        assert kept.chosen == frontier.chosen
+
+    def test_shortened_it_keeps_what_is_marked(self, every: list[Point]) -> None:
+        whole = Frontier.of(every, BATCH)
+        short = whole.shortened(2)
+
+        assert short.points[:2] == whole.points[:2]
+        marked = [point for point in whole.points if point.undominated]
+        assert [point for point in short.points if point.undominated] == marked
+        assert len(short.points) + short.omitted == len(whole.points)
