@@ -39,14 +39,17 @@ import torch
 from tables import machine, markdown
 
 from gpipe_compiler.clocking import Start, start_command, step_seconds
-from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.compile import compile as compile_package
+from gpipe_compiler.cluster import local_cluster
+from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.runtime.stage_clock import Clocked
+from gpipe_compiler.workbench import Workbench
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = 2
@@ -110,23 +113,20 @@ def packages(
     name: str, schedules: Sequence[ScheduleKind], folder: Path
 ) -> dict[ScheduleKind, Case | str]:
     """The package of every schedule, or why there is none."""
-    subject = subject_of(name)
+    graph, _ = trace_subject(subject_of(name))
+    bench = Workbench(graph, local_cluster(), measured=True)
     found: dict[ScheduleKind, Case | str] = {}
     for schedule in schedules:
         package = folder / f"{name}_{schedule.name.lower()}"
-        options = CompileOptions(
-            stages=STAGES.get(schedule, DEVICES),
-            microbatches=MICROBATCHES,
-            schedule=schedule,
-            measured=True,
-            validate=False,
-        )
+        policy = Policy(schedule)
         try:
-            compiled = compile_package(subject, options, package)
+            stages = STAGES.get(schedule, DEVICES)
+            plan = bench.plan(bench.choose(stages, MICROBATCHES, policy), policy)
+            emit(plan, package)
         except (GPipeCompilerError, PipelineError) as error:
             found[schedule] = str(error).splitlines()[0]
             continue
-        found[schedule] = Case(package, compiled.plan)
+        found[schedule] = Case(package, plan)
     return found
 
 

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -34,28 +34,36 @@ class Start(Enum):
     TORCHRUN = "torchrun"
 
 
-def clocked(plan: Plan, directory: Path) -> Plan:
+def clocked(plan: Plan, directory: Path, progress: Callable[[str], None]) -> Plan:
     """The plan, with what its step takes on this machine.
 
-    Under torchrun only where this machine has a core or a GPU for every process.
+    Under torchrun only where this machine has a core or a GPU for every process, and torchrun can
+    be started.
 
     Args:
         directory: the package of the plan.
+        progress: told what is about to be done.
 
     Raises:
         ValidationError: when the package cannot be run.
     """
-    threads_s = step_seconds(plan, time_stages(directory, len(plan.orders), Start.THREADS))
+    devices = len(plan.orders)
+    progress("timing the stages")
+    threads_s = step_seconds(plan, time_stages(directory, devices, Start.THREADS))
     torchrun_s = None
-    if 1 < len(plan.orders) <= places():
-        torchrun_s = step_seconds(plan, time_stages(directory, len(plan.orders), Start.TORCHRUN))
+    if 1 < devices <= _places():
+        progress("timing the stages under torchrun")
+        try:
+            torchrun_s = step_seconds(plan, time_stages(directory, devices, Start.TORCHRUN))
+        except ValidationError as error:
+            progress(f"no prediction for torchrun: {error.problem.splitlines()[-1]}")
     prediction = dataclasses.replace(plan.prediction, threads_s=threads_s, torchrun_s=torchrun_s)
     return dataclasses.replace(plan, prediction=prediction)
 
 
-def places() -> int:
-    """The processes that can compute at once on this machine."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+def _places() -> int:
+    """How many processes can compute at once on this machine."""
+    return torch.cuda.device_count() or os.cpu_count() or 1
 
 
 def start_command(script: Path, devices: int, start: Start) -> list[str]:

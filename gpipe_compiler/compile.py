@@ -260,8 +260,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             write_report(made, folder / "report.html", found[0])
             refuse_failed(found[0], made.precision)
         if options.measured and not on_meta(graph):
-            progress("timing the stages of the package")
-            made = clocked(made, folder)
+            made = clocked(made, folder, progress)
             (folder / PLAN).write_text(made.to_json(), encoding="utf-8")
             write_report(made, folder / "report.html", found[0] if found else None)
 

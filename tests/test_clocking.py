@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from torch import nn
 
+from gpipe_compiler import clocking
 from gpipe_compiler.clocking import Start, step_seconds, time_stages
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.compile import CompileOptions, plan, trace
+from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds
@@ -80,6 +84,51 @@ def test_a_package_that_does_not_run_is_told(tmp_path):
 
     with pytest.raises(ValidationError, match="spoiled"):
         time_stages(tmp_path / "package", 2, Start.THREADS)
+
+
+def test_a_start_that_fails_leaves_the_other_figure(monkeypatch, tmp_path):
+    def time_stages(directory, devices, start):
+        if start is Start.TORCHRUN:
+            raise ValidationError("exit code 1\nno loopback")
+        return clocked(StageSeconds(1.0, 2.0))
+
+    monkeypatch.setattr(clocking, "time_stages", time_stages)
+    monkeypatch.setattr(clocking, "_places", lambda: 2)
+    told = []
+
+    prediction = clocking.clocked(planned(), tmp_path, told.append).prediction
+
+    assert (prediction.threads_s, prediction.torchrun_s) == (pytest.approx(9.0), None)
+    assert told[-1] == "no prediction for torchrun: no loopback"
+
+
+def test_measured_packages_know_what_their_bench_will_tell(monkeypatch, tmp_path):
+    """The compile writes the figures of the given times where `run.py bench` and people look."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    subject = Subject("small", model, (torch.randn(4, 8),))
+    monkeypatch.setattr(clocking, "time_stages", lambda *_: clocked(StageSeconds(1.0, 2.0)))
+    monkeypatch.setattr(clocking, "_places", lambda: 2)
+    options = CompileOptions(stages=2, microbatches=2, measured=True, validate=False)
+
+    compiled = compile_package(subject, options, tmp_path / "package")
+
+    assert compiled.plan.prediction.torchrun_s == pytest.approx(9.0)
+    written = json.loads((tmp_path / "package" / "plan.json").read_text())["prediction"]
+    assert written["threads_s"] == written["torchrun_s"] == pytest.approx(9.0)
+    assert "9 s in threads, 9 s under torchrun" in str(compiled)
+    assert "under torchrun" in (tmp_path / "package" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_package_times_its_stages_under_torchrun(tmp_path):
+    made = planned()
+    emit(made, tmp_path / "package")
+
+    found = time_stages(tmp_path / "package", 2, Start.TORCHRUN)
+
+    assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in found.alone)
+    assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in found.together)
+    assert found.receive_s[1] > 0 < found.gradient_s[1]
 
 
 def test_the_figures_survive_json():

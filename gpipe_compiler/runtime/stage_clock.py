@@ -25,7 +25,7 @@ from .pipeline import Pipeline
 from .runners import DistributedRunner, LocalRunner
 from .schedule.actions import Compute, Phase, SharedSum, Transfer
 from .spec import Remat
-from .stage_links import link_seconds
+from .stage_links import LinkSeconds, link_seconds
 from .transport import Endpoint
 from .wiring import StageWiring, Step
 
@@ -38,7 +38,7 @@ LEAST_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one micro-batch in one stage, the work of its device around it included.
+    """Seconds of one micro-batch in one stage, with the work of its device on what crosses.
 
     Attributes:
         backward_s: of all gradients, or where the schedule splits it of those of what the stage
@@ -298,13 +298,13 @@ class _Clock:
             together = self._timed(range(devices), phase_s)
         finally:
             runner.engines = own
-        stages = range(len(self.pipe.placement))
-        receive_s, gradient_s = link_seconds(self.pipe)
+        links = link_seconds(self.pipe)
+        own_time = [alone[place][stage] for stage, place in enumerate(self.pipe.placement)]
         return Clocked(
-            tuple(alone[self.pipe.placement[stage]][stage] for stage in stages),
-            tuple(together[stage] for stage in stages),
-            receive_s,
-            gradient_s,
+            _with_transfers(own_time, links),
+            _with_transfers(together, links),
+            links.receive_s,
+            links.gradient_s,
             around_s,
         )
 
@@ -367,6 +367,21 @@ class _Clock:
         row = torch.tensor(numbers, dtype=torch.float64, device=runner.network.device)
         rows = [each.tolist() for each in runner.network.gathered(row, "measured times")]
         return [choose([row[i] for row in rows]) for i in range(len(numbers))]
+
+
+def _with_transfers(stages: Sequence[StageSeconds], links: LinkSeconds) -> tuple[StageSeconds, ...]:
+    """The times of stages whose devices handle what crosses."""
+    return tuple(
+        StageSeconds(
+            stage.forward_s + forward_s,
+            stage.backward_s + backward_s if stage.backward_s else 0.0,
+            stage.weight_s,
+            stage.again_s + backward_s if stage.again_s else 0.0,
+        )
+        for stage, forward_s, backward_s in zip(
+            stages, links.forward_s, links.backward_s, strict=True
+        )
+    )
 
 
 def _nobody_waits() -> None:
