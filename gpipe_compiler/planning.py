@@ -165,14 +165,18 @@ def setting_for(
     seats = []
     for number in numbers:
         device = cluster.devices[number]
-        rate = update_s_per_byte(device, policy.optimizer, replicas, cluster.link)
+        # The devices of the same rank in all replicas reduce gradients with one another.
+        peer = cluster.link
+        if not cluster.endless and replicas > 1:
+            peer = cluster.between(number, number + there)
+        rate = update_s_per_byte(device, policy.optimizer, replicas, peer)
         seats.append(
             Seat(
                 kinds.index(device),
                 device.memory,
                 cluster.host(number),
                 rate if training else 0.0,
-                cluster.link.latency_s * (replicas > 1) if training else 0.0,
+                peer.latency_s * (replicas > 1) if training else 0.0,
             )
         )
     links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
