@@ -6,8 +6,6 @@ millions of actions, and looking each of them up by itself takes longer than the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.together import Joint
@@ -15,69 +13,76 @@ from gpipe_compiler.runtime.schedule.together import Joint
 NOTHING = -1
 """The number of the action that one waits for which waits for none."""
 
-PLACES = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.WEIGHT: 2}
+PHASES = tuple(Phase)
 
 
-@dataclass(frozen=True, slots=True)
 class Numbers:
     """A number for every action there can be.
 
     Stages stand in a line: an action waits for what its neighbour makes of the same micro-batch.
+
+    Attributes:
+        size: all numbers are below it.
     """
 
-    stages: int
-    microbatches: int
+    def __init__(self, orders: Orders) -> None:
+        stages = 1 + max((action.stage for order in orders for action in order), default=-1)
+        row = 1 + max((action.microbatch for order in orders for action in order), default=-1)
+        self.size = len(PHASES) * stages * row
+        self._row = row
+        self._first: dict[tuple[int, Phase], tuple[int, int]] = {}
+        for stage in range(stages):
+            steps = (
+                -len(PHASES) * row if stage else 0,
+                len(PHASES) * row if stage < stages - 1 else -row,
+                -row,
+            )
+            for place, (phase, step) in enumerate(zip(PHASES, steps, strict=True)):
+                self._first[stage, phase] = (len(PHASES) * stage + place) * row, step
 
-    @classmethod
-    def of_all(cls, orders: Orders) -> Numbers:
-        """Those of the actions of a schedule."""
-        stages = max((action.stage for order in orders for action in order), default=-1)
-        last = max((action.microbatch for order in orders for action in order), default=-1)
-        return cls(stages + 1, last + 1)
+    def of(self, action: Compute) -> tuple[int, int]:
+        """That of an action, and that of the one whose result it waits for."""
+        first, step = self._first[action.stage, action.phase]
+        number = first + action.microbatch
+        return number, number + step if step else NOTHING
 
-    @property
-    def size(self) -> int:
-        """All numbers are below it."""
-        return len(PLACES) * self.stages * self.microbatches
-
-    def of(self, action: Compute) -> int:
-        """That of an action."""
-        row = len(PLACES) * action.stage + PLACES[action.phase]
-        return row * self.microbatches + action.microbatch
-
-    def needed(self, number: int) -> int:
-        """That of the action whose result this one waits for."""
-        row = number // self.microbatches
-        stage, place = divmod(row, len(PLACES))
-        if place == 0:
-            return number - len(PLACES) * self.microbatches if stage else NOTHING
-        if place == 1 and stage < self.stages - 1:
-            return number + len(PLACES) * self.microbatches
-        return number - self.microbatches  # its own forward, or the first part of its backward
+    def awaited(self, action: Compute, joint: Joint) -> int:
+        """That of the action which has to end before this one can start."""
+        _, needed = self.of(action)
+        if needed == NOTHING:
+            return NOTHING
+        row = needed // self._row
+        stage, place = divmod(row, len(PHASES))
+        last = joint.awaited_of(action.stage, stage, PHASES[place])
+        return needed if last is None else row * self._row + last
 
 
-def sequence(orders: Orders, joint: Joint) -> tuple[tuple[int, Compute, int], ...]:
-    """All (device, action, number), every action after those it waits for.
+def sequence(
+    orders: Orders, numbers: Numbers, joint: Joint
+) -> tuple[tuple[int, Compute, int, int], ...]:
+    """All actions, every one after those it waits for: device, action, and `Numbers.of` it.
 
     Raises:
         PlanError: when some device would wait for ever, or an action is missing.
     """
-    numbers = Numbers.of_all(orders)
     done = bytearray(numbers.size)
-    programs = [[_step(action, numbers, joint) for action in order] for order in orders]
+    steps = [[(device, a, *numbers.of(a)) for a in order] for device, order in enumerate(orders)]
     position = [0] * len(orders)
-    found: list[tuple[int, Compute, int]] = []
+    found: list[tuple[int, Compute, int, int]] = []
     moved = True
     while moved:
         moved = False
-        for device, program in enumerate(programs):
+        for device, program in enumerate(steps):
             start = place = position[device]
             while place < len(program):
-                action, number, needed = program[place]
+                step = program[place]
+                _, action, number, needed = step
+                if joint.stages:
+                    needed = numbers.awaited(action, joint)
                 if needed != NOTHING and not done[needed]:
                     break
                 done[number] = 1
-                found.append((device, action, number))
+                found.append(step)
                 place += 1
             position[device] = place
             moved = moved or place > start
@@ -86,16 +91,3 @@ def sequence(orders: Orders, joint: Joint) -> tuple[tuple[int, Compute, int], ..
         stuck = orders[device][position[device]]
         raise PlanError(f"device {device} would wait for ever before {stuck}")
     return tuple(found)
-
-
-def _step(action: Compute, numbers: Numbers, joint: Joint) -> tuple[Compute, int, int]:
-    """The action, its number, and that of what its device waits for before it."""
-    number = numbers.of(action)
-    needed = numbers.needed(number)
-    if joint.stages and needed != NOTHING:
-        row = needed // numbers.microbatches
-        stage, place = divmod(row, len(PLACES))
-        last = joint.awaited_of(action.stage, stage, list(PLACES)[place])
-        if last is not None:
-            needed = row * numbers.microbatches + last
-    return action, number, needed

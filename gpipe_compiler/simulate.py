@@ -177,10 +177,10 @@ def simulate(
         PlanError: when some device would wait for ever.
     """
     run = _Run(times, orders, Joint.of(joint, orders), pace)
-    again = {run.numbers.of(action) for action in recomputed(orders, joint)}
-    for device, action, number in sequence(orders, run.joint):
+    again = recomputed(orders, joint) if any(stage.recompute_s for stage in times) else frozenset()
+    for device, action, *_ in sequence(orders, run.numbers, run.joint):
         arrival = run.arrive(device, action)
-        run.compute(device, action, arrival, again=number in again)
+        run.compute(device, action, arrival, again=action in again)
     run.update()
     step = max((span.end_s for span in run.timeline), default=0.0)
     return Simulation(step, tuple(run.busy), tuple(run.timeline))
@@ -195,7 +195,7 @@ class _Run:
         self.pace = pace
         self.times = times
         self.joint = joint
-        self.numbers = Numbers.of_all(orders)
+        self.numbers = Numbers(orders)
         self.split = split_stages(orders)
         self.busy = [0.0] * len(orders)
         self.timeline: list[Span] = []
@@ -212,7 +212,7 @@ class _Run:
         receive_s = self.times[stage].receive_s if action.phase is Phase.FORWARD else 0.0
         arrival = 0.0
         for received in _each(action, self.joint.begun(action)):
-            needed = self.numbers.needed(self.numbers.of(received))
+            _, needed = self.numbers.of(received)
             came = self._ready[needed] if needed != NOTHING else 0.0
             if receive_s > 0:
                 start = max(came, self._receive_free[stage])
@@ -235,7 +235,8 @@ class _Run:
                 start = max(end, self._gradient_free[action.stage])
                 end = self._gradient_free[action.stage] = start + stage.gradient_s
                 self.timeline.append(Span(Lane.GRADIENT, device, made, start, end))
-            self._ready[self.numbers.of(made)] = end
+            number, _ = self.numbers.of(made)
+            self._ready[number] = end
 
     def _seconds(self, action: Compute) -> float:
         stage = self.times[action.stage]
@@ -285,12 +286,12 @@ class Steps:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._split = split_stages(orders)
-        numbers = Numbers.of_all(orders)
+        numbers = Numbers(orders)
         self._size = numbers.size
-        again = {numbers.of(action) for action in recomputed(orders)}
+        again = recomputed(orders)
         self._sequence = tuple(
-            (device, action.stage, action.phase, number, numbers.needed(number), number in again)
-            for device, action, number in sequence(orders, NOTHING_JOINT)
+            (device, action.stage, action.phase, number, needed, action in again)
+            for device, action, number, needed in sequence(orders, numbers, NOTHING_JOINT)
         )
 
     def __call__(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -13,6 +13,7 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.simulate import (
+    FEW,
     Lane,
     StageTimes,
     fill_drain_time,
@@ -93,6 +94,7 @@ def test_many_at_once_take_what_each_takes_alone(stages, m: int, schedule) -> No
     assert together.tolist() == pytest.approx(
         [simulate(orders, stages).step_s, simulate(orders, slower).step_s]
     )
+    assert step_times(orders, np.array(rows * FEW)).tolist() == together.tolist() * FEW
 
 
 def test_a_split_backward_and_updates_by_hand() -> None:
