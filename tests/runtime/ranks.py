@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tiny_pipelines import SPECS, data_for
 
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.programs import device_counts
+from gpipe_compiler.runtime.spec import ScheduleKind
 
 STEPS = 2
 
@@ -51,12 +54,13 @@ def tensors(outputs):
 
 
 def equal(directory: Path) -> None:
-    """Every pipeline whose stages the ranks divide, one after the other in one group."""
+    """Every pipeline and schedule that so many ranks can have, one after the other in one group."""
     torch.distributed.init_process_group("gloo")
     size = torch.distributed.get_world_size()
     for name in sorted(SPECS):
-        for schedule in ("gpipe", "1f1b"):
-            if len(SPECS[name]().stages) % size == 0:
+        for kind in ScheduleKind:
+            schedule, stages = kind.value, len(SPECS[name]().stages)
+            if str(size) in re.split(", | or ", device_counts(stages, kind)):
                 found = collect(name, schedule)
                 if torch.distributed.get_rank() == 0:
                     torch.save(found, directory / f"{name}-{schedule}.pt")

@@ -174,7 +174,15 @@ def equal(directory):
             ),
             f"deferred-{replicas}": lambda r=replicas: deferred(r, 18),
             f"micro-{replicas}": lambda r=replicas: micro(r, 17),
+            f"zb-h1-{replicas}": lambda r=replicas: train("skip", r, 11, schedule="zb-h1"),
         }
+        if world // replicas == 2:
+            cases |= {
+                "zbv": lambda r=replicas: train("tied", r, 13, schedule="zbv", remat="full"),
+                "interleaved": lambda r=replicas: train(
+                    "tied", r, 9, accumulate=3, sync=False, schedule="interleaved"
+                ),
+            }
     for name, case in cases.items():
         first, found, expected = case()
         if first:

@@ -15,6 +15,10 @@ CASES = {
     "state-none-gpipe": (stateful_spec, {"remat": "none", "schedule": "gpipe"}),
     "state-full-gpipe": (stateful_spec, {"remat": "full", "schedule": "gpipe"}),
     "state-full-1f1b": (stateful_spec, {"remat": "full", "schedule": "1f1b"}),
+    "state-none-zb-h1": (stateful_spec, {"remat": "none", "schedule": "zb-h1"}),
+    "state-none-interleaved": (stateful_spec, {"remat": "none", "schedule": "interleaved"}),
+    "state-full-zbv": (stateful_spec, {"remat": "full", "schedule": "zbv"}),
+    "norm-none-zb-h1": (net_spec, {"schedule": "zb-h1", "batchnorm": "deferred"}),
     "norm-full-1f1b": (net_spec, {"remat": "full", "schedule": "1f1b", "batchnorm": "deferred"}),
 }
 

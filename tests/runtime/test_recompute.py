@@ -37,6 +37,11 @@ from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Re
 
 MICROBATCHES = 5
 SCHEDULES = ("gpipe", "1f1b")
+PLACES = [
+    *(("gpipe", 1), ("gpipe", 2), ("gpipe", 4), ("1f1b", 1), ("1f1b", 2), ("1f1b", 4)),
+    *(("zb-h1", 1), ("zb-h1", 2), ("zb-h1", 4), ("interleaved", 2), ("zbv", 2)),
+]
+"""Schedules, and devices that they can have four stages on."""
 
 
 def parts_of(values, microbatches=MICROBATCHES):
@@ -52,8 +57,7 @@ def close(expected, actual):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "workers"), PLACES)
 @pytest.mark.parametrize("remat", list(Remat))
 def test_state_and_random_numbers_are_those_of_one_forward(remat, schedule, workers):
     """Three steps with an optimizer: losses, gradients, outputs; buffers to the last bit."""

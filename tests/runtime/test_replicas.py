@@ -25,8 +25,9 @@ from gpipe_compiler.runtime.inputs import even_sizes
 from gpipe_compiler.runtime.nest import tensors_of
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.reducer import buckets
-from gpipe_compiler.runtime.replicas import device_of_rank
+from gpipe_compiler.runtime.replicas import device_of_rank, gpu_of_rank
 from gpipe_compiler.runtime.sharding import bounds, share_of
+from gpipe_compiler.runtime.team import default_devices
 
 HERE = Path(__file__).parent
 
@@ -53,7 +54,7 @@ def test_replicas_do_what_the_plain_loop_does(processes, tmp_path):
 
     assert done.returncode == 0, done.stderr
     files = sorted(tmp_path.glob("*.pt"))
-    assert len(files) == 9 * (processes // 2)
+    assert len(files) == {2: 10, 4: 22}[processes]
     for file in files:
         found, expected = torch.load(file)
         assert found.keys() == expected.keys()
@@ -194,3 +195,46 @@ def test_cuda_is_the_gpu_of_the_local_rank(monkeypatch, named, gpus, expected):
     device = device_of_rank(None if named is None else torch.device(named))
 
     assert device == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("order", "gpus", "beside", "expected"),
+    [
+        ((), 4, 4, (0, 1, 2, 3)),
+        ((2, 0, 3, 1), 4, 4, (2, 0, 3, 1)),
+        ((3, 1), 4, 2, (3, 1)),  # the other two are not used
+        ((1, 0), 4, 4, (1, 0, 3, 2)),  # two replicas, one after the other
+        ((1, 0, 3, 2), 2, 2, (1, 0, 1, 0)),  # two hosts
+        ((2, 0, 3, 1), 2, 2, (0, 1, 0, 1)),  # a rank cannot compute on another host's GPU
+        ((2, 0), 2, 2, (0, 1)),  # planned for a larger machine
+        ((1, 1), 2, 2, (0, 1)),
+    ],
+)
+def test_ranks_compute_on_the_planned_gpus(monkeypatch, order, gpus, beside, expected):
+    """Where the plan can be followed; otherwise in order, and never two on one."""
+    found = []
+    for rank in range(len(expected)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % beside))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(beside))
+        found.append(gpu_of_rank(order, gpus))
+    assert tuple(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "gpus", "expected"),
+    [
+        ((), 0, ["cpu", "cpu"]),
+        ((1, 0), 0, ["cpu", "cpu"]),
+        ((), 2, ["cuda:0", "cuda:1"]),
+        ((3, 1), 4, ["cuda:3", "cuda:1"]),
+        ((3, 1), 2, ["cuda:0", "cuda:1"]),
+        ((3, 1), 1, ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_threads_compute_on_the_planned_gpus(monkeypatch, order, gpus, expected):
+    """Where they are all there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    assert default_devices(2, order) == tuple(map(torch.device, expected))
