@@ -14,13 +14,18 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.graph_file import BareGraph, check_graph
 from gpipe_compiler.holding import loads
 from gpipe_compiler.passes.cut import Cut, cut
+from gpipe_compiler.passes.cut_certificate import CLOSE, certify
 from gpipe_compiler.passes.cut_problem import CutProblem, Seconds, Traffic
 from gpipe_compiler.passes.cut_setting import Objective, Seat, Setting
+from gpipe_compiler.report.units import format_bytes
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 DEFAULT_LINK = Link(bandwidth=12e9, latency_s=0.0)
 """PCI Express 3.0 x16 in practice; what moves between devices where nothing else is said."""
+
+MOST_DOWN_SETS = 1_500
+"""Above so many places to cut, a sweep and an integer program are quicker than looking at all."""
 
 PROVED = 1e-9
 """A plan this close to its lower bound, relatively, counts as the best."""
@@ -157,24 +162,96 @@ def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
             raise UsageError(f"{count} {what}: at least one is needed")
     training = graph.has_backward if setting.training is None else setting.training
     problem = _with_kinds(graph.problem(training=training), setting.cluster)
-    best: _Found | None = None
-    bounds = []
-    refusal: PlanError | None = None
-    for stages in range(min(setting.stages, len(graph.ops)), 0, -1):
-        try:
-            asked = _setting(setting, stages, training=training)
-            found = _Found(problem, asked, cut(problem, asked))
-        except PlanError as error:
-            # With more stages the first error is the one about what was asked for.
-            refusal = refusal or error
-            continue
-        bounds.append(_bound(found))
-        if best is None or found.value_s < best.value_s:
-            best = found
-    if best is None:
-        assert refusal is not None  # every count was either cut or refused
-        raise refusal
-    return _plan(graph, best, min(bounds), time.perf_counter() - started)
+    search = _Search(problem, setting, training=training)
+    search.every_count(min(setting.stages, len(graph.ops)))
+    best = search.certified()
+    return _plan(graph, best, search.bound_s, time.perf_counter() - started)
+
+
+class _Search:
+    """The cuts into every number of stages up to the one asked for."""
+
+    def __init__(self, problem: CutProblem, asked: BareSetting, *, training: bool) -> None:
+        self.problem, self.asked, self.training = problem, asked, training
+        self.best: _Found | None = None
+        self.bound_s = math.inf
+        self._settings: dict[int, Setting] = {}
+        self._refusal: PlanError | None = None
+
+    def every_count(self, most: int) -> None:
+        """Cuts into so many stages and fewer.
+
+        Raises:
+            PlanError: when there is no such cut at all; the one about what was asked for.
+        """
+        own = [node.forward_s + node.backward_s for node in self.problem.nodes]
+        for stages in range(most, 0, -1):
+            try:
+                setting = _setting(self.asked, stages, training=self.training)
+                least = self._least(setting, sum(own), max(own))
+                fits = self.best is not None and self.best.found.fits
+                if self.best is not None and fits and least >= self.best.value_s:
+                    self.bound_s = min(self.bound_s, least)
+                    continue
+                found = _Found(
+                    self.problem, setting, cut(self.problem, setting, MOST_DOWN_SETS, work=0)
+                )
+            except PlanError as error:
+                self._refusal = self._refusal or error
+                continue
+            self._settings[stages] = setting
+            self._take(found)
+            self.bound_s = min(self.bound_s, found.found.lower_bound_s)
+        if self.best is None:
+            assert self._refusal is not None  # every count was either cut or refused
+            raise self._refusal
+        if not self.best.found.fits:
+            raise self._too_small(self.best)
+
+    def _too_small(self, best: _Found) -> PlanError:
+        excess = best.found.excess_bytes
+        device = max(range(len(excess)), key=excess.__getitem__)
+        return PlanError(
+            f"no cut into at most {self.asked.stages} stages fits into memory: the one that comes "
+            f"closest, into {best.setting.stages}, needs {format_bytes(excess[device])} more on "
+            f"device {best.found.seats[device]}",
+            hint="ask for more stages, fewer micro-batches, another schedule or more --memory",
+        )
+
+    def _least(self, setting: Setting, whole_s: float, largest_s: float) -> float:
+        """No cut into as many stages takes less, on devices of the first kind."""
+        if {seat.kind for seat in setting.seats} != {0}:
+            return 0.0
+        if setting.objective is Objective.BOTTLENECK:
+            return max(whole_s / setting.stages, largest_s)
+        device = max(whole_s / (max(setting.placement) + 1), largest_s)
+        m = setting.microbatches
+        if setting.kind in (None, ScheduleKind.GPIPE):
+            return whole_s + (m - 1) * device
+        return m * device
+
+    def _take(self, found: _Found) -> None:
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
+
+    def certified(self) -> _Found:
+        """The best, with a bound by an integer program over all counts at once where none is."""
+        assert self.best is not None
+        best = self.best
+        if self.bound_s >= best.value_s * (1 - PROVED):
+            return best
+        widest = self._settings[max(self._settings)]
+        certificate = certify(self.problem, widest, best.value_s, fewer=True)
+        self.bound_s = max(self.bound_s, certificate.bound_s)
+        stage_of = certificate.stage_of
+        setting = self._settings.get(max(stage_of) + 1) if stage_of else None
+        if stage_of and setting:
+            better = cut(self.problem, setting, 0, work=0, hint=stage_of)
+            self._take(_Found(self.problem, setting, better))
+        best = self.best
+        if self.bound_s >= best.value_s * (1 - 4 * CLOSE):
+            self.bound_s = best.value_s
+        return best
 
 
 def _plan(graph: BareGraph, best: _Found, bound_s: float, seconds: float) -> BarePlan:
@@ -197,14 +274,6 @@ def _plan(graph: BareGraph, best: _Found, bound_s: float, seconds: float) -> Bar
     )
 
 
-def _bound(found: _Found) -> float:
-    """No cut into as many stages has less of what was to be short."""
-    if found.setting.objective is Objective.STEP or found.found.bottleneck_s:
-        return found.found.lower_bound_s
-    own = [node.forward_s + node.backward_s for node in found.problem.nodes]
-    return max(sum(own) / found.setting.stages, *own)
-
-
 @dataclass(frozen=True)
 class _Found:
     """A cut into a certain number of stages."""
@@ -212,6 +281,11 @@ class _Found:
     problem: CutProblem
     setting: Setting
     found: Cut
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """By how much memory is exceeded, and what was to be short; less is better."""
+        return max(self.found.excess_bytes, default=0), self.value_s
 
     @property
     def value_s(self) -> float:

@@ -2,26 +2,15 @@
 
 The time of a step is `simulate.py`'s. Where a problem has few down-sets the answer is the best
 there is; where it has many, it is the best within a family of down-sets that holds every linear
-cut along several topological orders and the neighbourhood of the best cut found, and a lower
-bound says how far it can be from the best.
-
-Two modules help where there are too many down-sets (what is agreed of the two hooks; the new
-`Contracted` lands with them: `members`, `seconds[kind, forward|backward|weight, node]`,
-`values: Movable(producer, consumers, sends, bytes, returns, gradient_bytes)` with
-`receive_s(link)` and `gradient_s(link)`, `before`, `kept`, `first_stage` and `last_stage` of every
-node, `apart`, `last`, `last_alone`; a down-set is a bit mask over its nodes, node 0 the lowest bit;
-a `Lineup` is one order of devices, with `stages` and `paces[stage].kind|receives|sends`):
-
-- `cut_frontier.frontier(graph: Contracted, lineup: Lineup, most: int) -> set[int]`: at most so many
-  down-sets that are worth cutting at, added to the linear family;
-- `cut_certificate.raised_bound(problem: CutProblem, setting: Setting, found: Cut) -> float`: called
-  last, where `found` is not proved: a valid lower bound of the objective asked for over all cuts
-  that fit, not above that of `found`; equal to it where it proves that there is none better.
+cut along several topological orders, what a sweep finds that no other place to cut rules out
+(`cut_frontier.py`), and the neighbourhood of the best cut found. An integer program
+(`cut_certificate.py`) says how far that can be from the best, and sometimes finds a better one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +18,9 @@ import numpy as np
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.passes.cut_bounds import simple_bound
+from gpipe_compiler.passes.cut_certificate import CLOSE, WORK, certify
 from gpipe_compiler.passes.cut_contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut_frontier import frontier
 from gpipe_compiler.passes.cut_judge import Judge
 from gpipe_compiler.passes.cut_lineup import Lineup, ideal
 from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
@@ -50,6 +41,9 @@ FEW_DOWN_SETS = 600
 ROUNDS = 4
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""
 
+FRONTIER = 2_000
+"""Down-sets of the sweep over the nodes at most (`cut_frontier.py`)."""
+
 NEIGHBOURS = 2_000
 """Down-sets in that neighbourhood at most."""
 
@@ -64,8 +58,9 @@ class Cut:
         step_s: the simulated time of the step.
         lower_bound_s: no cut into as many stages, on any of the devices there are, takes less;
             of `step_s` or `bottleneck_s`, whichever is the objective.
-        proved: whether the objective is the least possible, to within 1e-9 of it, among the cuts
-            that fit, or where none does, among those that exceed a device's memory by the least.
+        proved: whether the objective is the least possible, to within 1e-9 of it (4e-6 where an
+            integer program has proved it), among the cuts that fit, or where none does, among
+            those that exceed a device's memory by the least.
         down_sets: how many places to cut were looked at.
         bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
         seats: for every device of the pipeline, which of the setting's seats it is.
@@ -102,13 +97,26 @@ class Cut:
         return self.objective_s / self.lower_bound_s - 1
 
 
-def cut(problem: CutProblem, setting: Setting, most_down_sets: int = MOST_DOWN_SETS) -> Cut:
+def cut(
+    problem: CutProblem,
+    setting: Setting,
+    most_down_sets: int = MOST_DOWN_SETS,
+    *,
+    work: int = WORK,
+    hint: Sequence[int] = (),
+) -> Cut:
     """The best cut found into stages that are not empty.
 
     Where nothing fits into memory, it is the one that exceeds it by the least: first the largest
     excess of a device counts, then the objective.
 
     For inference the backward times and gradients of the problem do not count.
+
+    Args:
+        most_down_sets: up to so many places to cut, the search is over all of them; 0 for no
+            search beside the hint.
+        work: of the integer program where they are more (`cut_certificate.certify`); 0 for none.
+        hint: for every node, its stage in a cut that may be good.
 
     Raises:
         UsageError: for no stages or no micro-batches.
@@ -131,7 +139,7 @@ def cut(problem: CutProblem, setting: Setting, most_down_sets: int = MOST_DOWN_S
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    return _Cutter(problem, graph, setting, limited=limited).best(most_down_sets)
+    return _Cutter(problem, graph, setting, limited=limited).best(most_down_sets, work, hint)
 
 
 class _Cutter:
@@ -162,7 +170,11 @@ class _Cutter:
         judge = Judge(problem, setting, again)
         self.solver = Solver(setting, judge, lineups, tuple(repeats), float(graph.least_s.sum()))
 
-    def best(self, most_down_sets: int) -> Cut:
+    def best(self, most_down_sets: int, work: int, hint: Sequence[int]) -> Cut:
+        if hint:
+            self.solver.consider(hint)
+            if self.solver.found and not most_down_sets:
+                return self._cut(0.0, 1)
         stages = self.setting.stages
         once = self.setting.objective is Objective.BOTTLENECK
         fine = down_sets(self.graph, most_down_sets)
@@ -175,7 +187,17 @@ class _Cutter:
             looked = max(looked, len(fine))
         if not self.solver.found:
             raise self._nothing()
+        if fine is None and work and not self.solver.reaches(max(bound, self.simple_s)):
+            self.simple_s = max(self.simple_s, self._certified(work))
         return self._cut(bound, looked)
+
+    def _certified(self, work: int) -> float:
+        """A bound from the integer program; a better cut that it finds is kept."""
+        certificate = certify(self.problem, self.setting, self.solver.value, work=work)
+        if certificate.stage_of and max(certificate.stage_of) == self.setting.stages - 1:
+            self.solver.consider(certificate.stage_of)
+        bound, value = certificate.bound_s, self.solver.value
+        return value if bound >= value * (1 - 4 * CLOSE) else bound
 
     def _merged(self, merged: Contracted, most_down_sets: int) -> tuple[float, int]:
         """A bound on all cuts from the graph without what costs nothing, and what was looked at."""
@@ -193,6 +215,7 @@ class _Cutter:
     def _parts(self, merged: Contracted) -> tuple[float, int]:
         """The search through a part of what there is; it bounds nothing."""
         family = {mask for order in topological_orders(merged) for mask in prefixes(order)}
+        family |= frontier(merged, self.solver.lineups[0], FRONTIER)
         looked = len(family)
         for _ in range(ROUNDS):
             before = self.solver.value

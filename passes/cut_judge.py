@@ -53,12 +53,31 @@ class Judge:
 
     def __init__(self, problem: CutProblem, setting: Setting, again: Floats) -> None:
         self.problem = problem
+        self.setting = setting
         self.objective = setting.objective
         self.split = setting.splits_backward
         self.again = again
         self.steps = Steps(setting.orders)
         nodes = tuple(Seconds(n.forward_s, n.backward_s, n.weight_s) for n in problem.nodes)
         self._kinds = (nodes, *problem.other_kinds)
+
+    def allows(self, stage_of: Sequence[int]) -> bool:
+        """Whether the problem allows such a cut into all the stages, none of them empty."""
+        problem, last = self.problem, self.setting.stages - 1
+        must, beside = set(problem.last), False
+        for before, after in problem.edges():
+            if stage_of[before] > stage_of[after]:
+                return False
+        for node, stage in enumerate(stage_of):
+            beside |= stage == last and node not in must
+        return (
+            set(stage_of) == set(range(last + 1))
+            and all(len({stage_of[node] for node in group}) < 2 for group in problem.groups)
+            and all(stage_of[node] == last for node in must)
+            and (problem.last_alone or beside or not must or not last)
+            and all(stage_of[node] == stage for node, stage in problem.pinned)
+            and all(stage_of[one] != stage_of[other] for one, other in problem.apart)
+        )
 
     def judge(self, lineup: Lineup, stage_of: Sequence[int]) -> Verdict:
         """Everything about a cut."""

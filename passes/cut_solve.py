@@ -209,6 +209,16 @@ class Solver:
         """The same order of devices with the memory they have."""
         return next(true for true in self.lineups if true.seats == lineup.seats)
 
+    def consider(self, stage_of: Sequence[int]) -> None:
+        """Keeps a cut, on the best order of devices for it, when it is the best so far.
+
+        Args:
+            stage_of: for every node of the problem.
+        """
+        if self.judge.allows(stage_of):
+            for lineup in self.lineups:
+                self._keep(lineup, stage_of)
+
     def _offer(self, space: Space, lineup: Lineup, chain: Sequence[int]) -> None:
         """Keeps the chain when it is the best so far."""
         inside = space.member[:, list(chain[1:])]
@@ -217,7 +227,10 @@ class Solver:
         for members, stage in zip(space.graph.members, stages.tolist(), strict=True):
             for node in members:
                 stage_of[node] = stage
-        verdict = self.judge.judge(self._true(lineup), stage_of)
+        self._keep(self._true(lineup), stage_of)
+
+    def _keep(self, lineup: Lineup, stage_of: Sequence[int]) -> None:
+        verdict = self.judge.judge(lineup, stage_of)
         objective = self.setting.objective
         if self._best is None or verdict.rank(objective) < self._best.rank(objective):
             self._best = verdict
