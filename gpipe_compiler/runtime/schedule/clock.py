@@ -115,8 +115,7 @@ def timeline(
             if end is None:
                 needed.blocked.setdefault(number, []).append(device)
                 return
-            if end > start:
-                start = end
+            start = max(start, end)
         heapq.heappush(ready, (start, device))
 
     for device in range(len(orders)):
