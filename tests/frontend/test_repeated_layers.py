@@ -1,0 +1,337 @@
+"""Long runs of equal layers are traced as short ones: the graph is that of the whole model.
+
+Truth is the same frontend on the whole model, and for models that only look as if their layers were
+equal, the eager model. That the short way was taken is seen by what the tracer was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend.auto import Frontend, choose, trace_with
+from gpipe_compiler.frontend.kernels import same_kernels
+from gpipe_compiler.frontend.lengthen import lengthen
+from gpipe_compiler.frontend.shorten import Run, shortened
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+
+WIDTH = 4
+MANY = 18
+
+
+class Layer(nn.Module):
+    """A residual layer with a norm, a mode-dependent dropout and a branch on a number."""
+
+    def __init__(self, width: int = WIDTH, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 2 * width)
+        self.narrow = nn.Linear(2 * width, width, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.gain = nn.Parameter(torch.ones(width))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.narrow(torch.relu(self.wide(self.norm(x))))
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
+        return x + self.dropout(hidden * self.gain)
+
+
+class Stack(nn.Module):
+    """Layers in a list, between others."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Averaged(Stack):
+    """Divides by the number of layers: a short model is another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x) / math.sqrt(len(self.layers))
+        return self.last(x)
+
+
+class Collecting(Stack):
+    """Reads what every layer gives at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen = self.first(x), []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return self.last(sum(seen))
+
+
+class Skipping(Stack):
+    """Runs every third layer only in the second half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place, layer in enumerate(self.layers):
+            if place < 9 or place % 3 == 0:
+                x = layer(x)
+        return self.last(x)
+
+
+class Numbered(Stack):
+    """Counts as far as it was told when it was built."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(layers)
+        self.depth = len(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place in range(self.depth):
+            x = self.layers[place](x)
+        return self.last(x)
+
+
+class Pair(nn.Module):
+    """An encoder in a list and a decoder in a Sequential, which alternates two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Layer() for _ in range(MANY))
+        steps = [step for _ in range(MANY) for step in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.decoder = nn.Sequential(nn.ReLU(), *steps, nn.Linear(WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = layer(x)
+        return self.decoder(x)
+
+
+class Normed(nn.Module):
+    """BatchNorm, whose buffers are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.linear(x)))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def subject_of(model: nn.Module, device: str = "cpu") -> Subject:
+    given = torch.randn(4, WIDTH, device=device), torch.randn(4, 3, device=device)
+    return Subject("stack", model.to(device), given[:1], {}, given[1], loss_fn)
+
+
+def layers(count: int = MANY) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Layer() for _ in range(count)]
+
+
+@pytest.fixture
+def lengths() -> Iterator[list[int]]:
+    """How many modules each model had that was traced."""
+    seen: list[int] = []
+
+    def traced(subject: Subject, frontend: Frontend) -> Graph:
+        seen.append(sum(1 for _ in subject.model.modules()))
+        return trace_with(subject, frontend)
+
+    with mock.patch.object(auto, "trace_with", traced):
+        yield seen
+
+
+def text_of(graph: Graph) -> str:
+    """All that a graph says, its state and how modules are made included."""
+    return "\n".join([str(graph), repr(dict(graph.state)), repr(dict(graph.modules))])
+
+
+def stack() -> nn.Module:
+    return Stack(layers())
+
+
+def normed() -> nn.Module:
+    return Stack([Normed() for _ in range(MANY)])
+
+
+@pytest.mark.parametrize(
+    ("make", "frontend", "device"),
+    [
+        (stack, Frontend.EXPORT, "meta"),
+        (stack, Frontend.FX, "cpu"),
+        (Pair, Frontend.FX, "meta"),
+        (normed, Frontend.EXPORT, "cpu"),
+    ],
+)
+def test_the_graph_is_that_of_the_whole_model(
+    make: Callable[[], nn.Module], frontend: Frontend, device: str, lengths: list[int]
+) -> None:
+    subject = subject_of(make(), device)
+
+    graph, _ = choose(subject, frontend)
+
+    whole = sum(1 for _ in subject.model.modules())
+    assert len(lengths) == 1
+    assert lengths[0] < whole / 2
+    plain = trace_with(subject, frontend)
+    assert sorted(graph.state) == sorted(plain.state)
+    assert dict(graph.state) == dict(plain.state)
+    assert str(graph) == str(plain)
+    assert {k: repr(v) for k, v in graph.modules.items()} == {
+        k: repr(v) for k, v in plain.modules.items()
+    }
+    assert all(graph.tensors[name] is tensor for name, tensor in plain.tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("cls", "device"),
+    [(Averaged, "cpu"), (Averaged, "meta"), (Collecting, "meta"), (Skipping, "meta"),
+     (Numbered, "meta")],
+)  # fmt: skip
+def test_what_only_looks_like_equal_layers_is_traced_plainly(
+    cls: type[Stack], device: str, lengths: list[int]
+) -> None:
+    subject = subject_of(cls(layers()), device)
+
+    graph, frontend = choose(subject, Frontend.FX)
+
+    assert len(lengths) == 2
+    assert text_of(graph) == text_of(trace_with(subject, frontend))
+
+
+def test_a_layer_that_differs_stays_in_its_place(lengths: list[int]) -> None:
+    """One layer in the middle scales: the longer run beside it is shortened."""
+    stack = layers(40)
+    stack[12] = Layer(scale=0.5)
+    subject = subject_of(Stack(stack), "meta")
+
+    short = shortened(subject)
+    graph, _ = choose(subject, Frontend.EXPORT)
+
+    assert short is not None
+    assert short.runs == (Run("layers", 13, 1, 27),)
+    assert len(lengths) == 1
+    assert text_of(graph) == text_of(trace_with(subject, Frontend.EXPORT))
+
+
+def hooked(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda *_: None)
+
+
+def tagged(layer: nn.Module) -> None:
+    layer.place = torch.ones(1)
+
+
+def frozen(layer: nn.Module) -> None:
+    layer.gain.requires_grad_(False)
+
+
+def in_eval(layer: nn.Module) -> None:
+    layer.dropout.eval()
+
+
+def replaced(layer: nn.Module) -> None:
+    layer.forward = lambda x: x
+
+
+@pytest.mark.parametrize("change", [hooked, tagged, frozen, in_eval, replaced])
+def test_layers_with_something_of_their_own_are_not_equal(
+    change: Callable[[nn.Module], None],
+) -> None:
+    stack = layers(24)
+    for layer in stack[::2]:
+        change(layer)
+    stack[0], stack[23] = stack[23], stack[0]  # no alternating run either
+    short = shortened(subject_of(Stack(stack)))
+
+    period = None if short is None else short.runs[0].period
+    assert period in (None, 2)
+
+
+def test_tied_weights_are_no_run_of_equal_layers() -> None:
+    stack = layers(24)
+    for layer in stack[1:]:
+        layer.gain = stack[0].gain
+
+    assert shortened(subject_of(Stack(stack))) is None
+
+
+def test_few_layers_are_traced_as_they_are() -> None:
+    assert shortened(subject_of(Stack(layers(12)))) is None
+
+
+def test_the_model_stays_as_it_is() -> None:
+    subject = subject_of(Stack(layers()))
+    before = {name: id(tensor) for name, tensor in subject.model.state_dict(keep_vars=True).items()}
+
+    choose(subject, Frontend.FX)
+
+    after = {name: id(tensor) for name, tensor in subject.model.state_dict(keep_vars=True).items()}
+    assert before == after
+    assert len(subject.model.layers) == MANY
+
+
+class Rescaled(Stack):
+    """Every layer's result, times a number that nothing but the kernels' arguments show."""
+
+    factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) * self.factor
+        return self.last(x)
+
+
+def changed_weights(model: Stack) -> None:
+    """Two layers swap places: the same kernels on other parameters."""
+    model.layers[7], model.layers[8] = model.layers[8], model.layers[7]
+
+
+def changed_factor(model: Stack) -> None:
+    model.factor = 3.0
+
+
+def changed_branch(model: Stack) -> None:
+    model.layers[9].scale = 0.5
+
+
+def one_more(model: Stack) -> None:
+    model.layers.append(model.layers[3])
+
+
+@pytest.mark.parametrize("change", [changed_weights, changed_factor, changed_branch, one_more])
+def test_kernels_tell_models_apart_that_have_no_numbers(change: Callable[[Stack], None]) -> None:
+    subject = subject_of(Rescaled(layers()), "meta")
+    short = shortened(subject)
+    assert short is not None
+    graph = lengthen(trace_with(short.subject, Frontend.FX), short, subject)
+    assert graph is not None
+    assert same_kernels(graph, subject, short.subject)
+
+    names = {id(tensor): name for name, tensor in subject.model.named_parameters()}
+    change(subject.model)
+
+    # What is compared is known by the name that it has now.
+    assert names
+    assert not same_kernels(graph, subject, short.subject)
