@@ -63,29 +63,39 @@ def document(frontier: Frontier) -> dict[str, Any]:
     return fields
 
 
+COLUMNS = (
+    *("", "stages", "devices", "schedule", "micro-batches", "remat"),
+    *("step", "samples/s", "bubble", "peak", "why not"),
+)
+"""What is told of every point."""
+
+
 def frontier_table(frontier: Frontier) -> Table:
     """One row for every point."""
-    columns = ["", "stages", "devices", "schedule", "micro-batches", "remat", "step", "samples/s"]
-    columns += ["bubble", "peak", "why not"]
-    table = figure_table("settings, best first", columns, words={"why not"})
+    table = figure_table("settings, best first", COLUMNS, words={"why not"})
     for point in frontier.points:
-        choice, known = point.choice, point.fate is Fate.PLANNED
-        bound = "≥ " if point.fate in (Fate.SLOWER, Fate.LARGER) else ""
-        measured = known or bool(bound)
-        table.add_row(
-            "*" if point.undominated else "",
-            str(choice.stages),
-            str(choice.devices),
-            choice.schedule.value,
-            str(choice.microbatches),
-            choice.remat.value,
-            f"{bound}{format_seconds(point.step_s)}" if measured else "",
-            format_rate(frontier.samples_per_s(point)) if known else "",
-            format_share(point.bubble) if known else "",
-            f"{bound}{format_bytes(point.peak_bytes)}" if measured else "",
-            reason(point, frontier),
-        )
+        table.add_row(*row(point, frontier))
     return table
+
+
+def row(point: Point, frontier: Frontier) -> tuple[str, ...]:
+    """The cells of a point."""
+    choice, known = point.choice, point.fate is Fate.PLANNED
+    bound = "≥ " if point.fate in (Fate.SLOWER, Fate.LARGER) else ""
+    figures = known or bool(bound)
+    return (
+        "*" if point.undominated else "",
+        str(choice.stages),
+        str(choice.devices),
+        choice.schedule.value,
+        str(choice.microbatches),
+        choice.remat.value,
+        f"{bound}{format_seconds(point.step_s)}" if figures else "",
+        format_rate(frontier.samples_per_s(point)) if known else "",
+        format_share(point.bubble) if known else "",
+        f"{bound}{format_bytes(point.peak_bytes)}" if figures else "",
+        reason(point, frontier),
+    )
 
 
 def reason(point: Point, frontier: Frontier) -> str:

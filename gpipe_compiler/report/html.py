@@ -10,6 +10,7 @@ from markupsafe import Markup
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, placed, timeline
+from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
@@ -59,6 +60,12 @@ def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path
     return path
 
 
+def _settings(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells of every setting that the plan was chosen from."""
+    frontier = plan.frontier
+    return [] if frontier is None else [row(point, frontier) for point in frontier.points]
+
+
 def format_report(plan: Plan, validation: Held | None = None) -> str:
     """The report as HTML text."""
     slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)
@@ -69,6 +76,8 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
         parameters=parameter_count(plan),
         facts=[*constraint_rows(plan), *prediction_rows(plan)],
         gantt=_gantt(plan),
+        setting_columns=COLUMNS,
+        settings=_settings(plan),
         split=any(action.phase is Phase.WEIGHT for order in plan.orders for action in order),
         updates=any(stage.update_s > 0 for stage in plan.stages),
         placed=placed(plan),

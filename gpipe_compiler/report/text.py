@@ -19,6 +19,7 @@ from gpipe_compiler.report.facts import (
     parameter_count,
     placed,
 )
+from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.tables import figure_table, pairs_table
 from gpipe_compiler.report.units import (
     counted,
@@ -55,6 +56,8 @@ def show_plan(plan: Plan) -> RenderableType:
     if plan.crossings:
         parts.append(boundary_table(plan))
     parts.append(prediction_table(plan))
+    if plan.frontier is not None:
+        parts.append(show_frontier(plan.frontier))
     return Group(*parts)
 
 

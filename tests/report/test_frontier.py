@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
+from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.report.frontier import document, format_ratio, reason, show_frontier
+from gpipe_compiler.report.html import format_report
 from gpipe_compiler.report.text import plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -134,3 +138,13 @@ def test_json_has_throughput_and_reason() -> None:
     assert (first["samples_per_s"], first["reason"]) == (64.0, "chosen")
     assert (second["samples_per_s"], second["schedule"]) == (32.0, "gpipe")
     assert second["reason"] == "2x slower: bubble 60%"
+
+
+def test_a_plan_shows_what_it_was_chosen_from_on_every_way(plan: Plan) -> None:
+    frontier = Frontier.of([BEST, Point(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
+    chosen = dataclasses.replace(plan, frontier=frontier)
+
+    for text in (str(chosen), format_report(chosen)):
+        assert "2x slower: bubble 60%" in text
+    for text in (str(plan), format_report(plan)):
+        assert "best first" not in text
