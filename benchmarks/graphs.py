@@ -315,7 +315,7 @@ def _fit(net: Network, x: Tensor, like: Tensor, channels: int) -> Tensor:
 
 
 def nasnet_a(cells: int = 18, filters: int = 168, batch: int = 16, image: int = 331) -> BareGraph:
-    """NASNet-A: `cells` normal cells in three groups, two reductions between and two in the stem."""
+    """NASNet-A: normal cells in three groups, reductions between them and two in the stem."""
     net = Network(f"nasnet_a_{cells}", batch)
     x = net.bn(net.conv(net.input(3, image, image), 96, 3, 2))
     before = x

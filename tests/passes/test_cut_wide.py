@@ -173,10 +173,8 @@ def test_no_cut_is_below_the_bound(
     if kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
         setting = on_two_devices(setting, link)
     plain = problem.forward_only() if kind is None else problem
-    try:
-        setting.orders
-    except Exception:
-        return
+    if kind is ScheduleKind.INTERLEAVED and microbatches % 2:
+        return  # it takes micro-batches in rounds of as many as there are devices
     values = [value_of(plain, cut, setting, link) for cut in assignments(plain, stages)]
     least = min(values, default=math.inf)
     if math.isinf(least) or least == 0:
