@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from .transport import Endpoint
 from .wiring import StageWiring, Step
 
 PHASE_S = 0.4
-"""Seconds for which stages are timed alone, as long side by side, and as long what is around."""
+"""Seconds, about, for which each device is timed alone, and as long all side by side."""
 
 LEAST_ROUNDS = 3
 """Steps in that time at least, however long they take."""
@@ -121,7 +122,7 @@ def clock(pipe: Pipeline, inputs: object, target: object, phase_s: float = PHASE
 
     Args:
         inputs, target: as `Pipeline.step` takes them.
-        phase_s: seconds to spend on each device alone, and on all together.
+        phase_s: seconds, about, to spend on each device alone, and on all together.
     """
     return _Clock(pipe, inputs, target).measure(phase_s)
 
@@ -223,13 +224,13 @@ class _Watched(Engine):
         self.rounds.append(timed.seconds)
         return outcome
 
-    def keep_running(self, seconds: float) -> None:
-        """Runs for so long, and at least so often that medians mean something."""
+    def keep_running(self, rounds: int, meet: Callable[[], None]) -> None:
+        """Runs so often, each time after `meet` has returned."""
         self.rounds.clear()
-        end = time.perf_counter() + seconds
-        while len(self.rounds) < LEAST_ROUNDS or time.perf_counter() < end:
+        for _ in range(rounds):
             for module in self.modules.values():
                 module.zero_grad()
+            meet()
             self.again()
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
@@ -292,10 +293,14 @@ class _Clock:
         runner.engines = self.engines
         try:
             self._step()
-            around_s = self._around(phase_s)
+            for engine in self.engines:
+                engine.waits = False
+            (first_s,) = self._agreed([self._step()], max)
+            rounds = max(LEAST_ROUNDS, math.ceil(phase_s / first_s))
+            around_s = self._around(rounds)
             devices = max(self.pipe.placement) + 1
-            alone = [self._timed([device], phase_s) for device in range(devices)]
-            together = self._timed(range(devices), phase_s)
+            alone = [self._timed([device], rounds) for device in range(devices)]
+            together = self._timed(range(devices), rounds)
         finally:
             runner.engines = own
         links = link_seconds(self.pipe)
@@ -318,46 +323,44 @@ class _Clock:
             self.pipe.step(self.inputs, self.target).item()
         return time.perf_counter() - start
 
-    def _around(self, phase_s: float) -> float:
+    def _around(self, rounds: int) -> float:
         """Seconds of a step beside the work of the device that works the longest."""
-        for engine in self.engines:
-            engine.waits = False
-        first_s = self._agreed([self._step()], max)[0]
         found = []
-        for _ in range(max(LEAST_ROUNDS, math.ceil(phase_s / first_s))):
+        for _ in range(rounds):
             step_s = self._step()
             found.append(step_s - max(engine.run_s[-1] for engine in self.engines))
         return self._agreed([statistics.median(found)], min)[0]
 
-    def _timed(self, devices: Sequence[int], seconds: float) -> list[StageSeconds]:
-        """Of every stage while these devices work; of those of other devices nothing."""
+    def _timed(self, devices: Sequence[int], rounds: int) -> list[StageSeconds]:
+        """Of every stage while these devices work; of those of other devices nothing.
+
+        They begin every round at the same time: how much they slow each other down depends on
+        whether forwards meet forwards, as the schedule has it, or backwards.
+        """
         runner = self.pipe.runner
         table = [[0.0] * 4 for _ in self.pipe.placement]
         if isinstance(runner, LocalRunner):
-            tasks = [
-                self._task(engine, seconds if device in devices else None)
-                for device, engine in enumerate(self.engines)
-            ]
-            runner.workers.run(tasks, _nobody_waits)
+            barrier = threading.Barrier(len(devices))
+            tasks: list[Callable[[], Outcome]] = [Outcome for _ in self.engines]
+            for device in devices:
+                tasks[device] = _kept_running(self.engines[device], rounds, barrier)
+            runner.workers.run(tasks, barrier.abort)
             busy = [self.engines[device] for device in devices]
         else:
-            self._agreed([0.0], max)
+            self._meet()
             busy = self.engines if self.pipe.rank in devices else []
+            meet = self._meet if len(devices) > 1 else _at_once
             for engine in busy:
-                engine.keep_running(seconds)
+                engine.keep_running(rounds, meet)
         for engine in busy:
             for stage, found in engine.stage_seconds().items():
                 table[stage] = list(asdict(found).values())
         flat = self._agreed([number for row in table for number in row], max)
         return [StageSeconds(*flat[4 * stage : 4 * stage + 4]) for stage in range(len(table))]
 
-    def _task(self, engine: _Watched, seconds: float | None) -> Callable[[], Outcome]:
-        def work() -> Outcome:
-            if seconds is not None:
-                engine.keep_running(seconds)
-            return Outcome()
-
-        return work
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        self._agreed([0.0], max)
 
     def _agreed(self, numbers: list[float], choose: Callable[[list[float]], float]) -> list[float]:
         """The largest or smallest over all ranks, which all wait here for one another."""
@@ -384,8 +387,21 @@ def _with_transfers(stages: Sequence[StageSeconds], links: LinkSeconds) -> tuple
     )
 
 
-def _nobody_waits() -> None:
-    """Where a task fails, no other has to be told."""
+def _kept_running(
+    engine: _Watched, rounds: int, barrier: threading.Barrier
+) -> Callable[[], Outcome]:
+    def meet() -> None:
+        barrier.wait()
+
+    def work() -> Outcome:
+        engine.keep_running(rounds, meet)
+        return Outcome()
+
+    return work
+
+
+def _at_once() -> None:
+    """Nobody is waited for."""
 
 
 def _ms(seconds: float) -> str:
