@@ -44,7 +44,7 @@ ROUNDS = 4
 FRONTIER = 2_000
 """Down-sets of the sweep over the nodes at most (`cut_frontier.py`)."""
 
-NEIGHBOURS = 2_000
+NEIGHBOURS = 1_000
 """Down-sets in that neighbourhood at most."""
 
 
@@ -214,17 +214,27 @@ class _Cutter:
 
     def _parts(self, merged: Contracted) -> tuple[float, int]:
         """The search through a part of what there is; it bounds nothing."""
-        family = {mask for order in topological_orders(merged) for mask in prefixes(order)}
-        family |= frontier(merged, self.solver.lineups[0], FRONTIER)
-        looked = len(family)
+        looked = 0
+        for order in topological_orders(merged):
+            looked += self._part(merged, set(prefixes(order)))
+        family = frontier(merged, self.solver.lineups[0], FRONTIER)
         for _ in range(ROUNDS):
             before = self.solver.value
-            self.solver.search(Space(merged, family), last=False)
-            looked = max(looked, len(family))
-            if not self.solver.value < before * (1 - 1e-6):
+            if self.solver.found:
+                family |= set(self._masks(merged))
+            looked = max(looked, self._part(merged, family))
+            if not self.solver.found or not self.solver.value < before * (1 - 1e-6):
                 break
-            family = family | neighbourhood(merged, self._masks(merged), NEIGHBOURS)
+            family |= neighbourhood(merged, self._masks(merged), NEIGHBOURS)
         return 0.0, looked
+
+    def _part(self, merged: Contracted, family: set[int]) -> int:
+        """Searches a family for what is better than the best so far; returns its size."""
+        space = Space(merged, family)
+        if not any(lineup.limited for lineup in self.solver.lineups):
+            space.limit(self.solver.longest_stage())
+        self.solver.search(space, last=False)
+        return space.size
 
     def _masks(self, graph: Contracted) -> list[int]:
         """The places between the stages of the best cut, as down-sets of a graph."""

@@ -98,12 +98,12 @@ class Solver:
             lineups = [lineup for lineup in lineups if self._first(space, lineup)] or lineups
         bounds = []
         for lineup in lineups:
-            space.limit(self._longest_stage())
+            space.limit(self.longest_stage())
             bounds.append(self._prove(space, lineup))
         if last:
             for index in sorted(range(len(lineups)), key=bounds.__getitem__):
                 if bounds[index] < self.value * (1 - TOLERANCE):
-                    space.limit(self._longest_stage())
+                    space.limit(self.longest_stage())
                     bounds[index] = max(bounds[index], self._enumerate(space, lineups[index]))
         return min(bounds)
 
@@ -173,7 +173,7 @@ class Solver:
             least = max(least, self._search(space, lineup, bounds, rounds))
             if least >= self.value * (1 - TOLERANCE):
                 return least
-            space.limit(self._longest_stage())
+            space.limit(self.longest_stage())
         beam = max(16, min(MOST_LABELS, ORDERED_WORK // m**3))
         asked = {stage for stage, count in enumerate(self.repeats) if count}
         redone = frozenset(a for a in recomputed(self.setting.orders) if a.stage in asked)
@@ -197,7 +197,7 @@ class Solver:
             self._offer(space, lineup, outcome.chain)
         return outcome.bound
 
-    def _longest_stage(self) -> float:
+    def longest_stage(self) -> float:
         """A stage that computes for longer cannot be in a better cut than the best so far."""
         if not self._step or not math.isfinite(self.value):
             return self.value
