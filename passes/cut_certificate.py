@@ -32,7 +32,7 @@ from gpipe_compiler.passes.cut_setting import Objective, Setting
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.runtime.spec import ScheduleKind
 
-WORK = 150_000_000
+WORK = 80_000_000
 """Numbers that the solver may touch, about; some ten seconds."""
 
 CLOSE = 1e-6

@@ -30,10 +30,11 @@ from gpipe_compiler.passes.cut_orders import topological_orders
 from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut_space import Booleans, Floats, Integers
 
-MOST_LABELS = 12_000
+MOST_LABELS = 6_000
 """Unfinished down-sets held at a time; of more, those that cross much go first."""
 
-SPEEDS = (1.0, 4.0, 16.0)
+SPEEDS = (1.0, 8.0)
+"""Of the link, as multiples of its own, at which the sweep is made."""
 
 UNIT = 2**36
 """All computing together, in the whole numbers that the sweep counts with: sums are exact."""
