@@ -43,8 +43,8 @@ class Pipeline:
 
     Args:
         weights: the folder of weights; None for stages that initialise themselves.
-        devices: where the stages compute, in order; their number divides that of the stages. One
-            per stage by default. Under torchrun, this rank's device, or that of every rank.
+        devices: where the stages compute, in order, as many as the schedule can have. As planned
+            by default. Under torchrun, this rank's device, or that of every rank.
         microbatches, schedule, remat, batchnorm, precision: as the package was compiled, unless
             given; `remat` is then that of every stage.
         seed: of dropout and the like, and of weights that are made here.
