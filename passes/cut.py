@@ -22,6 +22,7 @@ from gpipe_compiler.passes.cut_certificate import CLOSE, WORK, certify
 from gpipe_compiler.passes.cut_contract import Contracted, contract, lean, relevant
 from gpipe_compiler.passes.cut_frontier import frontier
 from gpipe_compiler.passes.cut_judge import Judge
+from gpipe_compiler.passes.cut_line import Line
 from gpipe_compiler.passes.cut_lineup import Lineup, ideal
 from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
 from gpipe_compiler.passes.cut_problem import CutProblem
@@ -37,6 +38,12 @@ MOST_DOWN_SETS = 20_000
 
 FEW_DOWN_SETS = 600
 """Up to so many, nothing is merged that need not be."""
+
+MOST_NODES = 1_500
+"""Graphs of more nodes are only cut along single orders of them."""
+
+SLACKS = (1.3, 3.0)
+"""How much longer than the average, and the longest node, stages along an order may be."""
 
 ROUNDS = 4
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""
@@ -177,6 +184,11 @@ class _Cutter:
                 return self._cut(0.0, 1)
         stages = self.setting.stages
         once = self.setting.objective is Objective.BOTTLENECK
+        if self.graph.size > MOST_NODES:
+            looked = self._lines(lean(self.graph, keep=stages, once=once))
+            if not self.solver.found:
+                raise self._nothing()
+            return self._cut(0.0, looked)
         fine = down_sets(self.graph, most_down_sets)
         bound, looked = 0.0, 0
         if fine is None or len(fine) > FEW_DOWN_SETS:
@@ -211,6 +223,18 @@ class _Cutter:
         if self.solver.reaches(bound):
             bound = min(bound, self.solver.search(Space(merged, everything, idle=True), last=False))
         return bound, len(everything)
+
+    def _lines(self, graph: Contracted) -> int:
+        """The best cuts along single orders of the nodes, in stages not much longer than equal."""
+        share = float(graph.least_s.sum()) / self.setting.stages + float(graph.least_s.max())
+        for order in topological_orders(graph):
+            for slack in SLACKS:
+                line = Line(graph, order)
+                line.limit(share * slack)
+                self.solver.begin(line)
+                if math.isfinite(self.solver.value) and not self.solver.room:
+                    break
+        return graph.size + 1
 
     def _parts(self, merged: Contracted) -> tuple[float, int]:
         """The search through a part of what there is; it bounds nothing."""

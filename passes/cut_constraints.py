@@ -1,4 +1,4 @@
-"""What pins, groups and pairs apart mean for every node: the first and the last stage it may lie in.
+"""What pins, groups and pairs apart mean for every node: the first and the last stage for it.
 
 Where they contradict each other, the error names the nodes.
 """

@@ -113,7 +113,7 @@ class Enumeration:
         self.split = float(setting.splits_backward)
         self.in_turn = setting.kind in (None, ScheduleKind.GPIPE)
         self.actions = sum(map(len, setting.orders))
-        self.whole = space.size - 1
+        self._made = 0
         filtering = lineup if goal is Goal.OBJECTIVE else lineup.roomier(float("inf"))
         self.tail = tails(space, filtering, self._tail_cost)
         self.devices = [
@@ -143,7 +143,8 @@ class Enumeration:
                 stack.append(block)
                 break
             for children in self._expand(block, ceiling):
-                work -= 30 * self.stages * len(children.bounds)
+                work -= 30 * self.stages * self._made
+                self._made = 0
                 if children.chain.shape[1] <= self.stages:
                     stack.extend(self._split(children))
                     continue
@@ -200,7 +201,7 @@ class Enumeration:
             children = children.take(np.flatnonzero(children.bounds < ceiling))
             waiting.append(children)
             held += len(children.bounds)
-            if held >= CHILDREN:
+            if held >= CHILDREN or self._made >= 20 * CHILDREN:
                 yield _joined(waiting)
                 waiting, held = [], 0
         if held:
@@ -212,6 +213,7 @@ class Enumeration:
         row, chosen = choice
         ends = row.ends[chosen]
         count = len(ends)
+        self._made += 20 + count * len(parents.bounds)
         old = np.repeat(np.arange(len(parents.bounds)), count)
         new = np.tile(np.arange(count), len(parents.bounds))
         chain = np.concatenate((parents.chain[old], ends[new, None]), axis=1)

@@ -128,6 +128,17 @@ class Lineup:
         return tuple(found)
 
     @cached_property
+    def runs(self) -> tuple[tuple[int, int, Pace], ...]:
+        """First stage, last stage and one, and pace of all runs of stages of equal pace."""
+        found: list[tuple[int, int, Pace]] = []
+        for stage, pace in enumerate(self.paces):
+            if found and found[-1][2] == pace:
+                found[-1] = (found[-1][0], stage + 1, found[-1][2])
+            else:
+                found.append((stage, stage + 1, pace))
+        return tuple(found)
+
+    @cached_property
     def limited(self) -> bool:
         """Whether memory matters."""
         return any(math.isfinite(seat.memory) for seat in self.devices)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from gpipe_compiler.passes.cut_criteria import FillDrain, Rounds
 from gpipe_compiler.passes.cut_exact import Enumeration, Goal
 from gpipe_compiler.passes.cut_judge import Judge, Verdict
@@ -26,8 +24,18 @@ ORDERED_WORK = 5_000_000
 MOST_LABELS = 4_000
 """Such labels per stage at most."""
 
-WORK = 1_500_000_000
-"""Numbers worked out, about, by the search through all chains before it gives up."""
+WORK = 600_000_000
+"""Numbers worked out, about, by the search through all chains of a small graph before it gives up;
+some ten seconds."""
+
+SMALL = 16
+"""Nodes of a graph that is small in this sense; of larger ones, a tenth has to do."""
+
+IMPROVED = 12
+"""Orders of devices, the most promising ones, on which a first cut is bettered."""
+
+MOST_ACTIONS = 60_000
+"""Actions times stages up to which boundaries are moved one by one, a simulation each."""
 
 _LINES = (None, ScheduleKind.GPIPE)
 _ORDERED = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1)
@@ -57,6 +65,7 @@ class Solver:
         self._work = WORK
         self._m = setting.microbatches
         self.total_s = total_s
+        self._actions = sum(map(len, setting.orders))
         self._step = setting.objective is Objective.STEP
 
     @property
@@ -95,17 +104,25 @@ class Solver:
             return math.inf
         lineups = [lineup.roomier(self.room) for lineup in self.lineups]
         if not space.idle:
-            lineups = [lineup for lineup in lineups if self._first(space, lineup)] or lineups
+            lineups = self._begin(space, lineups)
         bounds = []
         for lineup in lineups:
             space.limit(self.longest_stage())
             bounds.append(self._prove(space, lineup))
         if last:
+            self._work = (
+                WORK if space.graph.size <= SMALL else WORK // (10 if not self._step else 60)
+            )
             for index in sorted(range(len(lineups)), key=bounds.__getitem__):
                 if bounds[index] < self.value * (1 - TOLERANCE):
                     space.limit(self.longest_stage())
                     bounds[index] = max(bounds[index], self._enumerate(space, lineups[index]))
-        return min(bounds)
+        return min(bounds, default=math.inf)
+
+    def begin(self, space: Space) -> None:
+        """Looks for a good cut in a family, and proves nothing."""
+        if self._make_room(space, last=False):
+            self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
 
     def _make_room(self, space: Space, *, last: bool) -> bool:
         """Finds out by how much memory must be exceeded; False where there is no cut at all."""
@@ -116,17 +133,19 @@ class Solver:
         if not any(lineup.limited for lineup in self.lineups):
             return True
         if not self.lineups[0].shared:
-            least = min(least_excess(space, lineup) for lineup in self.lineups)
+            by_memory = {tuple(lineup.memory): lineup for lineup in self.lineups}
+            least = min(least_excess(space, lineup) for lineup in by_memory.values())
             if not math.isfinite(least):
                 return False
+            if self._best is not None:
+                least = min(least, max(self._best.excess))
             self.room = math.ceil(least)
             self.least_excess = last or not self.room
             return True
-        for lineup in self.lineups:
-            self._first(space, lineup)
-            if math.isfinite(self.value):
-                return True
-            self._first(space, lineup.roomier(math.inf))
+        self._begin(space, self.lineups)
+        if math.isfinite(self.value):
+            return True
+        self._begin(space, [lineup.roomier(math.inf) for lineup in self.lineups])
         if self._best is None:
             return False
         least = max(self._best.excess)
@@ -142,14 +161,19 @@ class Solver:
         self.room = least
         return True
 
-    def _first(self, space: Space, lineup: Lineup) -> bool:
-        """A good cut to begin with; False where there is none in the family."""
-        chain = bottleneck_chain(space, lineup, apart=not self._step)
-        if chain is None:
-            return False
-        self._offer(space, lineup, chain)
-        self._offer(space, lineup, improve_chain(space, self._true(lineup), chain, self.judge))
-        return True
+    def _begin(self, space: Space, lineups: Sequence[Lineup]) -> list[Lineup]:
+        """Finds good cuts; returns the orders of devices with any cut in the family."""
+        found = []
+        for lineup in lineups:
+            chain = bottleneck_chain(space, lineup, apart=not self._step)
+            if chain is not None:
+                found.append((self._offer(space, lineup, chain), len(found), lineup, chain))
+        if self._actions * self.setting.stages > MOST_ACTIONS:
+            return [lineup for _, _, lineup, _ in found]
+        for _, _, lineup, chain in sorted(found, key=lambda entry: entry[:2])[:IMPROVED]:
+            better = improve_chain(space, self._true(lineup), chain, self.judge)
+            self._offer(space, lineup, better)
+        return [lineup for _, _, lineup, _ in found]
 
     def _prove(self, space: Space, lineup: Lineup) -> float:
         """Searches by what is known of the schedule; returns a lower bound."""
@@ -219,18 +243,18 @@ class Solver:
             for lineup in self.lineups:
                 self._keep(lineup, stage_of)
 
-    def _offer(self, space: Space, lineup: Lineup, chain: Sequence[int]) -> None:
-        """Keeps the chain when it is the best so far."""
-        inside = space.member[:, list(chain[1:])]
-        stages = np.argmax(inside, axis=1)
+    def _offer(self, space: Space, lineup: Lineup, chain: Sequence[int]) -> tuple[float, float]:
+        """Keeps the chain when it is the best so far; returns its rank."""
+        stages = space.stages_of(chain)
         stage_of = [0] * sum(map(len, space.graph.members))
         for members, stage in zip(space.graph.members, stages.tolist(), strict=True):
             for node in members:
                 stage_of[node] = stage
-        self._keep(self._true(lineup), stage_of)
+        return self._keep(self._true(lineup), stage_of)
 
-    def _keep(self, lineup: Lineup, stage_of: Sequence[int]) -> None:
+    def _keep(self, lineup: Lineup, stage_of: Sequence[int]) -> tuple[float, float]:
         verdict = self.judge.judge(lineup, stage_of)
-        objective = self.setting.objective
-        if self._best is None or verdict.rank(objective) < self._best.rank(objective):
+        rank = verdict.rank(self.setting.objective)
+        if self._best is None or rank < self._best.rank(self.setting.objective):
             self._best = verdict
+        return rank

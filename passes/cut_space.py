@@ -74,6 +74,23 @@ class Row:
     held: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Crossings:
+    """What the stages from one down-set move and keep, on any device.
+
+    Attributes:
+        crossed, sent: shape (4, ends): the columns of `Movable` that they receive, and send on.
+        held: as in `Row`.
+        updated: bytes that they update.
+    """
+
+    ends: Integers
+    crossed: Floats
+    sent: Floats
+    held: Floats
+    updated: Floats
+
+
 class Space:
     """A family of down-sets, ordered so that a set comes after all its subsets.
 
@@ -109,10 +126,15 @@ class Space:
         self.nodes: Integers = self.member.sum(axis=0)
         self.size = len(self.masks)
         self.inside = _inside(graph, self.member)
-        self.limit_s = float("inf")
+        self._start_cache()
         self._edges()
+
+    def _start_cache(self) -> None:
+        self.limit_s = float("inf")
         self._rows: dict[tuple[int, Pace], Row] = {}
+        self._common: dict[int, Crossings] = {}
         self._cached = 0
+        self._held = 0
         self._allowed: dict[int, Booleans] = {}
 
     def _edges(self) -> None:
@@ -152,27 +174,42 @@ class Space:
 
     def limit(self, seconds: float) -> None:
         """From now on leave out stages that compute for longer than this on any device."""
-        if seconds < self.limit_s:
-            self.limit_s = seconds
-            self._rows.clear()
-            self._cached = 0
+        self.limit_s = min(self.limit_s, seconds)
 
     def row(self, start: int, pace: Pace) -> Row:
         """All stages that begin at the down-set of this index."""
         row = self._rows.get((start, pace))
         if row is None:
-            row = self._row(start, pace)
+            row = self._row(self._crossings(start), start, pace)
             if self._cached + len(row.ends) <= CACHED_PAIRS:
                 self._rows[start, pace] = row
                 self._cached += len(row.ends)
+        stop = self._stop(start)
+        if len(row.ends) and row.ends[-1] >= stop:
+            count = int(np.searchsorted(row.ends, stop))
+            row = Row(row.ends[:count], row.times[:, :count], row.held[:, :count])
         return row
+
+    def _crossings(self, start: int) -> Crossings:
+        """What all rows of a down-set have in common."""
+        found = self._common.get(start)
+        if found is None:
+            found = self._cross(start)
+            if self._held + len(found.ends) <= CACHED_PAIRS:
+                self._common[start] = found
+                self._held += len(found.ends)
+        return found
+
+    def _stop(self, start: int) -> int:
+        """Before which down-set stages end that begin at this one."""
+        if not np.isfinite(self.limit_s):
+            return self.size
+        most = self._work[start] + int(self.limit_s / self._scale * (1 + 1e-9)) + self.size + 1
+        return int(np.searchsorted(self._work, most, side="right"))
 
     def ends(self, start: int) -> Integers:
         """The down-sets at which a stage may end that begins at this one."""
-        stop = self.size
-        if np.isfinite(self.limit_s):
-            most = self._work[start] + int(self.limit_s / self._scale * (1 + 1e-9)) + self.size + 1
-            stop = int(np.searchsorted(self._work, most, side="right"))
+        stop = self._stop(start)
         begin = start + (not self.idle)
         window = slice(begin, stop)
         fits = np.ones(max(stop - begin, 0), dtype=np.bool_)
@@ -189,40 +226,54 @@ class Space:
 
     def used(self, start: int, value: int, ends: Integers) -> Booleans:
         """Whether stages from one down-set to each of several use a value."""
-        consumers = self.graph.values[value].consumers
-        outside = [c for c in consumers if not self.member[c, start]]
-        return np.asarray(self.member[np.ix_(outside, ends)].any(axis=0))
+        return self._any(self.graph.values[value].consumers, start, ends)
+
+    def _any(self, nodes: Sequence[int], start: int, ends: Integers) -> Booleans:
+        """Whether stages from one down-set to each of several hold any of these nodes."""
+        found = np.zeros(len(ends), dtype=np.bool_)
+        for node in nodes:
+            if not self.member[node, start]:
+                found |= self.member[node][ends]
+        return found
 
     def through(self, value: int, ends: Integers) -> Booleans:
         """Whether a value is used outside each of several down-sets."""
         return self._live[ends, value]
 
-    def _row(self, start: int, pace: Pace) -> Row:
+    def _cross(self, start: int) -> Crossings:
         ends = self.ends(start)
-        crossed = np.zeros((4, len(ends)))
-        passed = np.zeros((4, len(ends)))
-        for index in self.live(start):
-            moving = self._moving[index][:, None]
-            crossed += moving * self.used(start, index, ends)
-            passed += moving * self._live[ends, index]
+        live = self.live(start)
+        crossed, passed = np.zeros((2, 4, len(ends)))
+        if len(live):
+            moving = self._moving[live].T
+            crossed = moving @ np.stack([self.used(start, v, ends) for v in live])
+            passed = moving @ self._live[np.ix_(ends, live)].T
         held = self._touched[:, ends] - self._touched[:, [start]]
         for index in np.flatnonzero(self._split[start]):
             kept = self.graph.kept[index]
-            outside = [n for n in kept.users if not self.member[n, start]]
-            touched = self.member[np.ix_(outside, ends)].any(axis=0)
-            held += np.array(_columns(kept))[:, None] * touched
+            held += np.array(_columns(kept))[:, None] * self._any(kept.users, start, ends)
         taken = crossed[1] if start else crossed[1] + self._given[ends]
+        sent = self._crossing[:, ends] - passed
+        return Crossings(ends, crossed, sent, np.stack((held[0], taken, held[1])), held[2])
+
+    def _row(self, common: Crossings, start: int, pace: Pace) -> Row:
+        ends, crossed, sent = common.ends, common.crossed, common.sent
         times = np.empty((7, len(ends)))
         inside = self.inside[pace.kind]
-        times[[FORWARD, BACKWARD, WEIGHT]] = inside[:, ends] - inside[:, [start]]
-        times[RECEIVE] = crossed[0] * pace.receives.latency_s + crossed[1] / pace.receives.bandwidth
-        times[GRADIENT] = crossed[2] * pace.receives.latency_s
-        times[GRADIENT] += crossed[3] / pace.receives.bandwidth
-        times[UPDATE] = held[2] * pace.update_s_per_byte + (held[2] > 0) * pace.update_latency_s
-        sent = self._crossing[:, ends] - passed
-        times[SEND] = (sent[0] + sent[2]) * pace.sends.latency_s
-        times[SEND] += (sent[1] + sent[3]) / pace.sends.bandwidth
-        return Row(ends, times, np.stack((held[0], taken, held[1])))
+        seconds = inside[:, ends] - inside[:, [start]]
+        times[FORWARD], times[BACKWARD], times[WEIGHT] = seconds
+        link = pace.receives
+        times[RECEIVE] = crossed[0] * link.latency_s + crossed[1] / link.bandwidth
+        times[GRADIENT] = crossed[2] * link.latency_s + crossed[3] / link.bandwidth
+        updated = common.updated
+        times[UPDATE] = updated * pace.update_s_per_byte + (updated > 0) * pace.update_latency_s
+        link = pace.sends
+        times[SEND] = (sent[0] + sent[2]) * link.latency_s + (sent[1] + sent[3]) / link.bandwidth
+        return Row(ends, times, common.held)
+
+    def stages_of(self, chain: Sequence[int]) -> Integers:
+        """The stage of every node in a chain of down-sets, from the empty one to the whole."""
+        return np.argmax(self.member[:, list(chain[1:])], axis=1)
 
     def largest(self, cost: Floats) -> Floats:
         """For every down-set, the dearest node in it."""
@@ -248,11 +299,8 @@ class Space:
 
 def _inside(graph: Contracted, member: Booleans) -> Floats:
     """Of every kind, and of one that is as fast as the fastest at every node."""
-    seconds = graph.seconds
-    rest = (seconds[:, 1] - seconds[:, 2]).min(axis=0)
-    weight = seconds[:, 2].min(axis=0)
-    best = np.stack((seconds[:, 0].min(axis=0), rest + weight, weight))
-    rows = np.concatenate((seconds, best[None])).reshape(-1, graph.size)
+    seconds = graph.with_fastest()
+    rows = seconds.reshape(-1, graph.size)
     columns = np.empty((len(rows), member.shape[1]))
     for index, row in enumerate(rows):
         columns[index] = _products(member.T, row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,12 +9,6 @@ import numpy as np
 
 from gpipe_compiler.passes.cut_lineup import Lineup, Pace
 from gpipe_compiler.passes.cut_space import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    RECEIVE,
-    SEND,
-    WEIGHT,
     Floats,
     Row,
     Space,
@@ -117,27 +110,22 @@ def _rough(space: Space, lineup: Lineup) -> Tables:
 
 def runs(lineup: Lineup, low: int, high: int) -> Iterator[tuple[int, int, Pace]]:
     """The stages from `low` to before `high`, in runs of equal pace."""
-    for pace, group in itertools.groupby(range(low, high), key=lineup.paces.__getitem__):
-        members = list(group)
-        yield members[0], members[-1] + 1, pace
+    for begin, end, pace in lineup.runs:
+        if begin < high and end > low:
+            yield max(begin, low), min(end, high), pace
 
 
 def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
     """What stages on devices of equal pace cost, in the order of `Tables`: (5, stages, ends)."""
-    again = lineup.again[low:high, None] * row.times[FORWARD]
-    forward = np.broadcast_to(row.times[FORWARD], again.shape)
-    first = row.times[BACKWARD] - row.times[WEIGHT] * lineup.split
-    back = first + again
-    moved = row.times[RECEIVE] + row.times[GRADIENT]
-    found = np.stack(
-        (
-            np.maximum(forward, row.times[RECEIVE]),
-            np.maximum(back, row.times[GRADIENT]),
-            forward + row.times[BACKWARD] + again,
-            np.broadcast_to(row.times[FORWARD] + first + moved, again.shape),
-            forward + row.times[BACKWARD] + again + moved + row.times[SEND],
-        )
-    )
+    forward, backward, receive, gradient, weight, _, send = row.times
+    found = np.empty((5, high - low, len(row.ends)))
+    again = lineup.again[low:high, None] * forward
+    first = backward - weight if lineup.split else backward
+    found[0] = np.maximum(forward, receive)
+    np.maximum(first + again, gradient, out=found[1])
+    np.add(forward + backward, again, out=found[2])
+    found[3] = forward + first + receive + gradient
+    np.add(found[2], receive + gradient + send, out=found[4])
     if lineup.limited:
         found[:, lineup.excess(low, high - low, row.held) > 0] = np.inf
     return found

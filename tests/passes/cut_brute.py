@@ -197,7 +197,9 @@ class Measure:
     def busy(self, times: list[StageTimes]) -> float:
         """Seconds that the busiest device computes at least."""
         m = sum(
-            a.stage == 0 and a.phase is Phase.FORWARD for order in self.setting.orders for a in order
+            a.stage == 0 and a.phase is Phase.FORWARD
+            for order in self.setting.orders
+            for a in order
         )
         devices = [0.0] * (max(self.setting.placement) + 1)
         for device, t in zip(self.setting.placement, times, strict=True):

@@ -12,10 +12,12 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Ref
 from gpipe_compiler.ir.interpret import Interpreter, bind
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut import StepKind, cut
+from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut_graph import Facts, problem_of, tabulate
 from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut_setting import Setting
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.runtime.spec import ScheduleKind
 
 BATCH = 2
 LINK = Link(1e9, 1e-6)
@@ -24,10 +26,10 @@ KINDS = (
 )
 
 
-def tables_for(graph, stages, step=StepKind.GPIPE, link=LINK):
+def tables_for(graph, stages, kind=ScheduleKind.GPIPE, link=LINK):
     facts = Facts.of(graph, roofline(graph, DEFAULT_HOST))
     problem = problem_of(facts)
-    found = cut(problem, stages=stages, microbatches=4, step=step, link=link)
+    found = cut(problem, Setting.equal(kind, stages, 4, link))
     names = (node.name for node in problem.nodes)
     return facts, tabulate(facts, dict(zip(names, found.stage_of, strict=True)), stages)
 
@@ -206,7 +208,8 @@ def test_a_problem_weighs_values_once_and_leaves_copies_out(builder):
     problem = problem_of(facts)
 
     assert [node.name for node in problem.nodes] == ["h", "s", "loss"]
-    assert problem.nodes[0].parameter_bytes == 80
+    trained = [(kept.users, kept.updated_bytes) for kept in problem.kept if kept.updated_bytes]
+    assert sorted(trained) == [((0,), 16), ((0,), 64)]
     rows = {v.name: (v.producer, v.consumers, v.bytes, v.gradient_bytes) for v in problem.values}
     assert rows == {
         "x": (GRAPH_INPUT, (0,), 32, 0),
