@@ -62,7 +62,8 @@ class Clocked:
         alone, together: of every stage, while the other devices rest and while they work.
         receive_s, gradient_s: of every stage, seconds in which what it receives for a micro-batch
             comes from another device, and in which its gradients go back.
-        around_s: seconds of a step outside the work of the devices.
+        around_s: seconds of a step outside the work of the devices, sums of gradients that
+            stages share among them.
     """
 
     alone: tuple[StageSeconds, ...]
@@ -159,12 +160,17 @@ class _Recorder:
     def __init__(self, endpoint: Endpoint, record: dict[Transfer, torch.Tensor | None]) -> None:
         self._record = record
         self._endpoint = endpoint
-        self.send, self.expect = endpoint.send, endpoint.expect
-        self.exchange, self.flush = endpoint.exchange, endpoint.flush
+        self.send, self.expect, self.flush = endpoint.send, endpoint.expect, endpoint.flush
+        self.sum_s: float | None = None
 
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         self._record[transfer] = tensor = self._endpoint.take(transfer)
         return tensor
+
+    def exchange(self, total: SharedSum) -> None:
+        start = time.perf_counter()
+        self._endpoint.exchange(total)
+        self.sum_s = (self.sum_s or 0.0) + time.perf_counter() - start
 
 
 class _Replay:
@@ -198,6 +204,7 @@ class _Watched(Engine):
         self.waits = True
         self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
         self.rounds: list[list[float]] = []
+        self.sums_s: list[float] = []
         self.run_s: list[float] = []
 
     def run(
@@ -210,7 +217,11 @@ class _Watched(Engine):
     ) -> Outcome:
         if self.waits:
             self.asked = steps, wiring, job
-            return super().run(steps, wiring, job, _Recorder(endpoint, self.record), ended)
+            recorder = _Recorder(endpoint, self.record)
+            outcome = super().run(steps, wiring, job, recorder, ended)
+            if recorder.sum_s is not None:
+                self.sums_s.append(recorder.sum_s)
+            return outcome
         return self.again()
 
     def again(self) -> Outcome:
@@ -292,12 +303,14 @@ class _Clock:
         self.engines = [_Watched(engine) for engine in own]
         runner.engines = self.engines
         try:
-            self._step()
+            for _ in range(1 + LEAST_ROUNDS):
+                self._step()
+            sums_s = self._sums()
             for engine in self.engines:
                 engine.waits = False
             (first_s,) = self._agreed([self._step()], max)
             rounds = max(LEAST_ROUNDS, math.ceil(phase_s / first_s))
-            around_s = self._around(rounds)
+            around_s = self._around(rounds) + sums_s
             devices = max(self.pipe.placement) + 1
             alone = [self._timed([device], rounds) for device in range(devices)]
             together = self._timed(range(devices), rounds)
@@ -322,6 +335,12 @@ class _Clock:
         else:
             self.pipe.step(self.inputs, self.target).item()
         return time.perf_counter() - start
+
+    def _sums(self) -> float:
+        """Seconds in which processes add up shared gradients, on the one that comes last."""
+        found = [statistics.median(e.sums_s[1:]) for e in self.engines if e.sums_s]
+        (least,) = self._agreed([min(found, default=math.inf)], min)
+        return least if math.isfinite(least) else 0.0
 
     def _around(self, rounds: int) -> float:
         """Seconds of a step beside the work of the device that works the longest."""
