@@ -1,6 +1,6 @@
 """The predicted step of two devices against the clock: every example, schedule and way to start.
 
-    python benchmarks/prediction.py [--rounds 3] [--schedules gpipe 1f1b ...] [NAME ...]
+    python benchmarks/prediction.py [--rounds 2] [--schedules gpipe 1f1b ...] [NAME ...]
 
 For every case a package is made. Its step is predicted as `gpipe-compile --cost measured` does it:
 the stages are timed without waiting for one another, and the schedule is simulated with these
@@ -71,11 +71,11 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "transformer": ({}, {}),
     "gpt2_huggingface": ({}, {}),
     "inception": ({}, {}),
-    "unet": ({"width": 16}, {"batch": 8, "image": 64}),
-    "alexnet": ({"width": 32}, {"batch": 8, "image": 128}),
-    "resnet50": ({"width": 32}, {"batch": 8, "image": 64}),
+    "unet": ({"width": 8}, {"batch": 8, "image": 64}),
+    "alexnet": ({"width": 16}, {"batch": 8, "image": 128}),
+    "resnet50": ({"width": 16}, {"batch": 8, "image": 64}),
 }
-"""By example, what its model and its inputs are made with: a step takes up to some tenths of a second."""
+"""By example, what its model and its inputs are made with: steps of up to a few tenths of a second."""
 
 
 def subject_of(name: str) -> Subject:
@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--schedules", type=ScheduleKind, nargs="+", default=list(ScheduleKind))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
