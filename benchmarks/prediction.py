@@ -75,7 +75,7 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "alexnet": ({"width": 16}, {"batch": 8, "image": 128}),
     "resnet50": ({"width": 16}, {"batch": 8, "image": 64}),
 }
-"""By example, what its model and its inputs are made with: steps of up to a few tenths of a second."""
+"""By example, what its model and its inputs are made with, so that steps are short."""
 
 
 def subject_of(name: str) -> Subject:
