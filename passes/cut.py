@@ -195,7 +195,7 @@ class _Cutter:
             merged = lean(self.graph, keep=stages, once=once)
             bound, looked = self._merged(merged, most_down_sets)
         if fine is not None and not self.solver.reaches(bound):
-            bound = max(bound, self.solver.search(Space(self.graph, fine), last=True))
+            bound = max(bound, self.solver.search(self._whole(self.graph, fine), last=True))
             looked = max(looked, len(fine))
         if not self.solver.found:
             raise self._nothing()
@@ -219,10 +219,20 @@ class _Cutter:
             return self._parts(merged)
         if same:
             return 0.0, 0  # what follows is the same search
-        bound = self.solver.search(Space(merged, everything), last=False)
+        bound = self.solver.search(self._whole(merged, everything), last=False)
         if self.solver.reaches(bound):
             bound = min(bound, self.solver.search(Space(merged, everything, idle=True), last=False))
         return bound, len(everything)
+
+    def _whole(self, graph: Contracted, masks: Sequence[int]) -> Space:
+        """The family of all down-sets; where they are many, a good cut limits its stages first."""
+        linear = {mask for order in topological_orders(graph) for mask in prefixes(order)}
+        if len(linear) * 3 < len(masks):
+            self.solver.begin(Space(graph, linear))
+        space = Space(graph, masks)
+        if self.solver.found and not self.solver.room:
+            space.limit(self.solver.longest_stage())
+        return space
 
     def _lines(self, graph: Contracted) -> int:
         """The best cuts along single orders of the nodes, in stages not much longer than equal."""

@@ -176,7 +176,7 @@ def _merge_costless(graph: Contracted, *, once: bool) -> list[int]:
         for user in kept.users:
             keeps[user].add(index)
     bound = {node for pair in graph.apart for node in pair}
-    costs = graph.seconds.any(axis=(0, 1))
+    costs = graph.seconds.sum(axis=(0, 1)) > 0
     whole = max(graph.last_stage, default=0)
     moved: set[int] = set()
     for node in range(graph.size - graph.last):
@@ -295,7 +295,8 @@ def _regroup(graph: Contracted, owner: Sequence[int]) -> Contracted:
     for source, target in edges:
         before[position[target]].add(position[source])
     seconds = np.zeros((*graph.seconds.shape[:2], len(sequence)))
-    np.add.at(seconds, (slice(None), slice(None), place), graph.seconds)
+    for node, target in enumerate(place):
+        seconds[:, :, target] += graph.seconds[:, :, node]
     return replace(
         graph,
         members=tuple(tuple(sorted(group)) for group in members),

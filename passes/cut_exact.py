@@ -283,7 +283,7 @@ class Enumeration:
             return np.zeros((high - low, len(row.ends)))
         if self.bottleneck:
             moved = row.times[RECEIVE] + row.times[GRADIENT] + row.times[SEND]
-            return self.judge.again[low:high, None] * row.times[FORWARD] + own + moved
+            return np.asarray(self.judge.again[low:high, None] * row.times[FORWARD] + own + moved)
         busy = self.repeats[low:high, None] * row.times[FORWARD]
         return np.asarray(busy + self.microbatches * own)
 

@@ -166,8 +166,8 @@ class Judge:
             columns += [again, times[:, WEIGHT], times[:, UPDATE]]
             value = self.steps(np.stack(columns, axis=2))
         else:
-            rows = (FORWARD, BACKWARD, RECEIVE, GRADIENT, SEND)
-            value = (times[:, rows].sum(axis=1) + again).max(axis=1)
+            parts = [FORWARD, BACKWARD, RECEIVE, GRADIENT, SEND]
+            value = (times[:, parts].sum(axis=1) + again).max(axis=1)
         return excess_of(lineup, held), value
 
 

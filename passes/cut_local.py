@@ -8,7 +8,7 @@ import numpy as np
 
 from gpipe_compiler.passes.cut_judge import Judge
 from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_space import Floats, Space
+from gpipe_compiler.passes.cut_space import Floats, Integers, Space
 
 Chain = tuple[int, ...]
 
@@ -53,7 +53,7 @@ class _Improving:
         excess, value = self.judge.score(self.lineup, columns[:, :7], columns[:, 7:])
         return list(zip(excess.tolist(), value.tolist(), strict=True))
 
-    def _stage(self, stage: int, start: int, ends: Floats) -> Floats:
+    def _stage(self, stage: int, start: int, ends: Integers) -> Floats:
         """What the stage costs that lies between these, shape (10, ends); NaN where none may."""
         row = self.space.row(start, self.lineup.paces[stage])
         at = np.minimum(np.searchsorted(row.ends, ends), len(row.ends) - 1)

@@ -163,7 +163,7 @@ class Solver:
 
     def _begin(self, space: Space, lineups: Sequence[Lineup]) -> list[Lineup]:
         """Finds good cuts; returns the orders of devices with any cut in the family."""
-        found = []
+        found: list[tuple[tuple[float, float], int, Lineup, tuple[int, ...]]] = []
         for lineup in lineups:
             chain = bottleneck_chain(space, lineup, apart=not self._step)
             if chain is not None:

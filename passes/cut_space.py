@@ -238,7 +238,7 @@ class Space:
 
     def through(self, value: int, ends: Integers) -> Booleans:
         """Whether a value is used outside each of several down-sets."""
-        return self._live[ends, value]
+        return np.asarray(self._live[ends, value])
 
     def _cross(self, start: int) -> Crossings:
         ends = self.ends(start)
@@ -273,7 +273,7 @@ class Space:
 
     def stages_of(self, chain: Sequence[int]) -> Integers:
         """The stage of every node in a chain of down-sets, from the empty one to the whole."""
-        return np.argmax(self.member[:, list(chain[1:])], axis=1)
+        return np.asarray(np.argmax(self.member[:, list(chain[1:])], axis=1))
 
     def largest(self, cost: Floats) -> Floats:
         """For every down-set, the dearest node in it."""

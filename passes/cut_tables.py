@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from gpipe_compiler.passes.cut_lineup import Lineup, Pace
 from gpipe_compiler.passes.cut_space import (
@@ -243,7 +244,7 @@ def tails(space: Space, lineup: Lineup, cost: Callable[[int, int, Row], Floats])
     return best
 
 
-def _walk_back(parent: Floats, stages: int, size: int) -> tuple[int, ...]:
+def _walk_back(parent: npt.NDArray[np.int32], stages: int, size: int) -> tuple[int, ...]:
     chain = [size - 1]
     for made in range(stages, 0, -1):
         chain.append(int(parent[made, chain[-1]]))
