@@ -16,7 +16,7 @@ TIE = 1e-10
 
 @dataclass(frozen=True)
 class FillDrain:
-    """GPipe's step, and inference: `simulate.fill_drain_time`, and updates after it.
+    """GPipe's step, and inference: `closed_forms.fill_drain_time`, and updates after it.
 
     A label is (slowest forward machine, slowest backward machine, sum of all machines); where
     stages update their parameters, that sum is followed by (sum of the backward machines, from the
@@ -87,7 +87,7 @@ class FillDrain:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A lower bound of 1F1B's step, `simulate.one_f_one_b_bound`, as if it were the step.
+    """A lower bound of 1F1B's step, `closed_forms.one_f_one_b_bound`, as if it were the step.
 
     A label is (one micro-batch's round through the later stages; the largest time, from when the
     first micro-batch reaches them to when the last gradient leaves them, that one of them asks).

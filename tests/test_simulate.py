@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe_compiler.closed_forms import fill_drain_time, one_f_one_b_bound
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import parse_order
@@ -16,8 +17,6 @@ from gpipe_compiler.simulate import (
     FEW,
     Lane,
     StageTimes,
-    fill_drain_time,
-    one_f_one_b_bound,
     recomputed,
     simulate,
     step_times,
