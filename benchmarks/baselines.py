@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpipe_compiler.holding import loads
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut_contract import Contracted, contract
 from gpipe_compiler.passes.cut_orders import topological_orders
@@ -78,6 +79,25 @@ def score(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> Sco
             t.forward_s + t.backward_s + t.recompute_s + t.receive_s + t.gradient_s + sent[s]
             for s, t in enumerate(times)
         ),
+    )
+
+
+def memory(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> tuple[float, ...]:
+    """Bytes that each device needs for a cut, by the compiler's model of memory (`holding.py`)."""
+    state, saved, taken = ([0.0] * setting.stages for _ in range(3))
+    for kept in problem.kept:
+        for stage in {stage_of[user] for user in kept.users}:
+            state[stage] += kept.bytes
+            saved[stage] += kept.microbatch_bytes
+    for value in problem.values:
+        home = -1 if value.producer == GRAPH_INPUT else stage_of[value.producer]
+        for target in {stage_of[node] for node in value.consumers} - {home}:
+            taken[target] += value.bytes
+    again = [stage for stage, asked in enumerate(setting.recompute) if asked]
+    return tuple(
+        sum(state[s] for s in load.stages)
+        + load.peak([taken[s] for s in load.stages], [saved[s] for s in load.stages])
+        for load in loads(setting.orders, again)
     )
 
 
@@ -199,7 +219,7 @@ def block_ends(times: Sequence[float], blocks: int) -> list[int]:
 
 
 def best_in_a_row(problem: CutProblem, setting: Setting) -> Cut:
-    """The best cut along any of the topological orders in `cut_orders`, each searched to the end."""
+    """The best cut along any of the topological orders in `cut_orders`; each search is complete."""
     graph = contract(problem, setting.stages)
     found = [cut(in_a_row(problem, graph, row), setting) for row in topological_orders(graph)]
     return min(found, key=lambda one: one.objective_s)
