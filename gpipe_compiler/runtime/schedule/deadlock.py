@@ -6,6 +6,7 @@ is the worst a transport can do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from ..errors import DeadlockError, ScheduleError
@@ -89,12 +90,10 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
         DeadlockError: when no device can go on and some are not at their end.
     """
     position = [0] * len(programs)
-    owners: dict[SharedSum, list[int]] = {}
-    for device, program in enumerate(programs):
-        for action in program:
-            if isinstance(action, SharedSum):
-                owners.setdefault(action, []).append(device)
-    waiting: dict[Transfer, int] = {}
+    owners = Counter(
+        action for program in programs for action in program if isinstance(action, SharedSum)
+    )
+    arrived: dict[Transfer | SharedSum, list[tuple[int, Action]]] = {}
     runnable = list(range(len(programs)))
     while runnable:
         device = runnable.pop()
@@ -105,10 +104,14 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
                 position[device] += 1
                 yield device, action
                 continue
-            together = _meeting(device, action, position, programs, owners, waiting)
-            if together is None:
+            meeting = action if isinstance(action, SharedSum) else action.transfer
+            # Only those who wait there take part: one who is still to run would be run twice.
+            together = arrived.setdefault(meeting, [])
+            together.append((device, action))
+            if len(together) < (owners[meeting] if isinstance(meeting, SharedSum) else 2):
                 break
-            for other, its_action in together:
+            del arrived[meeting]
+            for other, its_action in sorted(together, key=_receives):
                 position[other] += 1
                 if other != device:
                     runnable.append(other)
@@ -122,25 +125,6 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
         raise DeadlockError(stuck)
 
 
-def _meeting(
-    device: int,
-    action: Send | Receive | SharedSum,
-    position: Sequence[int],
-    programs: Programs,
-    owners: dict[SharedSum, list[int]],
-    waiting: dict[Transfer, int],
-) -> list[tuple[int, Action]] | None:
-    """Those that take part in the action with `device`, when all have arrived, sender first."""
-    if isinstance(action, SharedSum):
-        devices = owners[action]
-        arrived = all(
-            position[other] < len(programs[other]) and programs[other][position[other]] == action
-            for other in devices
-        )
-        return [(other, action) for other in devices] if arrived else None
-    other = waiting.pop(action.transfer, None)
-    if other is None:
-        waiting[action.transfer] = device
-        return None
-    pair: list[tuple[int, Action]] = [(device, action), (other, programs[other][position[other]])]
-    return pair if isinstance(action, Send) else pair[::-1]
+def _receives(part: tuple[int, Action]) -> bool:
+    """Whether a device's part in a meeting is the receipt of what another one sends."""
+    return isinstance(part[1], Receive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 from hypothesis import given
@@ -188,6 +189,21 @@ def test_a_sum_that_an_owner_reaches_too_late_is_a_deadlock():
     total = SharedSum("p", (0, 1))
     with pytest.raises(DeadlockError):
         prove(((total, Send(V)), (Receive(V), total)))
+
+
+@pytest.mark.parametrize("devices", list(itertools.permutations(range(3))))
+def test_an_owner_that_goes_on_after_a_sum_is_awaited_once(devices):
+    """Whichever device is looked at first: it stands at the sum before it has come there."""
+    first, second, third = devices
+    total = SharedSum("p", (first, second))
+    v, w = Transfer("v", 0, first, second), Transfer("w", 0, third, second)
+    after = Compute(second, Phase.FORWARD, 0)
+    programs = {
+        first: (Send(v), total),
+        second: (Receive(v), total, Receive(w), after),
+        third: (Compute(third, Phase.FORWARD, 0), Send(w)),
+    }
+    prove(tuple(programs[device] for device in range(3)))
 
 
 @pytest.mark.parametrize(
