@@ -10,7 +10,7 @@ from .errors import UsageError
 from .job import Work
 from .schedule import devices_for, forward_only, lower, orders_for, placement_for, prove
 from .schedule.actions import Compute, Orders, Phase, Programs, parse_order
-from .spec import Crossing, PipelineSpec, ScheduleKind
+from .spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
 from .wiring import StageWiring, Step, crossings_for, inputs_for, steps_of, wire
 
 
@@ -124,10 +124,11 @@ def prepare(
         raise UsageError(f"{microbatches} micro-batches: at least one is needed")
     if microbatches == 1:
         joint = ()
-    if joint and work is Work.TRAIN and schedule is not ScheduleKind.GPIPE:
+    in_a_row = list(placement) == sorted(placement)
+    if joint and not (in_a_row and (schedule is ScheduleKind.GPIPE or work is not Work.TRAIN)):
         raise UsageError(
             f"exact BatchNorm does not go with the schedule {schedule.value}: every micro-batch "
-            "must have gone forward before the first comes back",
+            "must have gone through a stage before the first goes on, forward or back",
             hint="use --schedule gpipe, or --batchnorm deferred",
         )
     crossings = crossings_for(spec, work)
@@ -159,7 +160,9 @@ def _orders(
     if work is not Work.TRAIN:
         return forward_only(placement, microbatches, joint)
     planned = (spec.schedule, spec.microbatches, planned_placement(spec))
-    if spec.orders and (schedule, microbatches, tuple(placement)) == planned:
+    # Without joint stages a device may have been meant to take its stages in turn.
+    fitting = not joint or spec.batchnorm is BatchNorm.EXACT
+    if spec.orders and fitting and (schedule, microbatches, tuple(placement)) == planned:
         return tuple(parse_order(order) for order in spec.orders)
     try:
         return orders_for(schedule, placement, microbatches, joint)
