@@ -37,8 +37,16 @@ def predict(
     ]
     simulation = simulate(orders, times, joint)
     update_s = [time.update_s for time in times]
-    owners = dict(shared(graph, stages))
-    sum_s = {name: _sum_s(graph, name, held, between) for name, held in owners.items()}
+    device_of = {action.stage: device for device, order in enumerate(orders) for action in order}
+    owners = {
+        name: held
+        for name, held in shared(graph, stages)
+        if len({device_of[stage] for stage in held}) > 1
+    }
+    sum_s = {
+        name: _sum_s(graph, name, {device_of[stage]: stage for stage in held}, between)
+        for name, held in owners.items()
+    }
     step_s = _with_sums(simulation, owners, sum_s, update_s)
     whole = step_s * len(orders)
     microbatches = max((action.microbatch + 1 for order in orders for action in order), default=1)
@@ -71,10 +79,14 @@ def shared(graph: Graph, stages: Sequence[Stage]) -> list[tuple[str, tuple[int, 
 
 
 def _sum_s(
-    graph: Graph, name: str, owners: Sequence[int], between: Callable[[int, int], Link]
+    graph: Graph, name: str, owners: Mapping[int, int], between: Callable[[int, int], Link]
 ) -> float:
-    """Seconds in which the owners' gradients go to the first of them, and the sum comes back."""
-    first, *others = owners
+    """Seconds in which the owners' gradients go to the first of them, and the sum comes back.
+
+    Args:
+        owners: a stage on each device that holds some: what these have made goes as one.
+    """
+    first, *others = (stage for _, stage in sorted(owners.items()))
     size = graph.state[name].bytes
     return 2 * sum(between(first, other).seconds(size) for other in others)
 

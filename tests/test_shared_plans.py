@@ -18,6 +18,8 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import Policy
+from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes
 
 WIDTH = 64
@@ -86,6 +88,27 @@ def test_a_sum_that_is_cheaper_than_unequal_stages_is_taken():
     assert found.prediction.step_s == pytest.approx(1.02 * free, abs=10 * boundary_s)
     assert not found.prediction.proved
     assert found.prediction.lower_bound_s <= found.prediction.step_s
+
+
+def test_owners_on_one_device_add_up_among_themselves():
+    """Its gradients cross once there and back for each further device, not for each stage."""
+    for schedule, pairs, sums in (
+        (ScheduleKind.ZBV, ((0, 5),), 0),
+        (ScheduleKind.INTERLEAVED, ((0, 5),), 2),
+        (ScheduleKind.INTERLEAVED, ((0, 3), (0, 5)), 2),
+        (ScheduleKind.ONE_F_ONE_B, ((0, 3), (0, 5)), 4),
+    ):
+        found = plan(
+            traced(pairs),
+            stages=4,
+            microbatches=4,
+            cluster=Cluster.of(FLAT, FAST),
+            policy=Policy(schedule=schedule),
+        )
+        assert found.prediction.shared_sum_s == pytest.approx(sums * BYTES / 1e18, abs=0), schedule
+        held = owners(found, "layers.0.weight")
+        assert len({found.placement[stage] for stage in held}) == 1 + sums // 2
+        assert found.prediction.proved is (sums == 0)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 1.0])
