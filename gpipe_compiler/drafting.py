@@ -26,6 +26,7 @@ from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.prediction import peak_bytes, predict, shared
 from gpipe_compiler.runtime.joint import joint_of
+from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, OptimizerKind, Remat
 from gpipe_compiler.simulate import StageTimes
 
@@ -44,12 +45,14 @@ class Draft:
     """A cut, what its stages hold, and what to expect of them.
 
     Attributes:
+        orders: each device's actions.
         joint: the stages that take all micro-batches as one.
     """
 
     found: Cut
     table: StageTable
     stages: tuple[Stage, ...]
+    orders: Orders
     joint: tuple[int, ...]
     prediction: Prediction
 
@@ -180,7 +183,7 @@ class Drafting:
     def _too_large(self, draft: Draft) -> tuple[bool, ...]:
         """For every stage, whether its device is too full, and recomputing makes it smaller."""
         found = [False] * self.setting.stages
-        by_device = zip(loads(self.setting.orders, (), draft.joint), draft.found.seats, strict=True)
+        by_device = zip(loads(draft.orders, (), draft.joint), draft.found.seats, strict=True)
         for load, seat in by_device:
             full = peak_bytes(draft.stages, load) > self.setting.seats[seat].memory
             for stage in load.stages:
@@ -259,9 +262,9 @@ class Drafting:
             places = (found.seats[self.setting.placement[stage]] for stage in (one, other))
             return self.cluster.between(*places)
 
-        orders = self.setting.orders
+        orders = self.setting.orders_with(joint) if joint else self.setting.orders
         expected = predict(self.facts.graph, stages, orders, found, between, joint)
-        return Draft(found, table, stages, joint, expected)
+        return Draft(found, table, stages, orders, joint, expected)
 
 
 def _stage(

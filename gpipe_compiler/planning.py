@@ -74,7 +74,7 @@ def make_plan(
         microbatches=microbatches,
         batch_size=batch_size,
         training=graph.loss is not None,
-        orders=setting.orders,
+        orders=draft.orders,
         cluster=cluster,
         cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
         prediction=draft.prediction,
@@ -132,7 +132,7 @@ def _prove(graph: Graph, draft: Draft, setting: Setting) -> None:
     """
     placement, crossings = setting.placement, draft.table.crossings
     owners = dict(shared(graph, draft.stages))
-    programs = lower(setting.orders, placement, crossings, owners, draft.joint)
+    programs = lower(draft.orders, placement, crossings, owners, draft.joint)
     prove(programs, placement, crossings, draft.joint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -106,15 +107,27 @@ class Setting:
 
     @cached_property
     def orders(self) -> Orders:
-        """Each device's actions.
+        """Each device's actions, where no stage is joint.
 
         Raises:
             PlanError: when the schedule cannot have so many stages or micro-batches.
         """
+        return self.orders_with(())
+
+    def orders_with(self, joint: Collection[int]) -> Orders:
+        """Each device's actions.
+
+        Args:
+            joint: the stages that take all micro-batches as one.
+
+        Raises:
+            PlanError: when the schedule cannot have so many stages or micro-batches, or these
+                joint ones.
+        """
         try:
             if self.kind is None:
-                return forward_only(self.placement, self.microbatches)
-            return orders_for(self.kind, self.placement, self.microbatches)
+                return forward_only(self.placement, self.microbatches, joint)
+            return orders_for(self.kind, self.placement, self.microbatches, joint)
         except ValueError as error:
             raise PlanError(str(error)) from error
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.schedule import _drawing, _together
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
@@ -168,3 +169,29 @@ def test_a_joint_stage_holds_the_mini_batch_whole() -> None:
         states = [made.graph.state[name] for name in stage.state]
         fixed = sum(s.bytes * (2 if s.requires_grad else 1) for s in states)
         assert peak == fixed + whole
+
+
+@pytest.mark.parametrize("remat", [RematChoice.NONE, RematChoice.FULL])
+def test_a_device_takes_a_joint_stage_apart_from_its_others(remat: RematChoice) -> None:
+    """All micro-batches through the stages before it, then through it, then through the rest.
+
+    A single device never waits: its step is the sum of what it computes.
+    """
+    graph = trace(Normed(), torch.randn(16, 8))
+    alone = local_cluster()
+    alone = dataclasses.replace(alone, endless=False)
+    policy = dataclasses.replace(EXACT, remat=remat)
+
+    made = plan(graph, stages=3, microbatches=M, policy=policy, cluster=alone)
+
+    assert set(made.placement) == {0}
+    order = [str(action) for action in made.orders[0]]
+    (joint,) = made.joint
+    whole = [f"{joint}F{m}" for m in range(M)]
+    start = order.index(whole[0])
+    assert order[start : start + M] == whole
+    work = sum(M * (s.forward_s + s.backward_s) for s in made.stages)
+    again = made.prediction.recompute * made.prediction.step_s
+    assert (again > 0) == (remat is RematChoice.FULL)
+    update = sum(s.update_s for s in made.stages)
+    assert made.prediction.step_s == pytest.approx(work + again + update)

@@ -43,6 +43,7 @@ def write_schedule(
     spec = _pipeline(plan, graph, stages, weight, imports)
     used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
+    orders, wrapped = _orders(plan)
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
     from_spec = ["PipelineSpec", "ScheduleKind", "StageSpec", *_manner_enums(plan), *names]
     return render(
@@ -57,7 +58,8 @@ def write_schedule(
         imports=imports.lines(),
         spec_import=_spec_import(from_spec),
         modules=_module_import(len(stages), weight),
-        orders=_orders(plan),
+        orders=orders,
+        wrapped=wrapped,
         spec=text.splitlines(),
     )
 
@@ -135,16 +137,17 @@ def _drawing(plan: Plan) -> list[str]:
     return [f"{line[: room - 4]} ..." if len(line) > room else line for line in lines]
 
 
-def _orders(plan: Plan) -> list[str]:
-    """Each device's actions, wrapped, with an empty line between devices."""
+def _orders(plan: Plan) -> tuple[list[str], bool]:
+    """Each device's actions, one device a line; or, and whether, wrapped and an empty line between.
+    """
     paragraphs = [
         textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
         for order in plan.orders
     ]
     if all(len(lines) <= 1 for lines in paragraphs):
-        return [line for lines in paragraphs for line in lines or ["-"]]
+        return [line for lines in paragraphs for line in lines or ["-"]], False
     lines = itertools.chain.from_iterable([*paragraph, ""] for paragraph in paragraphs)
-    return list(lines)[:-1]
+    return list(lines)[:-1], True
 
 
 def _pipeline(

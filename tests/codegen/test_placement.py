@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from torch import nn
 
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.schedule import forward_only
+from gpipe_compiler.runtime.schedule import forward_only, orders_for
+from gpipe_compiler.runtime.schedule.actions import parse_order
+from gpipe_compiler.runtime.spec import ScheduleKind
 
 PLACEMENT = (0, 1, 1, 0)
 
@@ -48,3 +51,22 @@ def test_the_usual_placement_is_not_written(planned: Callable[..., Plan], tmp_pa
 
     assert "placement" not in text
     assert "device_order" not in text
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+def test_orders_are_those_of_their_devices_however_long(
+    planned: Callable[..., Plan],
+    load: Callable[[Path], ModuleType],
+    tmp_path: Path,
+    devices: int,
+    microbatches: int,
+) -> None:
+    """Over several lines where they are long; those of a single device are still one order."""
+    plan = planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(4, 4), count=2)
+    placement = (0, devices - 1)
+    orders = orders_for(ScheduleKind.GPIPE, placement, microbatches)
+    plan = dataclasses.replace(plan, placement=placement, seats=tuple(range(devices)), orders=orders)
+    package = load(emit(plan, tmp_path / "package"))
+
+    assert tuple(parse_order(order) for order in package.SPEC.orders) == orders

@@ -239,6 +239,17 @@ def test_1f1b_is_refused():
     check_steps(joint_spec(), [joint_data(4)], schedule="1f1b", microbatches=1)
 
 
+def test_stages_that_were_planned_to_take_turns_on_a_device():
+    """A package's own orders are for its own BatchNorm; for exact BatchNorm there are others."""
+    spec = joint_spec(microbatches=3)
+    turns = [f"{s}F{m}" for m in range(3) for s in range(4)]
+    turns += [f"{s}B{m}" for m in range(2, -1, -1) for s in range(3, -1, -1)]
+    spec = dataclasses.replace(
+        spec, batchnorm=BatchNorm.MICRO, orders=(" ".join(turns),), placement=(0, 0, 0, 0)
+    )
+    check_steps(spec, [joint_data(6)], outputs=joint_outputs, batchnorm="exact")
+
+
 def test_models_that_mix_nothing_take_any_schedule():
     """Exact BatchNorm asks nothing of them."""
     spec = joint_spec((1,))
