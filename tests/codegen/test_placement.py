@@ -66,7 +66,8 @@ def test_orders_are_those_of_their_devices_however_long(
     plan = planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(4, 4), count=2)
     placement = (0, devices - 1)
     orders = orders_for(ScheduleKind.GPIPE, placement, microbatches)
-    plan = dataclasses.replace(plan, placement=placement, seats=tuple(range(devices)), orders=orders)
+    seats = tuple(range(devices))
+    plan = dataclasses.replace(plan, placement=placement, seats=seats, orders=orders)
     package = load(emit(plan, tmp_path / "package"))
 
     assert tuple(parse_order(order) for order in package.SPEC.orders) == orders
