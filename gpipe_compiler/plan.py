@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -177,12 +178,17 @@ class Plan:
         """Samples in one micro-batch."""
         return self.batch_size // self.microbatches
 
-    @property
+    @cached_property
     def ops(self) -> tuple[OpNote, ...]:
         """A note on every op, in order: from the graph, or from the JSON; none in older JSON."""
         if self.graph is None:
             return self.noted
         return list_ops(self.graph, self.microbatch_size)
+
+    @cached_property
+    def note_of(self) -> Mapping[str, OpNote]:
+        """The same by the names of the ops."""
+        return {note.name: note for note in self.ops}
 
     def to_json(self) -> str:
         """The plan as JSON text, without its graph."""

@@ -70,7 +70,7 @@ def modules_of(plan: Plan, stage: Stage) -> str:
 
     A stage whose ops all stand in the model's own forward is told by what they call.
     """
-    notes = {note.name: note for note in plan.ops}
+    notes = plan.note_of
     duplicates = set(stage.duplicates)
     own = [notes[name] for name in stage.ops if name in notes and name not in duplicates]
     names = [note.module for note in own if note.module] or [note.label for note in own]

@@ -125,8 +125,7 @@ def stage_drawing(plan: Plan, index: int) -> Drawing:
             "the plan does not tell about its ops", hint="compile the package again to draw it"
         )
     stage = plan.stages[index]
-    notes = {note.name: note for note in plan.ops}
-    own = [notes[name] for name in stage.ops]
+    own = [plan.note_of[name] for name in stage.ops]
     crossing = {boundary.crossing.value: boundary for boundary in boundaries(plan)}
     made = {value: f"op {note.name}" for note in own for value in note.outputs}
     boxes = {f"op {note.name}": _op_box(note, note.name in stage.duplicates) for note in own}

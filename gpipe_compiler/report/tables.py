@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from rich import box
 from rich.table import Table
+
+MOST_ROWS = 64
+"""Rows of a table at most; of more, the first and the last ones are shown."""
 
 
 def figure_table(title: str, columns: Iterable[str], words: Container[str]) -> Table:
@@ -18,6 +21,25 @@ def figure_table(title: str, columns: Iterable[str], words: Container[str]) -> T
         else:
             table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def add_rows(table: Table, rows: Sequence[Sequence[str]], what: str) -> None:
+    """Adds rows to a table; of very many the first and the last ones, and how many are between.
+
+    Args:
+        what: the rows are, in the plural.
+    """
+    if len(rows) <= MOST_ROWS:
+        for row in rows:
+            table.add_row(*row)
+        return
+    ends = MOST_ROWS // 2
+    for row in rows[:ends]:
+        table.add_row(*row)
+    table.add_row("…", *("" for _ in rows[0][1:]))
+    for row in rows[-ends:]:
+        table.add_row(*row)
+    table.caption = f"{len(rows) - 2 * ends:,} {what} in between; --json tells them all"
 
 
 def pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
@@ -36,6 +58,7 @@ def _titled(title: str) -> Table:
         title=title,
         title_justify="left",
         title_style="bold",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

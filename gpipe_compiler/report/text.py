@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +21,7 @@ from gpipe_compiler.report.facts import (
     placed,
 )
 from gpipe_compiler.report.frontier import show_frontier
-from gpipe_compiler.report.tables import figure_table, pairs_table
+from gpipe_compiler.report.tables import add_rows, figure_table, pairs_table
 from gpipe_compiler.report.units import (
     counted,
     format_bytes,
@@ -32,6 +33,9 @@ from gpipe_compiler.report.units import (
 )
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+
+_MOST_LISTED = 16
+"""Numbers of stages or devices that are all listed."""
 
 _PLAIN_WIDTH = 200
 """Columns of plain text; wide, so that no cell of a table wraps."""
@@ -106,8 +110,8 @@ def stage_table(plan: Plan) -> Table:
     if not updates:
         title = "stages (times and bytes of one micro-batch, memory at its peak)"
     table = figure_table(title, columns, words={"holds"})
-    for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True):
-        table.add_row(
+    rows = [
+        (
             str(stage.index),
             *([ranks[stage.index]] if ranks else []),
             modules_of(plan, stage),
@@ -121,6 +125,9 @@ def stage_table(plan: Plan) -> Table:
             *([stage.remat.value] if recomputes else []),
             format_bytes(peak),
         )
+        for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True)
+    ]
+    add_rows(table, rows, "stages")
     return table
 
 
@@ -135,18 +142,27 @@ def boundary_table(plan: Plan) -> Table:
     table = figure_table(
         "boundaries (of one micro-batch)", columns, words={"value", "made by", "line"}
     )
-    for boundary in boundaries(plan):
-        crossing = boundary.crossing
-        table.add_row(
-            crossing.value,
-            f"{crossing.source} → {', '.join(map(str, crossing.targets))}",
-            format_type(crossing.shape, crossing.dtype),
+    rows = [
+        (
+            boundary.crossing.value,
+            f"{boundary.crossing.source} → {_several(boundary.crossing.targets)}",
+            format_type(boundary.crossing.shape, boundary.crossing.dtype),
             format_bytes(boundary.bytes),
-            *([("yes" if crossing.gradient else "no")] if plan.training else []),
+            *([("yes" if boundary.crossing.gradient else "no")] if plan.training else []),
             boundary.label,
             short_source(boundary.source) if boundary.source else "",
         )
+        for boundary in boundaries(plan)
+    ]
+    add_rows(table, rows, "boundary values")
     return table
+
+
+def _several(numbers: Sequence[int]) -> str:
+    """Numbers of stages or devices; of very many, the first and the last."""
+    if len(numbers) <= _MOST_LISTED:
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]} … {numbers[-1]} ({len(numbers)} in all)"
 
 
 def prediction_table(plan: Plan) -> Table:
@@ -208,7 +224,7 @@ def _memory(plan: Plan) -> str:
     if not over:
         return text
     noun = "stage" if len(devices) == len(plan.stages) else "device"
-    which = f"{noun}{'s' if len(over) > 1 else ''} {', '.join(map(str, over))}"
+    which = f"{noun}{'s' if len(over) > 1 else ''} {_several(tuple(over))}"
     most = " at most" if len(over) > 1 else ""
     return f"{text}: too much for {which}, by {format_bytes(max(over.values()))}{most}"
 

@@ -57,6 +57,33 @@ def without_rules(text: str) -> list[str]:
     return [line for line in text.splitlines() if set(line) - set(" ─")]
 
 
+def test_a_table_of_very_many_stages_shows_both_ends(plan: Plan) -> None:
+    """The rows shown are those that a plan of few stages has, and the others are counted."""
+    count = 512
+    stages = tuple(dataclasses.replace(plan.stages[1], index=stage) for stage in range(count))
+    sent = tuple(
+        dataclasses.replace(plan.crossings[0], source=stage, targets=tuple(range(stage + 1, count)))
+        for stage in range(count - 1)
+    )
+    many = dataclasses.replace(
+        plan,
+        stages=stages,
+        crossings=sent,
+        orders=((),) * count,
+        prediction=dataclasses.replace(plan.prediction, peak_bytes=(10**9,) * count),
+    )
+
+    lines = without_rules(str(many))
+
+    shown = [line.split()[0] for line in lines if "body.conv … body" in line]
+    assert shown == [str(stage) for stage in (*range(32), *range(480, 512))]
+    assert "448 stages in between; --json tells them all" in lines
+    assert "447 boundary values in between; --json tells them all" in lines
+    assert any("0 → 1 … 511 (511 in all)" in line for line in lines)
+    assert any("510 → 511 " in line for line in lines)
+    assert any("too much for stages 0 … 511 (512 in all), by 953 MiB at most" in x for x in lines)
+
+
 def test_a_plan_says_how_it_computes(plan: Plan) -> None:
     """Only where it is not as the model does it, and which stages are too large for a device."""
     stages = (*plan.stages[:2], dataclasses.replace(plan.stages[2], remat=Remat.FULL))
