@@ -147,10 +147,11 @@ def _between_processes(network: Network, sender: int, receiver: int, size: int) 
     for _ in range(WARM_UP + ROUNDS):
         with timer("both"):
             if network.rank == sender:
-                with timer("expect"):
-                    answer = network.receive(torch.empty_like(tensor), receiver, _TAG)
+                # In the order of the other end: NCCL starts them one after the other.
                 with timer("send"):
                     started = network.send(tensor, receiver, _TAG)
+                with timer("expect"):
+                    answer = network.receive(torch.empty_like(tensor), receiver, _TAG)
                 network.finish(started, "sending a measured message")
                 network.finish(answer, "at the answer to a measured message")
             elif network.rank == receiver:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 
-from gpipe_compiler.runtime import stage_clock
+from gpipe_compiler.runtime import stage_clock, stage_links
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds, clock
@@ -112,3 +112,35 @@ def test_measurements_are_kept_in_a_file(tmp_path):
     found.write(tmp_path / "clock.json")
 
     assert Clocked.read(tmp_path / "clock.json") == found
+
+
+class _Channel:
+    """A network of two ranks that notes what is started on it, in order."""
+
+    carrier = device = torch.device("cpu")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.started: list[tuple[int, int]] = []
+
+    def send(self, tensor, rank, tag):
+        self.started.append((self.rank, rank))
+
+    def receive(self, buffer, rank, tag):
+        self.started.append((rank, self.rank))
+
+    def finish(self, started, what):
+        """At once."""
+
+    def broadcast(self, tensor, source, what):
+        return tensor
+
+
+def test_both_ends_of_a_link_start_messages_in_one_order():
+    """NCCL takes those of two ranks one after the other, either way: another order hangs."""
+    ends = [_Channel(0), _Channel(1)]
+    for end in ends:
+        stage_links._between_processes(end, sender=1, receiver=0, size=8)
+    first, second = (end.started for end in ends)
+    assert first == second == [(1, 0), (0, 1)] * (len(first) // 2)
+    assert first
