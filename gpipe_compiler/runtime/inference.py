@@ -13,6 +13,7 @@ from .choices import manner
 from .comparison import flat_tensors
 from .data import InputChoice, call_on, samples_of
 from .pipeline import Pipeline
+from .programs import planned_placement
 from .weights import save_file
 
 WARM_UP = 3
@@ -73,9 +74,10 @@ def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
     That of timed stages, where they were timed for this way to start.
     """
     spec = pipe.spec
-    here = pipe.microbatches, pipe.schedule, pipe.manner, samples
+    here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.manner, samples
+    planned = spec.microbatches, spec.schedule, planned_placement(spec)
     whole = spec.microbatches * spec.microbatch_size
-    if here != (spec.microbatches, spec.schedule, manner(spec, None, None, None), whole):
+    if here != (*planned, manner(spec, None, None, None), whole):
         return None
     try:
         plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))

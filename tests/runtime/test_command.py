@@ -110,6 +110,10 @@ def test_bench(package, capsys):
     assert "step: median" in text
     assert "predicted 500 ms" in text
 
+    # That of four devices tells nothing about one.
+    assert main(skip_spec(), package, argv=["bench", "--steps", "1", "--devices", "cpu"]) == 0
+    assert "predicted" not in capsys.readouterr().out
+
 
 def test_check(package, capsys):
     """The pipeline is held against its own stages in a row."""
