@@ -46,9 +46,9 @@ from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy
+from gpipe_compiler.runtime.clocked import Clocked
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime.stage_clock import Clocked
 from gpipe_compiler.workbench import Workbench
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

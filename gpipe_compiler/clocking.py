@@ -23,7 +23,7 @@ import torch
 from gpipe_compiler.contention import simulate_sharing
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds
+from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
 from gpipe_compiler.simulate import StageTimes
 
 

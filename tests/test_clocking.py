@@ -17,8 +17,8 @@ from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds
 
 
 def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):

@@ -12,7 +12,8 @@ runs each branch again with that gradient, for its parameters alone. A node is t
 which of its gradients are wanted, so a matrix product or a convolution of either part is computed
 once. Nodes that make all of them in one kernel (norms, on some devices) and what lies in Python
 (`torch.autograd.Function`) cannot be told apart: the kernels run in both parts, and what is written
-in Python in the first part only, for all that it gives.
+in Python in the first part only, for all that it gives. Hooks of parameters and of modules run
+once. One on a tensor in between may run in both parts: it may look on, but not change gradients.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from tiny_pipelines import SAMPLES, WIDTH, data_for, norm_spec, skip_spec, tied_
 from torch.distributed.run import get_args_parser
 
 from gpipe_compiler.runtime.arguments import parser_for
+from gpipe_compiler.runtime.clocked import Clocked
 from gpipe_compiler.runtime.command import main
 from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.stage_clock import Clocked
 from gpipe_compiler.runtime.weights import load_file, save_file, save_weights
 
 HOOKS = """

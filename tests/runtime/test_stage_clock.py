@@ -10,9 +10,10 @@ import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 
 from gpipe_compiler.runtime import stage_clock, stage_links
+from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
-from gpipe_compiler.runtime.stage_clock import Clocked, StageSeconds, clock
+from gpipe_compiler.runtime.stage_clock import clock
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
 
