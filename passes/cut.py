@@ -197,11 +197,22 @@ class _Cutter:
         if fine is not None and not self.solver.reaches(bound):
             bound = max(bound, self.solver.search(self._whole(self.graph, fine), last=True))
             looked = max(looked, len(fine))
+        if fine is not None and not self.solver.reaches(max(bound, self.simple_s)):
+            self._rows()
         if not self.solver.found:
             raise self._nothing()
         if fine is None and work and not self.solver.reaches(max(bound, self.simple_s)):
             self.simple_s = max(self.simple_s, self._certified(work))
         return self._cut(bound, looked)
+
+    def _rows(self) -> None:
+        """Cuts along single orders of the nodes: where the search of all gave up, these may not.
+
+        Not under memory limits, as the least excess of a row is not that of all cuts.
+        """
+        if not any(lineup.limited for lineup in self.solver.lineups):
+            for order in topological_orders(self.graph):
+                self.solver.search(Space(self.graph, set(prefixes(order))), last=True)
 
     def _certified(self, work: int) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""
