@@ -60,7 +60,7 @@ class Draft:
         """The same, of which no more is known than the lower bound of the other."""
         known = dataclasses.replace(
             self.prediction,
-            lower_bound_s=min(other.prediction.lower_bound_s, self.prediction.step_s),
+            lower_bound_s=min(other.prediction.lower_bound_s, self.prediction.objective_s),
             proved=False,
         )
         return dataclasses.replace(self, prediction=known)

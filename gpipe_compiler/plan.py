@@ -84,7 +84,8 @@ class Prediction:
         step_s: simulated seconds of one mini-batch.
         bottleneck_s: seconds of one micro-batch on the busiest device, recomputing included.
         bubble: the share of device time spent waiting, 0 to 1.
-        lower_bound_s: no plan of this graph with so many stages takes less.
+        lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
+            that was to be short.
         proved: whether the cut is known to be optimal.
         peak_bytes: for every stage, its state, gradients, optimizer and what autograd keeps, at
             the peak.
@@ -95,6 +96,8 @@ class Prediction:
         threads_s, torchrun_s: what `run.py bench` is expected to tell on the machine that the plan
             was made on, in one process and under torchrun: of stages that were timed whole
             (`clocking.py`), without the optimizer. None where they were not.
+        longest_s: seconds of one micro-batch in the longest stage with its transfers, where that
+            was to be short (`Objective.BOTTLENECK`); else None.
     """
 
     step_s: float
@@ -108,13 +111,19 @@ class Prediction:
     device_bytes: tuple[int, ...] = ()
     threads_s: float | None = None
     torchrun_s: float | None = None
+    longest_s: float | None = None
+
+    @property
+    def objective_s(self) -> float:
+        """The time that was to be short."""
+        return self.step_s if self.longest_s is None else self.longest_s
 
     @property
     def gap(self) -> float:
         """How far the plan may be from the best one, as a share of the lower bound."""
         if self.proved or self.lower_bound_s <= 0:
             return 0.0
-        return self.step_s / self.lower_bound_s - 1
+        return self.objective_s / self.lower_bound_s - 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,8 @@ class Plan:
 
     Attributes:
         training: whether the package trains, or only infers.
-        batch_size: samples in the mini-batch planned for; `microbatches` divides it.
+        microbatches: of a mini-batch in each replica.
+        batch_size: samples in the mini-batch planned for, of all replicas.
         orders: each device's compute actions.
         cost_source: how op times were found, in words.
         joint: the stages that take all micro-batches as one, for exact BatchNorm.
@@ -133,6 +143,7 @@ class Plan:
         constraints: that the stages keep to.
         frontier: the settings that were compared, where they were not given.
         precision: that which shapes, bytes and times are for.
+        replicas: of the pipeline, which share every mini-batch.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
 
@@ -154,6 +165,7 @@ class Plan:
     seats: tuple[int, ...] = ()
     constraints: Constraints = NO_CONSTRAINTS
     frontier: Frontier | None = None
+    replicas: int = 1
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -176,7 +188,7 @@ class Plan:
     @property
     def microbatch_size(self) -> int:
         """Samples in one micro-batch."""
-        return self.batch_size // self.microbatches
+        return self.batch_size // (self.replicas * self.microbatches)
 
     @cached_property
     def ops(self) -> tuple[OpNote, ...]:

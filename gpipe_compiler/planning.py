@@ -84,6 +84,7 @@ def make_plan(
         placement=setting.placement,
         seats=draft.found.seats,
         constraints=constraints,
+        replicas=policy.data_parallel,
         graph=graph,
     )
 

@@ -9,6 +9,7 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cut import Cut
+from gpipe_compiler.passes.cut_setting import Objective
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import Remat
@@ -63,6 +64,7 @@ def predict(
         device_bytes=tuple(peak_bytes(stages, load) for load in held),
         recompute=sum(simulation.recompute_s) / whole if whole > 0 else 0.0,
         shared_sum_s=sum(sum_s.values()),
+        longest_s=found.bottleneck_s if found.objective is Objective.BOTTLENECK else None,
     )
 
 

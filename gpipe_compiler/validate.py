@@ -293,7 +293,8 @@ def _split(
     entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan
 ) -> list[tuple[torch.Tensor, ...]]:
     """The inputs of every micro-batch, each with memory of its own."""
-    size = plan.microbatch_size
+    # One replica takes the whole batch here.
+    size = plan.batch_size // plan.microbatches
     return [
         tuple(
             (tensor[start : start + size] if source.batched else tensor).clone()

@@ -70,11 +70,17 @@ def headline(plan: Plan) -> Text:
     work = "trains" if plan.training else "infers"
     return Text.assemble(
         (plan.name, "bold"),
-        f" {work} in {counted(len(plan.stages), 'stage')} on {machines(plan)}: "
+        f" {work} in {_times(plan.replicas)}{counted(len(plan.stages), 'stage')} on "
+        f"{machines(plan)}: "
         f"{plan.schedule.value}, a batch of {plan.batch_size} in "
-        f"{counted(plan.microbatches, 'micro-batch', 'es')} of {plan.microbatch_size}"
+        f"{_times(plan.replicas)}{counted(plan.microbatches, 'micro-batch', 'es')} of "
+        f"{plan.microbatch_size}"
         f"{_manner(plan)}",
     )
+
+
+def _times(replicas: int) -> str:
+    return f"{replicas} x " if replicas > 1 else ""
 
 
 def _manner(plan: Plan) -> str:
@@ -176,6 +182,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     work = "training step" if plan.training else "mini-batch"
     rate = plan.batch_size / prediction.step_s if prediction.step_s > 0 else 0.0
     proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
+    of_what = "" if prediction.longest_s is None else " of the longest stage"
     both_ways = ", gradients included" if plan.training else ""
     again = [("recomputing", f"{format_share(prediction.recompute)} of the devices' time")]
     sums = [("tied weights", f"{format_seconds(prediction.shared_sum_s)} to sum their gradients")]
@@ -183,7 +190,8 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         (work, f"{format_seconds(prediction.step_s)} ({format_rate(rate)} samples/s)"),
         *_timed_rows(prediction),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
-        ("lower bound", f"{format_seconds(prediction.lower_bound_s)} ({proof})"),
+        *_longest_rows(prediction),
+        ("lower bound", f"{format_seconds(prediction.lower_bound_s)}{of_what} ({proof})"),
         ("bubble", format_share(prediction.bubble)),
         *(again if prediction.recompute > 0 else []),
         *(sums if prediction.shared_sum_s > 0 else []),
@@ -191,6 +199,14 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
     ]
+
+
+def _longest_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """The longest stage, where that was to be short."""
+    if prediction.longest_s is None:
+        return []
+    figure = f"{format_seconds(prediction.longest_s)} a micro-batch, with its transfers"
+    return [("longest stage", figure)]
 
 
 def _timed_rows(prediction: Prediction) -> list[tuple[str, str]]:

@@ -180,3 +180,25 @@ class TestMemory:
         assert counted["stages"][0]["state_bytes"] == 2 * plain["stages"][0]["state_bytes"]
         assert counted["stages"][0]["update_s"] > plain["stages"][0]["update_s"]
         assert counted["stages"][0]["saved_bytes"] < plain["stages"][0]["saved_bytes"]
+
+    def test_replicas_share_the_batch(self, capsys: Printed) -> None:
+        """What crosses is of as many samples as a micro-batch of one replica has."""
+        words = "--stages 2 --microbatches 2 --data-parallel 2"
+        (crossing,) = planned(words, capsys)["plan"]["crossings"]
+        assert run(words) == 0
+
+        assert crossing["shape"][0] == 2
+        assert "in 2 x 2 stages" in (said := " ".join(capsys.readouterr().out.split()))
+        assert "a batch of 8 in 2 x 2 micro-batches of 2" in said
+
+
+class TestObjective:
+    def test_the_bound_is_of_what_was_to_be_short(self, capsys: Printed) -> None:
+        words = "--stages 2 --microbatches 2 --objective bottleneck"
+        prediction = planned(words, capsys)["plan"]["prediction"]
+        assert run(words) == 0
+
+        longest, bound = prediction["longest_s"], prediction["lower_bound_s"]
+        assert bound * (1 + prediction["gap"]) == pytest.approx(longest)
+        assert longest < prediction["step_s"]
+        assert "of the longest stage (" in " ".join(capsys.readouterr().out.split())
