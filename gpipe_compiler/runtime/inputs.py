@@ -83,9 +83,10 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
 def microbatch_count(spec: PipelineSpec, samples: int, most: int) -> int:
     """How many micro-batches so many samples make: fewer than `most` for a small batch.
 
-    Each has a sample at least; two, where a stage normalises over them.
+    Each has a sample at least; two, where a stage normalises over them, unless one was planned.
     """
-    least = 2 if any(stage.mixes for stage in spec.stages) else 1
+    normalises = any(stage.mixes for stage in spec.stages)
+    least = 2 if normalises and spec.microbatch_size > 1 else 1
     return max(1, min(most, samples // least))
 
 

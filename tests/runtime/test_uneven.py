@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.evaluation import evaluate
 from gpipe_compiler.runtime.hooks import UserHooks
-from gpipe_compiler.runtime.inputs import even_sizes
+from gpipe_compiler.runtime.inputs import even_sizes, microbatch_count
 from gpipe_compiler.runtime.pipeline import Pipeline
 
 
@@ -208,6 +208,15 @@ def test_batchnorm_gets_two_samples():
         torch.testing.assert_close(loss, expected)
         for name, buffer in pipe.named_buffers():
             torch.testing.assert_close(buffer, buffers[name])
+
+
+@pytest.mark.parametrize(("planned", "count"), [(1, 5), (2, 2)])
+def test_batchnorm_gets_one_sample_where_that_was_planned(planned, count):
+    spec = SPECS["norm"]()
+    stages = tuple(dataclasses.replace(stage, mixes=True) for stage in spec.stages)
+    spec = dataclasses.replace(spec, stages=stages, microbatch_size=planned)
+
+    assert microbatch_count(spec, 5, 8) == count
 
 
 def test_an_inference_package_has_no_loss():
