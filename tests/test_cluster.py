@@ -139,6 +139,7 @@ class TestClusters:
             ("4xH200", "4 x H200, NVLink 450 GB/s"),
             ("1xH200", "1 x H200"),
             ("2xV100,2xP40", "2 x V100 and 2 x P40, PCIe 12 GB/s, 1 pair NVLink 150 GB/s"),
+            ("V100,P40,2xV100", "V100, P40, 2 x V100, NVLink 150 GB/s, 3 pairs PCIe 12 GB/s"),
         ],
     )
     def test_one_line_tells_what_there_is(self, words: str, text: str) -> None:

@@ -231,7 +231,9 @@ def _is_open(cluster: Cluster) -> bool:
 
 
 def _devices_text(names: Sequence[str]) -> str:
-    runs = ((name, len(list(group))) for name, group in itertools.groupby(names))
+    runs = [(name, len(list(group))) for name, group in itertools.groupby(names)]
+    if len(runs) > len(set(names)):
+        return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
     return " and ".join(f"{count} x {name}" for name, count in runs)
 
 
