@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from gpipe_compiler.runtime.wording import counted as counted
+
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
@@ -39,11 +41,6 @@ def _figures(number: float) -> str:
 def format_rate(per_second: float) -> str:
     """A rate with three figures: `0.0061`, `5.3`, `23,162`."""
     return _figures(per_second)
-
-
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun: `1 op`, `2,048 ops`, `2 micro-batches` (plural "es")."""
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def format_share(share: float) -> str:

@@ -15,6 +15,7 @@ from .optimizer import OptimizerChoice
 from .programs import device_counts, devices_by_default
 from .spec import BatchNorm, OptimizerKind, PipelineSpec, Precision, Remat, ScheduleKind
 from .train import TrainOptions
+from .wording import counted
 
 STEPS = 100
 
@@ -23,8 +24,8 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     """The parser of a package's command."""
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description=f"{spec.name} as a pipeline of {len(spec.stages)} stages on "
-        f"{devices_by_default(spec, spec.schedule)} devices. {_processes(spec)}",
+        description=f"{spec.name} as a pipeline of {counted(len(spec.stages), 'stage')} on "
+        f"{counted(devices_by_default(spec, spec.schedule), 'device')}. {_processes(spec)}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if spec.loss is not None:

@@ -27,6 +27,7 @@ from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from .team import Team
 from .weighing import Scales
 from .weights import Weights, build_stage, parameter_kinds
+from .wording import counted
 
 __all__ = ["Pipeline", "TransportKind"]
 
@@ -394,10 +395,9 @@ class Pipeline:
 
     def describe(self) -> str:
         """The pipeline in one line."""
-        return (
-            f"{self.spec.name}: {len(self.spec.stages)} stages, {self.microbatches} micro-batches, "
-            f"{self.schedule.value}, {self._team}"
-        )
+        stages = counted(len(self.spec.stages), "stage")
+        microbatches = counted(self.microbatches, "micro-batch", "es")
+        return f"{self.spec.name}: {stages}, {microbatches}, {self.schedule.value}, {self._team}"
 
     def __repr__(self) -> str:
         return f"Pipeline({self.describe()})"

@@ -12,6 +12,7 @@ from .schedule import devices_for, forward_only, lower, orders_for, placement_fo
 from .schedule.actions import Compute, Orders, Phase, Programs, parse_order
 from .spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
 from .wiring import StageWiring, Step, crossings_for, inputs_for, steps_of, wire
+from .wording import counted
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[in
     except ValueError as error:
         possible = device_counts(stages, schedule)
         raise UsageError(
-            f"{stages} stages cannot be spread over {devices} devices or processes by the "
-            f"schedule {schedule.value}",
+            f"{counted(stages, 'stage')} cannot be spread over {devices} devices or processes "
+            f"by the schedule {schedule.value}",
             hint=f"use {possible}, or another --schedule" if possible else "use another --schedule",
         ) from error
 

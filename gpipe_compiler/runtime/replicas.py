@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .distributed import Network
 from .errors import UsageError
 from .meeting import meet
+from .wording import counted
 
 
 class Collectives:
@@ -97,8 +98,7 @@ class Replicas:
         size = int(os.environ.get("WORLD_SIZE", "1")) if owns else dist.get_world_size()
         if count < 1 or size % count:
             raise UsageError(
-                f"{size} process{'es' if size > 1 else ''} cannot be {count} replicas of a "
-                "pipeline",
+                f"{counted(size, 'process', 'es')} cannot be {count} replicas of a pipeline",
                 hint="torchrun starts replicas times devices: --nproc-per-node times --nnodes",
             )
         device = device_of_rank(device, order if len(order) * count == size else ())

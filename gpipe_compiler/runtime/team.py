@@ -14,6 +14,7 @@ from .programs import devices_by_default, spread
 from .replicas import Replicas
 from .scaler import OverRanks, alone
 from .spec import PipelineSpec, ScheduleKind
+from .wording import counted
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,10 @@ class Team:
         if self.pipeline is None:
             devices = ", ".join(dict.fromkeys(map(str, self.devices)))
             count = len(self.devices)
-            where = f"{count} thread{'s' if count > 1 else ''} on {devices}"
+            where = f"{counted(count, 'thread')} on {devices}"
         else:
             count = self.pipeline.size
-            where = f"{count} process{'es' if count > 1 else ''} on {self.pipeline.device.type}"
+            where = f"{counted(count, 'process', 'es')} on {self.pipeline.device.type}"
         return f"{self.replicas} replicas of {where}" if self.replicas > 1 else where
 
 

@@ -19,6 +19,7 @@ from gpipe_compiler.runtime.checkpoint import Progress, load_checkpoint, save_ch
 from gpipe_compiler.runtime.engine import Engine
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.schedule import devices_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 
 MICROBATCHES = 5
@@ -170,6 +171,8 @@ def test_schedules_that_cannot_have_the_stages():
     for schedule in ("zbv", "interleaved"):
         with pytest.raises(UsageError, match="3 stages cannot be paired"):
             Pipeline(three, None, schedule=schedule)
+        with pytest.raises(ValueError, match="1 stage cannot be paired, 2 can"):
+            devices_for(ScheduleKind(schedule), 1)
     with pytest.raises(UsageError, match="there are gpipe, 1f1b, interleaved, zb-h1, zbv"):
         Pipeline(spec, None, schedule="zb-h3")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..spec import ScheduleKind
+from ..wording import counted
 from .actions import Orders
 from .gpipe import gpipe
 from .interleaved import interleaved
@@ -62,8 +63,8 @@ def devices_for(kind: ScheduleKind, stages: int) -> int:
     if kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
         if stages % 2:
             raise ValueError(
-                f"{kind.value} has two stages a device: {stages} stages cannot be paired, "
-                f"{stages + 1} can"
+                f"{kind.value} has two stages a device: {counted(stages, 'stage')} cannot be "
+                f"paired, {stages + 1} can"
             )
         return stages // 2
     return stages
