@@ -201,7 +201,9 @@ class _Search:
                 continue
             self._settings[stages] = setting
             self._take(found)
-            self.bound_s = min(self.bound_s, found.found.lower_bound_s)
+            # Where the proved best does not fit, no cut into so many stages does.
+            if found.found.fits or not found.found.proved:
+                self.bound_s = min(self.bound_s, found.found.lower_bound_s)
         if self.best is None:
             assert self._refusal is not None  # every count was either cut or refused
             raise self._refusal

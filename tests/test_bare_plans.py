@@ -188,3 +188,17 @@ def test_the_same_graph_gets_the_same_plan() -> None:
 
     assert one.stages == other.stages
     assert one.lower_bound_s == other.lower_bound_s
+
+
+def test_stages_that_do_not_fit_bound_nothing() -> None:
+    """In one stage the ops would take 4 s, but it holds too much; in two they take 12 s."""
+    ops = [
+        {"name": name, "forward_s": 1, "backward_s": 1, "output_bytes": 4, "parameter_bytes": 5}
+        for name in ("first", "second")
+    ]
+    graph = parse_graph({"ops": ops, "edges": [["first", "second"]]})
+
+    plan = plan_graph(graph, BareSetting(2, 1, link=Link(1.0, 0.0), memory=10))
+
+    assert plan.step_time_s == plan.lower_bound_s == 12
+    assert plan.proved
