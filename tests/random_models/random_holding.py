@@ -35,7 +35,12 @@ class Held:
         self.exact = 1e-9 if layout.wide and not plain.half else 1e-4
         self.coarse: Mapping[str, float] = {}
         if plain.half:
-            self.coarse = dict.fromkeys((item.name for item in pipe.held.shared), 0.1)
+            # Sums that are rounded to 16 bits: of several owners, or of micro-batches beside the
+            # whole mini-batch.
+            summed = [item.name for item in pipe.held.shared]
+            if plain.takes_whole:
+                summed = [name for name, _ in plain.model.named_parameters()]
+            self.coarse = dict.fromkeys(summed, 0.1)
         self.parameters = dict(plain.model.named_parameters())
 
     def batch(self, seed: int, size: int, weight: float) -> None:

@@ -7,8 +7,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -34,6 +34,7 @@ from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan
 from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
 _COUNTER = itertools.count()
@@ -44,8 +45,10 @@ class Layout:
     """How a model is cut, and how it is planned to compute. `cut` None asks for the best cut.
 
     Attributes:
+        stages: at most so many, as many as the model and the schedule can have.
         size: samples in a micro-batch.
         wide: whether the model and its inputs are in double precision.
+        devices: picks one of the numbers of devices that the schedule can have the stages on.
     """
 
     stages: int
@@ -59,6 +62,7 @@ class Layout:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     wide: bool = False
+    devices: int = 0
 
     @property
     def policy(self) -> Policy:
@@ -69,6 +73,16 @@ class Layout:
         return torch.float64 if self.wide else torch.float32
 
 
+def device_counts(kind: ScheduleKind, stages: int) -> list[int]:
+    """The numbers of devices that a schedule can have so many stages on, most first."""
+    found = []
+    for devices in range(stages, 0, -1):
+        with suppress(ValueError):
+            placement_for(kind, stages, devices)
+            found.append(devices)
+    return found
+
+
 def _legal(layout: Layout) -> bool:
     exact = layout.batchnorm is BatchNorm.EXACT
     return not exact or layout.schedule is ScheduleKind.GPIPE
@@ -76,9 +90,9 @@ def _legal(layout: Layout) -> bool:
 
 layouts = st.builds(
     Layout,
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.sampled_from((ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.sampled_from(ScheduleKind),
     st.one_of(st.integers(0, 1 << 16), st.none()),
     st.integers(2, 3),
     st.booleans(),
@@ -86,6 +100,7 @@ layouts = st.builds(
     st.sampled_from((RematChoice.NONE, RematChoice.FULL)),
     st.sampled_from(BatchNorm),
     st.sampled_from((Precision.FP32, Precision.FP32, Precision.BF16)),
+    devices=st.integers(0, 3),
 ).filter(_legal)
 
 
@@ -103,16 +118,23 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     graph = check(weigh_loss(annotated), after="loss_weight")
     costs = roofline(graph, cluster.devices[0])
     problem = problem_of(Facts.of(graph, costs))
-    stages = min(layout.stages, most_stages(problem))
+    stages, kind = min(layout.stages, most_stages(problem)), layout.schedule
+    while stages > 1 and not device_counts(kind, stages):
+        stages -= 1
+    possible = device_counts(kind, stages)
+    if not possible:
+        kind, possible = ScheduleKind.ONE_F_ONE_B, [1]
+    devices = possible[layout.devices % len(possible)]
     if currently_in_test_context():
-        event(f"{stages} stages")
+        event(f"{kind.value}: {stages} stages on {devices} devices")
     options = {
         "stages": stages,
         "microbatches": layout.microbatches,
         "batch_size": layout.size * layout.microbatches,
-        "policy": layout.policy,
+        "policy": replace(layout.policy, schedule=kind),
         "cluster": cluster,
         "costs": [costs],
+        "devices": devices if layout.training else None,
     }
     if layout.cut is None:
         return make_plan(graph, **options)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from random_models import IGNORED, LOSS_FUNCTIONS, RandomModel, Recipe, call_of
-from random_packages import Layout, layouts
+from random_packages import Layout, device_counts, layouts
 from torch import Tensor, nn
 
 from gpipe_compiler.plan import Plan
@@ -51,9 +51,11 @@ class Training:
     Attributes:
         sizes: the samples of every mini-batch.
         accumulate: mini-batches of one step of the optimizer.
-        microbatches, schedule, batchnorm, precision: None for as planned.
+        microbatches, schedule, batchnorm, precision: None for as planned; so is a schedule that
+            cannot have so many stages.
         remat: of each stage in turn; None for as planned.
-        devices: picks one of the numbers that divide that of the stages.
+        devices: picks one of the numbers that the schedule can have the stages on; None for those
+            of the package.
         clip: the norm that gradients are clipped to.
         frozen: the parameters whose bit is set are frozen before compiling.
         eval_step: the mini-batch that is run in eval mode, if there are so many.
@@ -66,7 +68,7 @@ class Training:
     batchnorm: BatchNorm | None = None
     precision: Precision | None = None
     remat: tuple[Remat, ...] | None = None
-    devices: int = 0
+    devices: int | None = 0
     clip: float | None = None
     adam: bool = False
     frozen: int = 0
@@ -81,8 +83,8 @@ trainings = st.builds(
     st.one_of(st.none(), st.sampled_from(ScheduleKind)),
     st.one_of(st.none(), st.sampled_from(BatchNorm)),
     st.one_of(st.none(), st.sampled_from((Precision.FP32, Precision.BF16))),
-    st.one_of(st.none(), st.lists(st.sampled_from(Remat), min_size=4, max_size=4).map(tuple)),
-    st.integers(0, 2),
+    st.one_of(st.none(), st.lists(st.sampled_from(Remat), min_size=6, max_size=6).map(tuple)),
+    st.one_of(st.none(), st.integers(0, 3)),
     st.sampled_from((None, 0.01, 0.5, 100.0)),
     st.booleans(),
     st.one_of(st.just(0), st.integers(0, (1 << 12) - 1)),
@@ -113,14 +115,19 @@ def pipeline(spec: PipelineSpec, folder: Any, training: Training) -> Pipeline:
             for stage, remat in zip(spec.stages, training.remat, strict=False)
         ]
         spec = dataclasses.replace(spec, stages=tuple(stages))
-    schedule = training.schedule
+    schedule = training.schedule or spec.schedule
     if (training.batchnorm or spec.batchnorm) is BatchNorm.EXACT:
         schedule = ScheduleKind.GPIPE
-    numbers = [n for n in range(len(spec.stages), 0, -1) if len(spec.stages) % n == 0]
+    if not device_counts(schedule, len(spec.stages)):
+        schedule = spec.schedule
+    numbers = device_counts(schedule, len(spec.stages))
+    devices = None
+    if training.devices is not None:
+        devices = ["cpu"] * numbers[training.devices % len(numbers)]
     return Pipeline(
         spec,
         folder,
-        devices=["cpu"] * numbers[training.devices % len(numbers)],
+        devices=devices,
         microbatches=training.microbatches,
         schedule=schedule,
         batchnorm=training.batchnorm,
@@ -158,12 +165,13 @@ class PlainLoop:
         wide = next(model.parameters()).dtype is torch.float64
         self.whole = wide and not self.half and not kinds & SPLIT
         exact = dataclasses.replace(plan, batchnorm=BatchNorm.EXACT)
-        self.joint = bool(kinds & MIXING) or takes_whole_batch(exact)
+        joint = bool(kinds & MIXING) or takes_whole_batch(exact)
+        self.takes_whole = self.batchnorm is BatchNorm.EXACT and joint
         self.step_number = 0
 
     def run(self, seed: int, size: int, dtype: torch.dtype, weight: float, *, train: bool) -> Ran:
         """One mini-batch; in training its gradients are added to those there are."""
-        joint = self.batchnorm is BatchNorm.EXACT and self.joint and self.model.training
+        joint = self.takes_whole and self.model.training
         least = 2 if self.mixes else 1
         count = max(1, min(self.microbatches, size // least))
         if joint or self.whole:

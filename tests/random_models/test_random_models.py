@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from random_models import REGIONS, RUN, TYPED, Recipe, Step, recipes
-from random_packages import Layout, layouts, package_of, plan_of, subject_of
+from random_packages import Layout, device_counts, layouts, package_of, plan_of, subject_of
 from safetensors.torch import save_file
 
 from gpipe_compiler.errors import ModelError
@@ -46,11 +46,11 @@ def differences(
     expected, _ = reference_of(subject, plan, SEED, per_microbatch=True)
     reference = directory / "reference.safetensors"
     save_file(pack(expected), reference)
-    devices = ["cpu"] if one_device else None
-    inputs, target = example_call(package.SPEC, directory, None)
-    with Pipeline(
-        package.SPEC, directory / "weights", devices=devices, seed=SEED, timeout_s=60
-    ) as pipe:
+    spec = package.SPEC
+    fewest = device_counts(spec.schedule, len(spec.stages))[-1]
+    devices = ["cpu"] * fewest if one_device else None
+    inputs, target = example_call(spec, directory, None)
+    with Pipeline(spec, directory / "weights", devices=devices, seed=SEED, timeout_s=60) as pipe:
         return check_pipeline(pipe, directory / "weights", inputs, target, reference)
 
 
