@@ -27,7 +27,8 @@ from baselines import Row, best_in_a_row, score
 from graphs import GRAPHS
 from tables import machine, markdown
 
-from gpipe_compiler.bare_plan import BareSetting, plan_graph
+from gpipe_compiler.bare_plan import plan_graph
+from gpipe_compiler.bare_setting import BareSetting
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.graph_file import BareGraph

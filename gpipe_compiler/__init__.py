@@ -8,7 +8,8 @@ or all of it, with the proof that the package equals the model: `compile`. Graph
 from torch are planned too: `plan_graph(read_graph(Path("graph.json")), BareSetting(stages=4))`.
 """
 
-from gpipe_compiler.bare_plan import BarePlan, BareSetting, plan_graph
+from gpipe_compiler.bare_plan import BarePlan, plan_graph
+from gpipe_compiler.bare_setting import BareSetting
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import (
     Compiled,

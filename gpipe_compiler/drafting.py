@@ -73,6 +73,7 @@ class Drafting:
     Attributes:
         setting: in which nothing is recomputed.
         cluster: whose devices the seats of the setting are.
+        most_down_sets, work: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
     """
@@ -83,6 +84,7 @@ class Drafting:
     cluster: Cluster
     optimizer: OptimizerKind
     most_down_sets: int
+    work: int
     whole: frozenset[str]
     random: bool
 
@@ -95,6 +97,7 @@ class Drafting:
         setting: Setting,
         policy: Policy,
         most_down_sets: int,
+        work: int,
         constraints: Constraints = NO_CONSTRAINTS,
         facts: Facts | None = None,
     ) -> Drafting:
@@ -121,6 +124,7 @@ class Drafting:
             cluster,
             policy.optimizer,
             most_down_sets,
+            work,
             whole,
             bool(whole and random_ops(graph)),
         )
@@ -236,6 +240,7 @@ class Drafting:
             problem,
             dataclasses.replace(self.setting, recompute=recompute),
             self.most_down_sets,
+            work=self.work,
         )
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}

@@ -16,6 +16,7 @@ from gpipe_compiler.cluster import Cluster, is_here
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
 from gpipe_compiler.passes.cut_graph import problem_of
+from gpipe_compiler.passes.cut_solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import devices_there
 from gpipe_compiler.policy import Auto, Policy, RematChoice
@@ -32,6 +33,10 @@ STAGES_A_DEVICE = (2, 4)
 
 SECONDS = 300.0
 """After so long no further setting is looked at, unless the user says otherwise."""
+
+AT_FIRST = WORK // 20
+"""How much a cut may work out while settings are compared (`passes.cut.cut`); the chosen one is
+planned again with all the work that a plan gets."""
 
 _STRICTLY = 1 + 1e-9
 """How far a bound has to be above a step to be truly above it, whatever was rounded."""
@@ -350,14 +355,16 @@ class _Exploration:
         best = min((p.step_s for p in self.points.values() if p.fits), default=None)
         known = f", best {format_seconds(best)} a step" if best is not None else ""
         self.progress(f"exploring: {len(self.points)} of {self.count} settings{known}")
-        policy = dataclasses.replace(self.policy, schedule=choice.schedule, remat=choice.remat)
         try:
-            plan = self.bench.plan(choice, policy)
+            plan = self.bench.plan(choice, self._policy(choice), AT_FIRST)
         except _CANNOT as error:
             self._refuse(choice, error)
             return
         self.points[choice] = planned(choice, plan)
         self._keep(choice, plan)
+
+    def _policy(self, choice: Choice) -> Policy:
+        return dataclasses.replace(self.policy, schedule=choice.schedule, remat=choice.remat)
 
     def _refuse(self, choice: Choice, error: GPipeCompilerError) -> None:
         self.errors.append(error)
@@ -374,6 +381,12 @@ class _Exploration:
 
     def _explored(self) -> Explored:
         frontier = Frontier.of(self.points.values(), self.bench.batch_size)
+        choice = frontier.points[0].choice
+        self.progress("exploring: planning the best settings in full")
+        plan = self.bench.plan(choice, self._policy(choice))
+        if _merit(planned(choice, plan)) <= _merit(self.points[choice]):
+            self.points[choice], self.plans[choice] = planned(choice, plan), plan
+            frontier = Frontier.of(self.points.values(), self.bench.batch_size)
         return Explored(frontier, self.plans[frontier.points[0].choice])
 
     def _plan_some(self) -> None:
@@ -384,6 +397,10 @@ class _Exploration:
             if self.plans:
                 return
         raise self.errors[0]
+
+
+def _merit(point: Point) -> tuple[int, float]:
+    return point.over_bytes, point.step_s
 
 
 def planned(choice: Choice, plan: Plan) -> Point:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
-from gpipe_compiler.exploring import EVERYTHING, Free, most_over
+from gpipe_compiler.exploring import AT_FIRST, EVERYTHING, Free, most_over
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
@@ -213,7 +213,7 @@ class _Tries:
                 policy = dataclasses.replace(
                     change.policy, schedule=change.choice.schedule, remat=change.choice.remat
                 )
-                plan = self.bench.plan(change.choice, policy)
+                plan = self.bench.plan(change.choice, policy, AT_FIRST)
             except (PlanError, UsageError, ModelError):
                 continue
             if not most_over(plan):

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpipe_compiler.bare_plan import DEFAULT_LINK, BarePlan, BareSetting, plan_graph
+from gpipe_compiler.bare_plan import BarePlan, plan_graph
+from gpipe_compiler.bare_setting import DEFAULT_LINK, BareSetting
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_file import read_graph
 from gpipe_compiler.machine_arguments import cluster_asked

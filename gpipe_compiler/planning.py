@@ -13,6 +13,7 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS
 from gpipe_compiler.passes.cut_graph import Facts
 from gpipe_compiler.passes.cut_setting import Seat, Setting
+from gpipe_compiler.passes.cut_solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
@@ -32,6 +33,7 @@ def make_plan(
     costs: Sequence[Costs],
     policy: Policy = Policy(),  # noqa: B008  # frozen
     most_down_sets: int = MOST_DOWN_SETS,
+    work: int = WORK,
     constraints: Constraints = NO_CONSTRAINTS,
     facts: Facts | None = None,
     devices: int | None = None,
@@ -44,6 +46,7 @@ def make_plan(
         batch_size: samples of a mini-batch.
         costs: on each kind of device of the cluster.
         most_down_sets: places to cut up to which the search is over all of them.
+        work: how much every cut may work out (`passes.cut.cut`).
         constraints: what the stages are to keep to.
         facts: those of the graph and the first of the costs, where they are known.
         devices: of the pipeline; None for as many as the schedule needs and there are.
@@ -62,7 +65,7 @@ def make_plan(
     setting = setting_for(cluster, stages, microbatches, policy, training=training, devices=devices)
     cluster = cluster.sized(len(setting.seats))
     drafting = Drafting.of(
-        graph, costs, cluster, setting, policy, most_down_sets, constraints, facts
+        graph, costs, cluster, setting, policy, most_down_sets, work, constraints, facts
     )
     draft = drafting.choose(policy.remat if graph.loss is not None else RematChoice.NONE)
     _prove(graph, draft, setting)

@@ -12,6 +12,7 @@ from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints, check
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut_graph import Facts
+from gpipe_compiler.passes.cut_solve import WORK
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -97,11 +98,12 @@ class Workbench:
             self._prepared[key] = Prepared(graph, costs, Facts.of(graph, costs[0]))
         return self._prepared[key]
 
-    def plan(self, choice: Choice, policy: Policy) -> Plan:
+    def plan(self, choice: Choice, policy: Policy, work: int = WORK) -> Plan:
         """The best plan found for a choice, which says how to schedule and what to recompute.
 
         Args:
             policy: all the rest.
+            work: how much every cut may work out (`passes.cut.cut`).
 
         Raises:
             PlanError, UsageError: when there can be no such plan.
@@ -113,6 +115,7 @@ class Workbench:
             stages=choice.stages,
             microbatches=choice.microbatches,
             batch_size=self.batch_size,
+            work=work,
             policy=policy,
             cluster=self.cluster,
             costs=prepared.costs,

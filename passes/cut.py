@@ -18,17 +18,17 @@ import numpy as np
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.passes.cut_bounds import simple_bound
-from gpipe_compiler.passes.cut_certificate import CLOSE, WORK, certify
+from gpipe_compiler.passes.cut_certificate import CLOSE, certify
 from gpipe_compiler.passes.cut_contract import Contracted, contract, lean, relevant
-from gpipe_compiler.passes.cut_frontier import frontier
+from gpipe_compiler.passes.cut_frontier import SPEEDS, frontier
 from gpipe_compiler.passes.cut_judge import Judge
 from gpipe_compiler.passes.cut_line import Line
 from gpipe_compiler.passes.cut_lineup import Lineup, ideal
-from gpipe_compiler.passes.cut_orders import neighbourhood, topological_orders
+from gpipe_compiler.passes.cut_orders import masks_between, neighbourhood, topological_orders
 from gpipe_compiler.passes.cut_problem import CutProblem
 from gpipe_compiler.passes.cut_seats import seat_orders
 from gpipe_compiler.passes.cut_setting import Objective, Setting
-from gpipe_compiler.passes.cut_solve import Solver
+from gpipe_compiler.passes.cut_solve import WORK, Solver
 from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, recomputed
@@ -53,6 +53,15 @@ FRONTIER = 2_000
 
 NEIGHBOURS = 1_000
 """Down-sets in that neighbourhood at most."""
+
+PER_SOLVER = 15
+"""So many numbers worked out here take as long as one that the integer program touches."""
+
+A_GLANCE = 0.25
+"""Of all the work: with less, no integer program is tried, and the sweep is made once."""
+
+LINEAR = 8
+"""Searches along single orders may work so many times less than those that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +108,10 @@ class Cut:
     @property
     def gap(self) -> float:
         """How far the cut may be from the best, as a share of the lower bound."""
-        if self.proved or self.lower_bound_s <= 0:
+        if self.proved:
             return 0.0
+        if self.lower_bound_s <= 0:
+            return math.inf
         return self.objective_s / self.lower_bound_s - 1
 
 
@@ -122,7 +133,9 @@ def cut(
     Args:
         most_down_sets: up to so many places to cut, the search is over all of them; 0 for no
             search beside the hint.
-        work: of the integer program where they are more (`cut_certificate.certify`); 0 for none.
+        work: how much all searches may work out whose length is not known beforehand, counted in
+            numbers, so that the answer is the same on every machine; `WORK` is some ten seconds.
+            With less, fewer places to cut are looked at too.
         hint: for every node, its stage in a cut that may be good.
 
     Raises:
@@ -146,16 +159,22 @@ def cut(
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    return _Cutter(problem, graph, setting, limited=limited).best(most_down_sets, work, hint)
+    return _Cutter(problem, graph, setting, work, limited=limited).best(most_down_sets, hint)
 
 
 class _Cutter:
     """One run of the cut."""
 
     def __init__(
-        self, problem: CutProblem, graph: Contracted, setting: Setting, *, limited: bool
+        self,
+        problem: CutProblem,
+        graph: Contracted,
+        setting: Setting,
+        work: int,
+        *,
+        limited: bool,
     ) -> None:
-        self.problem, self.graph, self.setting = problem, graph, setting
+        self.problem, self.graph, self.setting, self.work = problem, graph, setting, work
         asked = setting.recompute or (False,) * setting.stages
         repeats = [0] * setting.stages
         for action in recomputed(setting.orders):
@@ -175,9 +194,11 @@ class _Cutter:
         self.simple_s = simple_bound(graph, setting, best)
         self.complete = complete
         judge = Judge(problem, setting, again)
-        self.solver = Solver(setting, judge, lineups, tuple(repeats), float(graph.least_s.sum()))
+        total_s = float(graph.least_s.sum())
+        self.solver = Solver(setting, judge, lineups, tuple(repeats), total_s, work)
+        self.share = min(1.0, work / WORK)
 
-    def best(self, most_down_sets: int, work: int, hint: Sequence[int]) -> Cut:
+    def best(self, most_down_sets: int, hint: Sequence[int]) -> Cut:
         if hint:
             self.solver.consider(hint)
             if self.solver.found and not most_down_sets:
@@ -189,6 +210,8 @@ class _Cutter:
             if not self.solver.found:
                 raise self._nothing()
             return self._cut(0.0, looked)
+        few = min(most_down_sets, 2 * FEW_DOWN_SETS)
+        most_down_sets = max(few, int(most_down_sets * self.share))
         fine = down_sets(self.graph, most_down_sets)
         bound, looked = 0.0, 0
         if fine is None or len(fine) > FEW_DOWN_SETS:
@@ -201,8 +224,9 @@ class _Cutter:
             self._rows()
         if not self.solver.found:
             raise self._nothing()
-        if fine is None and work and not self.solver.reaches(max(bound, self.simple_s)):
-            self.simple_s = max(self.simple_s, self._certified(work))
+        open_ended = not self.solver.reaches(max(bound, self.simple_s))
+        if fine is None and self.share >= A_GLANCE and open_ended:
+            self.simple_s = max(self.simple_s, self._certified())
         return self._cut(bound, looked)
 
     def _rows(self) -> None:
@@ -211,11 +235,13 @@ class _Cutter:
         Not under memory limits, as the least excess of a row is not that of all cuts.
         """
         if not any(lineup.limited for lineup in self.solver.lineups):
+            self.solver.work = self.work // LINEAR
             for order in topological_orders(self.graph):
                 self.solver.search(Space(self.graph, set(prefixes(order))), last=True)
 
-    def _certified(self, work: int) -> float:
+    def _certified(self) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""
+        work = self.work // PER_SOLVER
         certificate = certify(self.problem, self.setting, self.solver.value, work=work)
         if certificate.stage_of and max(certificate.stage_of) == self.setting.stages - 1:
             self.solver.consider(certificate.stage_of)
@@ -259,11 +285,14 @@ class _Cutter:
 
     def _parts(self, merged: Contracted) -> tuple[float, int]:
         """The search through a part of what there is; it bounds nothing."""
-        looked = 0
+        looked, glance = 0, self.share < A_GLANCE
+        self.solver.work = self.work // LINEAR
         for order in topological_orders(merged):
             looked += self._part(merged, set(prefixes(order)))
-        family = frontier(merged, self.solver.lineups[0], FRONTIER)
-        for _ in range(ROUNDS):
+        self.solver.work = self.work
+        most = max(FEW_DOWN_SETS // 2, int(FRONTIER * self.share))
+        family = frontier(merged, self.solver.lineups[0], most, SPEEDS[:1] if glance else SPEEDS)
+        for _ in range(1 if glance else ROUNDS):
             before = self.solver.value
             if self.solver.found:
                 family |= set(self._masks(merged))
@@ -283,12 +312,7 @@ class _Cutter:
 
     def _masks(self, graph: Contracted) -> list[int]:
         """The places between the stages of the best cut, as down-sets of a graph."""
-        stage_of = self.solver.verdict.stage_of
-        stages = [stage_of[members[0]] for members in graph.members]
-        return [
-            sum(1 << node for node, stage in enumerate(stages) if stage < boundary)
-            for boundary in range(1, self.setting.stages)
-        ]
+        return masks_between(graph, self.solver.verdict.stage_of)
 
     def _nothing(self) -> PlanError:
         constrained = sorted({node for node, _ in self.problem.pinned})

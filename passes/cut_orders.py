@@ -87,6 +87,19 @@ def _least_live(graph: Contracted) -> tuple[int, ...]:
     return (*order, last) if graph.last else tuple(order)
 
 
+def masks_between(graph: Contracted, stage_of: Sequence[int]) -> list[int]:
+    """The places between the stages of a cut, as down-sets of the graph.
+
+    Args:
+        stage_of: for every node of the problem that the graph was contracted from.
+    """
+    stages = [stage_of[members[0]] for members in graph.members]
+    return [
+        sum(1 << node for node, stage in enumerate(stages) if stage < boundary)
+        for boundary in range(1, max(stages) + 1)
+    ]
+
+
 def neighbourhood(graph: Contracted, masks: Sequence[int], limit: int) -> set[int]:
     """Down-sets that a few single nodes tell from the given ones, the nearest, `limit` in all."""
     after = graph.after()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -100,18 +101,12 @@ class Program:
                 ends the search then is a count, not a clock, so that it ends at the same place on
                 every machine.
         """
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy does not annotate it
-        for name, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("parallel", "off"),
-            ("random_seed", 0),
-            ("mip_rel_gap", REST),
-            ("mip_abs_gap", 1e-9),
-        ):
-            solver.setOptionValue(name, value)
-        solver.passModel(self._model(objective))
         most = max(LEAST_ITERATIONS, work // max(1, self.rows))
+        model = self._model(objective)
+        if not _relaxes(model, most):
+            return Solution(-math.inf, None)
+        solver = _solver()
+        solver.passModel(model)
         solver.cbMipInterrupt.subscribe(_Budget(most))
         solver.run()
         status = solver.getModelStatus()
@@ -152,6 +147,33 @@ class Program:
             kinds.kInteger if whole else kinds.kContinuous for whole in self._whole
         ]
         return model
+
+
+def _solver() -> highspy.Highs:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy does not annotate it
+    for name, value in (
+        ("output_flag", False),
+        ("threads", 1),
+        ("parallel", "off"),
+        ("random_seed", 0),
+        ("mip_rel_gap", REST),
+        ("mip_abs_gap", 1e-9),
+    ):
+        solver.setOptionValue(name, value)
+    return solver
+
+
+def _relaxes(model: highspy.HighsLp, most: int) -> bool:
+    """Whether the program without whole numbers is solved within so many iterations.
+
+    The search over whole numbers begins with it, and cannot be ended before that is done.
+    """
+    solver = _solver()
+    solver.setOptionValue("solve_relaxation", True)
+    solver.setOptionValue("simplex_iteration_limit", most)
+    solver.passModel(model)
+    solver.run()
+    return bool(solver.getModelStatus() != highspy.HighsModelStatus.kIterationLimit)
 
 
 class _Budget:

@@ -25,8 +25,8 @@ MOST_LABELS = 4_000
 """Such labels per stage at most."""
 
 WORK = 600_000_000
-"""Numbers worked out, about, by the search through all chains of a small graph before it gives up;
-some ten seconds."""
+"""Numbers worked out, about, by searches whose length is not known beforehand; by the one through
+all chains of a small graph in some ten seconds. All other limits here are for that much."""
 
 SMALL = 16
 """Nodes of a graph that is small in this sense; of larger ones, a tenth has to do."""
@@ -48,6 +48,10 @@ class Solver:
         lineups: the orders of devices.
         repeats: for every stage, how many micro-batches it computes again.
         total_s: computing of the whole graph once, on the fastest devices.
+        work: numbers worked out, about, by all searches whose length is not known beforehand.
+
+    Attributes:
+        known_s: the objective of a cut found elsewhere: only better ones are looked for.
     """
 
     def __init__(
@@ -57,12 +61,14 @@ class Solver:
         lineups: Sequence[Lineup],
         repeats: tuple[int, ...],
         total_s: float,
+        work: int = WORK,
     ) -> None:
         self.setting, self.judge, self.lineups, self.repeats = setting, judge, lineups, repeats
+        self.known_s = math.inf
         self.room = 0
         self.least_excess = True
         self._best: Verdict | None = None
-        self._work = WORK
+        self.work = self._work = work
         self._m = setting.microbatches
         self.total_s = total_s
         self._actions = sum(map(len, setting.orders))
@@ -85,6 +91,11 @@ class Solver:
         if self._best is None or max(self._best.excess) > self.room:
             return math.inf
         return self._best.rank(self.setting.objective)[1]
+
+    @property
+    def ceiling(self) -> float:
+        """What a cut has to better."""
+        return min(self.value, self.known_s)
 
     def reaches(self, bound: float) -> bool:
         """Whether a lower bound proves the best cut so far."""
@@ -110,9 +121,7 @@ class Solver:
             space.limit(self.longest_stage())
             bounds.append(self._prove(space, lineup))
         if last:
-            self._work = (
-                WORK if space.graph.size <= SMALL else WORK // (10 if not self._step else 60)
-            )
+            self._work = self._for_enumeration(space)
             for index in sorted(range(len(lineups)), key=bounds.__getitem__):
                 if bounds[index] < self.value * (1 - TOLERANCE):
                     space.limit(self.longest_stage())
@@ -123,6 +132,11 @@ class Solver:
         """Looks for a good cut in a family, and proves nothing."""
         if self._make_room(space, last=False):
             self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
+
+    def _for_enumeration(self, space: Space) -> int:
+        if space.graph.size <= SMALL:
+            return self.work
+        return self.work // (60 if self._step else 10)
 
     def _make_room(self, space: Space, *, last: bool) -> bool:
         """Finds out by how much memory must be exceeded; False where there is no cut at all."""
@@ -175,9 +189,49 @@ class Solver:
             self._offer(space, lineup, better)
         return [lineup for _, _, lineup, _ in found]
 
+    # --- one count of several ----------------------------------------------------------------
+
+    def offer(self, space: Space, chain: Sequence[int]) -> None:
+        """Keeps a chain of the only order of devices, when it is the best so far."""
+        self._offer(space, self.lineups[0], chain)
+
+    def better(self, space: Space, chain: Sequence[int]) -> None:
+        """The same after its boundaries have been moved to better places."""
+        if self._actions * self.setting.stages <= MOST_ACTIONS:
+            self.offer(space, improve_chain(space, self.lineups[0], tuple(chain), self.judge))
+
+    def least(self, bounds: Tables) -> float:
+        """A lower bound on the cuts of a family into so many stages, from its tables."""
+        stages, m, kind = self.setting.stages, self._m, self.setting.kind
+        if not self._step:
+            return float(bounds.stage_s[stages, -1])
+        way = float(bounds.way_s[stages, -1])
+        if not math.isfinite(way):
+            return math.inf
+        there, back = float(bounds.forward_s[stages, -1]), float(bounds.backward_s[stages, -1])
+        line = there + back if kind in _LINES else max(there, back)
+        return max(way + (m - 1) * line, m * float(bounds.device_s[stages, -1]))
+
+    def close(self, space: Space, bounds: Tables, *, whole: bool) -> float:
+        """Searches the family for what is better than the best known; returns a lower bound.
+
+        Args:
+            whole: whether it is all that there is, so that what remains open is worth more time.
+        """
+        lineup = self.lineups[0]
+        bound = self._prove_by(space, lineup, bounds)
+        if whole and bound < self.ceiling * (1 - TOLERANCE):
+            self._work = self._for_enumeration(space)
+            bound = max(bound, self._enumerate(space, lineup))
+        return bound
+
+    # --- searches ----------------------------------------------------------------------------
+
     def _prove(self, space: Space, lineup: Lineup) -> float:
         """Searches by what is known of the schedule; returns a lower bound."""
-        bounds = tables(space, lineup)
+        return self._prove_by(space, lineup, tables(space, lineup))
+
+    def _prove_by(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
             return float(bounds.stage_s[stages, -1])
@@ -195,10 +249,11 @@ class Solver:
         if kind is ScheduleKind.ONE_F_ONE_B:
             rounds = Rounds(m, stages, lineup.again)
             least = max(least, self._search(space, lineup, bounds, rounds))
-            if least >= self.value * (1 - TOLERANCE):
+            if least >= self.ceiling * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
-        beam = max(16, min(MOST_LABELS, ORDERED_WORK // m**3))
+        most = min(1.0, self.work / WORK)
+        beam = max(16, min(int(MOST_LABELS * most), int(ORDERED_WORK * most) // m**3))
         asked = {stage for stage, count in enumerate(self.repeats) if count}
         redone = frozenset(a for a in recomputed(self.setting.orders) if a.stage in asked)
         split = self.setting.splits_backward
@@ -207,7 +262,7 @@ class Solver:
 
     def _search(self, space: Space, lineup: Lineup, bounds: Tables, criterion: Criterion) -> float:
         """Searches by one criterion, keeps what it finds, and returns its bound."""
-        found = search(space, lineup, bounds, criterion, self.value)
+        found = search(space, lineup, bounds, criterion, self.ceiling)
         if found.chain is not None and not space.idle:
             self._offer(space, lineup, found.chain)
             better = improve_chain(space, lineup, found.chain, self.judge)
@@ -216,18 +271,19 @@ class Solver:
 
     def _enumerate(self, space: Space, lineup: Lineup) -> float:
         todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats)
-        outcome, self._work = todo.run(self.value, self._work)
+        outcome, self._work = todo.run(self.ceiling, self._work)
         if outcome.chain is not None:
             self._offer(space, lineup, outcome.chain)
         return outcome.bound
 
     def longest_stage(self) -> float:
         """A stage that computes for longer cannot be in a better cut than the best so far."""
-        if not self._step or not math.isfinite(self.value):
-            return self.value
+        known_s = self.ceiling
+        if not self._step or not math.isfinite(known_s):
+            return known_s
         if self.setting.kind in _LINES and not self.lineups[0].shared and self._m > 1:
-            return (self.value - self.total_s) / (self._m - 1)
-        return self.value / self._m
+            return (known_s - self.total_s) / (self._m - 1)
+        return known_s / self._m
 
     def _true(self, lineup: Lineup) -> Lineup:
         """The same order of devices with the memory they have."""

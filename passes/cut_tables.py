@@ -41,19 +41,28 @@ class Tables:
     stage_s: Floats
 
 
-def tables(space: Space, lineup: Lineup) -> Tables:
-    """The tables, exact where there are few pairs, otherwise from sums and single nodes."""
+def tables(space: Space, lineup: Lineup, *, fewer: bool = False) -> Tables:
+    """The tables, exact where there are few pairs, otherwise from sums and single nodes.
+
+    Args:
+        fewer: whether the whole graph may be cut into fewer stages than the line-up has; then the
+            tables hold for line-ups of fewer stages too.
+    """
     pairs = 0
     paces = len(set(lineup.paces))
     for start in range(space.size - 1):
         pairs += len(space.row(start, lineup.paces[0]).ends)
         if pairs * paces > EXACT_PAIRS:
-            return _rough(space, lineup)
-    return _exact(space, lineup)
+            return _rough(space, lineup, fewer=fewer)
+    return _exact(space, lineup, fewer=fewer)
 
 
-def boundaries(space: Space, lineup: Lineup) -> Floats:
-    """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I]."""
+def boundaries(space: Space, lineup: Lineup, *, fewer: bool = False) -> Floats:
+    """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I].
+
+    Args:
+        fewer: whether fewer stages may hold the whole graph.
+    """
     graph = space.graph
     held = np.zeros((lineup.stages + 1, space.size))
     free = not any(graph.first_stage[: graph.size - graph.last]) and all(
@@ -66,16 +75,16 @@ def boundaries(space: Space, lineup: Lineup) -> Floats:
     held[-1, :-1] = np.inf
     if not space.idle:
         held[1:, 0] = np.inf
-        held[:-1, -1] = np.inf
+        held[: 1 if fewer else -1, -1] = np.inf
     elif graph.last:
         held[:-1, -1] = np.inf
     return held
 
 
-def _rough(space: Space, lineup: Lineup) -> Tables:
+def _rough(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
     stages = lineup.stages
     counts = np.arange(stages + 1)[:, None]
-    possible = boundaries(space, lineup)
+    possible = boundaries(space, lineup, fewer=fewer)
     if not space.idle:
         possible[space.nodes[None, :] < counts] = np.inf
 
@@ -132,10 +141,10 @@ def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
     return found
 
 
-def _exact(space: Space, lineup: Lineup) -> Tables:
+def _exact(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
     table = np.full((5, lineup.stages + 1, space.size), np.inf)
     table[:, 0, 0] = 0.0
-    possible = boundaries(space, lineup)
+    possible = boundaries(space, lineup, fewer=fewer)
     for start in range(space.size):
         table[..., start] += possible[:, start]
         if space.idle:
@@ -173,8 +182,25 @@ def bottleneck_chain(
     Returns:
         As many down-sets as stages and one, the empty one first; None where there is no such cut.
     """
+    return _chains(space, lineup, boundaries(space, lineup), apart=apart).get(lineup.stages)
+
+
+def bottleneck_chains(
+    space: Space, lineup: Lineup, *, apart: bool = False
+) -> dict[int, tuple[int, ...]]:
+    """The same for every number of stages up to those of the line-up, whose devices are equal."""
+    return _chains(space, lineup, boundaries(space, lineup, fewer=True), apart=apart)
+
+
+def _chains(
+    space: Space, lineup: Lineup, best: Floats, *, apart: bool
+) -> dict[int, tuple[int, ...]]:
+    """For every number of stages with any cut, the best chain.
+
+    Args:
+        best: `boundaries`.
+    """
     stages = lineup.stages
-    best = boundaries(space, lineup)
     possible = best.copy()
     best[1:] = np.inf
     parent = np.zeros((stages + 1, space.size), dtype=np.int32)
@@ -194,9 +220,9 @@ def bottleneck_chain(
             view[:, row.ends] = np.where(better, reached, old)
             links = parent[low + 1 : high + 1]
             links[:, row.ends] = np.where(better, start, links[:, row.ends])
-    if not np.isfinite(best[stages, -1]):
-        return None
-    return _walk_back(parent, stages, space.size)
+    best[1:, -1] += possible[1:, -1]
+    ended = np.flatnonzero(np.isfinite(best[1:, -1])) + 1
+    return {count: _walk_back(parent, count, space.size) for count in map(int, ended)}
 
 
 def least_excess(space: Space, lineup: Lineup) -> float:

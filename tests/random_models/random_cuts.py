@@ -15,8 +15,10 @@ from gpipe_compiler.simulate import StageTimes
 def random_cut(seed: int) -> Callable[..., Cut]:
     """In the place of `passes.cut.cut`: a random chain of down-sets, legal and no more."""
 
-    def cut(problem: CutProblem, setting: Setting, most_down_sets: int = 0) -> Cut:
-        del most_down_sets
+    def cut(
+        problem: CutProblem, setting: Setting, most_down_sets: int = 0, *, work: int = 0
+    ) -> Cut:
+        del most_down_sets, work
         draw = random.Random(seed)
         stages = setting.stages
         graph = contract(problem.check(), stages)

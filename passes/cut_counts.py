@@ -1,0 +1,237 @@
+"""Cuts into at most so many equal devices: all counts of stages at once.
+
+What a stage between two down-sets costs does not depend on how many stages there are, on equal
+devices of any memory. So the graph is made lean once, as cuts into at most so many stages lose
+nothing by that (`cut_contract.py`), its down-sets are found once, one dynamic program tells how
+good a cut into every count can be, and only the counts that may better the best cut are searched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.passes.cut import Cut
+from gpipe_compiler.passes.cut_bounds import simple_bound
+from gpipe_compiler.passes.cut_certificate import CLOSE, certify
+from gpipe_compiler.passes.cut_contract import contract, lean, relevant
+from gpipe_compiler.passes.cut_frontier import frontier
+from gpipe_compiler.passes.cut_judge import Judge
+from gpipe_compiler.passes.cut_lineup import Lineup
+from gpipe_compiler.passes.cut_orders import masks_between, neighbourhood, topological_orders
+from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut_solve import Solver
+from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
+from gpipe_compiler.passes.cut_tables import bottleneck_chains, tables
+from gpipe_compiler.runtime.spec import ScheduleKind
+
+MOST_DOWN_SETS = 1_500
+"""Above so many places to cut, a sweep and an integer program are quicker than looking at all."""
+
+FRONTIER = 1_000
+"""Down-sets of the sweep over the nodes at most (`cut_frontier.py`)."""
+
+ROUNDS = 4
+"""How often the neighbourhood of the best cut is searched, at most, where not all is."""
+
+NEIGHBOURS = 500
+"""Down-sets in that neighbourhood at most."""
+
+WORK = 45_000_000
+"""Numbers worked out, about, by searches of one count whose length is not known beforehand; about a
+second."""
+
+CERTIFICATE = 40_000_000
+"""Numbers that the integer program may touch, about; some five seconds."""
+
+_SAME = 1e-9
+
+
+def equal_devices(settings: Sequence[Setting]) -> bool:
+    """Whether this is for them: one stage a device, all devices and links equal, any memory."""
+    widest = settings[0]
+    seats = set(widest.seats)
+    links = {link for a, row in enumerate(widest.links) for b, link in enumerate(row) if a != b}
+    return (
+        len(seats) == 1
+        and all(math.isinf(seat.memory) and not seat.update_s_per_byte for seat in seats)
+        and not any(seat.update_latency_s for seat in seats)
+        and len(links) <= 1
+        and all(len(set(s.placement)) == s.stages == len(s.seats) for s in settings)
+        and not any(any(setting.recompute) for setting in settings)
+    )
+
+
+def cut_counts(
+    problem: CutProblem, settings: Sequence[Setting], work: int = WORK
+) -> tuple[Setting, Cut]:
+    """The best cut found into any of these numbers of stages, and which of them it is.
+
+    Its lower bound and `proved` are of all cuts into any of them.
+
+    Args:
+        problem: without constraints on where nodes lie.
+        settings: one for each count, the largest first; they differ in nothing else
+            (`equal_devices`).
+        work: limits the searches, by a count of numbers and not by a clock.
+
+    Raises:
+        PlanError: when the problem can be cut into none of these numbers of stages.
+    """
+    if settings[0].kind is None:
+        problem = problem.forward_only()
+    problem = relevant(problem.check(), memory=False, updates=False)
+    return _Counts(problem, settings, work).best()
+
+
+class _Counts:
+    """One search over all counts.
+
+    Attributes:
+        lossless: whether the best cut into at most so many stages is one of the graph. It need not
+            be where a stage that takes no time lets more micro-batches in, as under 1F1B.
+    """
+
+    def __init__(self, problem: CutProblem, settings: Sequence[Setting], work: int) -> None:
+        self.problem, self.work = problem, work
+        self.widest = settings[0]
+        self.once = self.widest.objective is Objective.BOTTLENECK
+        fine = contract(problem, self.widest.stages)
+        if fine.parts < settings[-1].stages:
+            raise PlanError(
+                f"{settings[-1].stages} stages are more than the {fine.parts} parts that the graph "
+                "can be cut into"
+            )
+        self.lossless = self.once or self.widest.kind in (None, ScheduleKind.GPIPE)
+        self.graph = lean(fine, keep=settings[-1].stages, once=self.once)
+        if not self.lossless and down_sets(fine, MOST_DOWN_SETS) is not None:
+            self.graph, self.lossless = fine, True
+        total_s = float(fine.least_s.sum())
+        self.solvers = {
+            setting.stages: self._solver(setting, total_s)
+            for setting in settings
+            if setting.stages <= self.graph.parts
+        }
+        self.lineup = self.solvers[max(self.solvers)].lineups[0]
+        self.bound_s = min(
+            simple_bound(fine, setting, _lineup(setting))
+            for setting in settings
+            if setting.stages <= fine.parts
+        )
+        self.looked, self.everything = 0, False
+
+    def _solver(self, setting: Setting, total_s: float) -> Solver:
+        judge = Judge(self.problem, setting, np.zeros(setting.stages))
+        repeats = (0,) * setting.stages
+        return Solver(setting, judge, [_lineup(setting)], repeats, total_s, self.work)
+
+    @property
+    def value(self) -> float:
+        """Of the best cut so far."""
+        return min(solver.value for solver in self.solvers.values())
+
+    def best(self) -> tuple[Setting, Cut]:
+        """The best cut after a search, and how good it is."""
+        self._search_all()
+        if not self.everything and self.bound_s < self.value * (1 - _SAME):
+            self._certify()
+        solver = self._leader()
+        verdict, proved = solver.verdict, self.bound_s >= solver.value * (1 - _SAME)
+        return solver.setting, Cut(
+            verdict.stage_of,
+            verdict.times,
+            verdict.step_s,
+            solver.value if proved else self.bound_s,
+            proved,
+            self.looked,
+            verdict.bottleneck_s,
+            verdict.seats,
+            verdict.excess,
+            self.widest.objective,
+        )
+
+    def _search_all(self) -> None:
+        orders = topological_orders(self.graph)
+        alone = self.lineup.stages == 1
+        masks = [0] if alone else down_sets(self.graph, MOST_DOWN_SETS)
+        if masks is None:
+            self._search_parts(orders)
+            return
+        linear = {mask for order in orders for mask in prefixes(order)}
+        if not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE):
+            # The search of all may give up where those along single orders do not.
+            for order in orders:
+                self._search(Space(self.graph, prefixes(order)), whole=False)
+        elif len(linear) * 3 < len(masks):
+            self._search(Space(self.graph, linear), whole=False)
+        bound = self._search(Space(self.graph, masks), whole=True)
+        if self.lossless:
+            self.bound_s, self.everything = max(bound, self.bound_s), True
+
+    def _search_parts(self, orders: Sequence[Sequence[int]]) -> None:
+        """Through single orders, the sweep, and what lies about the best cut; it bounds nothing."""
+        for order in orders:
+            self._search(Space(self.graph, prefixes(order)), whole=False)
+        family = frontier(self.graph, self.lineup, FRONTIER)
+        for _ in range(ROUNDS):
+            before = self.value
+            family |= set(self._masks())
+            self._search(Space(self.graph, family), whole=False)
+            if not self.value < before * (1 - 1e-6):
+                break
+            family |= neighbourhood(self.graph, self._masks(), NEIGHBOURS)
+
+    def _search(self, space: Space, *, whole: bool) -> float:
+        """Searches a family on all counts; returns a bound on its cuts and the best so far."""
+        self.looked = max(self.looked, space.size)
+        self._share(space)
+        chains = bottleneck_chains(space, self.lineup, apart=self.once)
+        for stages, chain in chains.items():
+            self.solvers[stages].offer(space, chain)
+        self._share(space)
+        bounds = tables(space, self.lineup, fewer=True)
+        least = {stages: solver.least(bounds) for stages, solver in self.solvers.items()}
+        # The best so far first, so that the others have more to better.
+        for stages in sorted(least, key=lambda count: (self.solvers[count].value, -count)):
+            if stages in chains and least[stages] < self.value * (1 - _SAME):
+                self.solvers[stages].better(space, chains[stages])
+                self._share(space)
+            if least[stages] < self.value * (1 - _SAME):
+                found = self.solvers[stages].close(space, bounds, whole=whole)
+                least[stages] = max(least[stages], found)
+                self._share(space)
+        return min(least.values())
+
+    def _share(self, space: Space) -> None:
+        """Lets every count, and the family, know of the best cut so far."""
+        for solver in self.solvers.values():
+            solver.known_s = self.value
+        space.limit(self._leader().longest_stage())
+
+    def _leader(self) -> Solver:
+        return min(self.solvers.values(), key=lambda solver: solver.value)
+
+    def _masks(self) -> list[int]:
+        """The places between the stages of the best cut."""
+        return masks_between(self.graph, self._leader().verdict.stage_of)
+
+    def _certify(self) -> None:
+        """A bound by an integer program over all counts; a better cut that it finds is kept."""
+        lean_problem = dataclasses.replace(self.problem, groups=self.graph.members)
+        certificate = certify(lean_problem, self.widest, self.value, fewer=True, work=CERTIFICATE)
+        self.bound_s = max(self.bound_s, certificate.bound_s)
+        stage_of = certificate.stage_of
+        if stage_of and max(stage_of) + 1 in self.solvers:
+            self.solvers[max(stage_of) + 1].consider(stage_of)
+        if self.bound_s >= self.value * (1 - 4 * CLOSE):
+            self.bound_s = self.value
+
+
+def _lineup(setting: Setting) -> Lineup:
+    """The only order of equal devices, each with one stage."""
+    return Lineup.of(setting, range(setting.stages), (), np.zeros(setting.stages))
