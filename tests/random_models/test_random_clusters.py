@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "passes"))
 
 import cut_brute
 
-KINDS = [kind for kind in sorted(RUN) if kind not in REGIONS and kind != "tied"]
-"""Shared parameters are summed after the step, which no cut of the brute force knows."""
+KINDS = [kind for kind in sorted(RUN) if kind not in REGIONS and kind not in ("tied", "shared")]
 
 MOST_CUTS = 600
 
@@ -183,7 +183,8 @@ def check_plan(plan: Plan, asked: Asked) -> None:
         for value in op.inputs:
             maker = graph.producer.get(value)
             if maker and maker.name in stage_of and op.name in stage_of:
-                assert stage_of[maker.name] <= stage_of[op.name]
+                own = plan.stages[stage_of[op.name]]
+                assert stage_of[maker.name] <= own.index or maker.name in own.duplicates
     split = plan.schedule in (ScheduleKind.ZB_H1, ScheduleKind.ZBV)
     for device, order in enumerate(plan.orders):
         peak, fixed = _held(plan, order, split), 0
@@ -282,6 +283,11 @@ def _compare(plan: Plan, asked: Asked, problem: CutProblem, setting: Setting) ->
     if best < math.inf:
         assert fits, f"a plan fits, but not the one that was made: {plan.prediction}"
         assert plan.prediction.lower_bound_s <= best * (1 + 1e-9)
+    graph = plan.graph
+    assert graph is not None
+    users = Counter(name for op in graph.ops for name in op.states(graph.modules))
+    if any(count > 1 and graph.state[name].requires_grad for name, count in users.items()):
+        return "gradients may be summed after the step, which the brute force does not know"
     if fits:
         mine = plan.prediction.step_s
         if asked.policy.remat is not RematChoice.AUTO:
