@@ -31,6 +31,9 @@ MOST_COUNTS = 8
 STAGES_A_DEVICE = (2, 4)
 """That interleaving is tried with."""
 
+MOST_TOO_LARGE = 24
+"""Settings that are planned, at most, to find the one nearest to fitting where none can fit."""
+
 SECONDS = 300.0
 """After so long no further setting is looked at, unless the user says otherwise."""
 
@@ -390,12 +393,21 @@ class _Exploration:
         return Explored(frontier, self.plans[frontier.points[0].choice])
 
     def _plan_some(self) -> None:
-        """Where all is too large by its bounds: one plan, to tell by how much it truly is."""
+        """Where all is too large by its bounds: plans, to tell by how much it truly is.
+
+        Those of the least bounds, until no bound is below what the best of them comes to.
+        """
         larger = [point for point in self.points.values() if point.fate is Fate.LARGER]
-        for point in sorted(larger, key=lambda point: (point.over_bytes, point.step_s)):
-            self._plan(point.choice)
-            if self.plans:
+        larger.sort(key=lambda point: (point.over_bytes, point.step_s))
+        for count, point in enumerate(larger):
+            if self.plans and (count >= MOST_TOO_LARGE or self._late()):
                 return
+            nearest = min((self.points[choice].over_bytes for choice in self.plans), default=None)
+            if nearest is not None and point.over_bytes >= nearest:
+                return
+            self._plan(point.choice)
+        if self.plans:
+            return
         raise self.errors[0]
 
 

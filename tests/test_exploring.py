@@ -167,13 +167,17 @@ class TestAgainstEverything:
 
     def test_where_nothing_fits_the_nearest_is_first(self, graph: gpc.Graph) -> None:
         cluster = toy(1000)
-        found = explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+        bench, wish = Workbench(graph, cluster), wish_for(cluster)
+        found = explore(bench, wish, Policy())
 
         assert not found.fits
         first = found.frontier.points[0]
         assert first.fate is Fate.PLANNED
         assert first.over_bytes == max(found.plan.prediction.device_bytes) - 1000
-        assert all(point.over_bytes > 0 for point in found.frontier.points)
+        # Not all are planned, so it may not be the very nearest.
+        assert first.peak_bytes <= 1.05 * min(p.peak_bytes for p in all_of(bench, wish, Policy()))
+        others = (point for point in found.frontier.points if point.fate is not Fate.REFUSED)
+        assert all(point.over_bytes > 0 for point in others)
 
     def test_it_is_the_same_every_time(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 2)
