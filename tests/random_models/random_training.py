@@ -121,9 +121,11 @@ def pipeline(spec: PipelineSpec, folder: Any, training: Training) -> Pipeline:
     if not device_counts(schedule, len(spec.stages)):
         schedule = spec.schedule
     numbers = device_counts(schedule, len(spec.stages))
+    # Three stages interleave on one device, but only where somebody says so.
+    unusual = schedule is not spec.schedule and len(spec.stages) % 2 == 1
     devices = None
-    if training.devices is not None:
-        devices = ["cpu"] * numbers[training.devices % len(numbers)]
+    if training.devices is not None or unusual:
+        devices = ["cpu"] * numbers[(training.devices or 0) % len(numbers)]
     return Pipeline(
         spec,
         folder,
