@@ -46,7 +46,7 @@ WORK = 45_000_000
 """Numbers worked out, about, by searches of one count whose length is not known beforehand; about a
 second."""
 
-CERTIFICATE = 40_000_000
+CERTIFICATE = 25_000_000
 """Numbers that the integer program may touch, about; some five seconds."""
 
 _SAME = 1e-9

@@ -13,6 +13,9 @@ import numpy.typing as npt
 LEAST_ITERATIONS = 1_000
 """Of simplex, whatever the size of the program."""
 
+RELAXING = 6
+"""Iterations are so many times cheaper before the search over whole numbers than in it."""
+
 REST = 1e-7
 """Relative: as near as HiGHS is to get to the optimum."""
 
@@ -103,7 +106,8 @@ class Program:
         """
         most = max(LEAST_ITERATIONS, work // max(1, self.rows))
         model = self._model(objective)
-        if not _relaxes(model, most):
+        relaxed = _relaxed(model, most * RELAXING)
+        if relaxed is None:
             return Solution(-math.inf, None)
         solver = _solver()
         solver.passModel(model)
@@ -114,11 +118,11 @@ class Program:
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
         ):
-            return Solution(float("inf"), None)
+            return Solution(math.inf, None)
         info = solver.getInfo()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(solver.getSolution().col_value) if found else None
-        bound = float(info.mip_dual_bound)
+        bound = max(float(info.mip_dual_bound), relaxed * (1 - REST))
         if status == highspy.HighsModelStatus.kOptimal:
             # Without whole variables left, presolve solves it and says nothing of a bound.
             bound = max(bound, float(info.objective_function_value) * (1 - REST))
@@ -163,8 +167,8 @@ def _solver() -> highspy.Highs:
     return solver
 
 
-def _relaxes(model: highspy.HighsLp, most: int) -> bool:
-    """Whether the program without whole numbers is solved within so many iterations.
+def _relaxed(model: highspy.HighsLp, most: int) -> float | None:
+    """The least without whole numbers; None where that takes more iterations than so many.
 
     The search over whole numbers begins with it, and cannot be ended before that is done.
     """
@@ -173,7 +177,12 @@ def _relaxes(model: highspy.HighsLp, most: int) -> bool:
     solver.setOptionValue("simplex_iteration_limit", most)
     solver.passModel(model)
     solver.run()
-    return bool(solver.getModelStatus() != highspy.HighsModelStatus.kIterationLimit)
+    match solver.getModelStatus():
+        case highspy.HighsModelStatus.kOptimal:
+            return float(solver.getInfo().objective_function_value)
+        case highspy.HighsModelStatus.kIterationLimit:
+            return None
+    return -math.inf  # infeasible, as the search over whole numbers will find too
 
 
 class _Budget:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +110,26 @@ def test_the_longest_stage_is_the_shortest_there_is(
     least = min(bottleneck(graph, cut, bandwidth) for cut in everything(graph, most))
     assert plan.bottleneck_s == pytest.approx(least)
     assert plan.proved
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents(6), st.integers(2, 4), st.sampled_from([0.5, 4.0, 1e9]))
+def test_what_is_only_searched_in_part_is_bounded(
+    document: dict[str, Any], most: int, bandwidth: float
+) -> None:
+    """As graphs with many places to cut are; the proof of an integer program is good to 4e-6."""
+    graph = parse_graph(document)
+    asked = BareSetting(most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0))
+
+    with mock.patch("gpipe_compiler.passes.cut_counts.MOST_DOWN_SETS", 2):
+        plan = plan_graph(graph, asked)
+
+    check(graph, plan, most)
+    least = min(bottleneck(graph, cut, bandwidth) for cut in everything(graph, most))
+    assert plan.lower_bound_s <= least * (1 + 5e-6)
+    assert plan.bottleneck_s >= least * (1 - 1e-9)
+    if plan.proved:
+        assert plan.bottleneck_s <= least * (1 + 5e-6)
 
 
 @settings(max_examples=60, deadline=None)
