@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gpipe_compiler.passes.cut_contract import Contracted
 from gpipe_compiler.passes.cut_lineup import Lineup
 from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut_space import Floats
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
@@ -29,7 +32,11 @@ def simple_bound(graph: Contracted, setting: Setting, lineup: Lineup) -> float:
     way = float(forward.sum() + first.sum())
     if setting.kind in (None, ScheduleKind.GPIPE) and not lineup.shared:
         return way + (m - 1) * device
-    bound = max(m * device, way)
+    # A stage begins when all before it have forwarded, and after its end they still go backward.
+    plain = forward + first
+    again = float(lineup.again.min()) * forward
+    node = plain + (m - 1) * (plain + again) + ways_before(graph, plain)
+    bound = max(m * device, way, float(node.max(initial=0.0)))
     if setting.kind is ScheduleKind.ONE_F_ONE_B and not lineup.shared:
         # For stage s with R after it: step >= total - R + (M-1) own and >= total + R + (M-w) own.
         # Half the sum of both, weighed so that the stages' own times add up to the total.
@@ -38,3 +45,30 @@ def simple_bound(graph: Contracted, setting: Setting, lineup: Lineup) -> float:
         if all(repeats):
             bound = max(bound, way + way / sum(1 / r for r in repeats))
     return bound
+
+
+def ways_before(graph: Contracted, seconds: Floats) -> Floats:
+    """For every node, seconds that all which must come before it takes at least.
+
+    It is all that comes before where nothing can stand beside the node, else a longest path.
+    """
+    needed = np.zeros(graph.size, dtype=np.bool_)
+    needed[-1:] = True  # nodes that the last one does not need may stand beside any
+    for node in range(graph.size - 1, -1, -1):
+        if needed[node]:
+            needed[list(graph.before[node])] = True
+    found = np.zeros(graph.size)
+    whole, open_ends = 0.0, 0
+    followed = np.zeros(graph.size, dtype=np.bool_)
+    for node, before in enumerate(graph.before):
+        if before:
+            found[node] = max(found[source] + seconds[source] for source in before)
+        if not needed[node]:
+            continue
+        sources = list(before)
+        open_ends += 1 - int((~followed[sources]).sum())
+        followed[sources] = True
+        if open_ends == 1:
+            found[node] = whole
+        whole += float(seconds[node])
+    return found

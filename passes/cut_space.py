@@ -204,8 +204,21 @@ class Space:
         """Before which down-set stages end that begin at this one."""
         if not np.isfinite(self.limit_s):
             return self.size
-        most = self._work[start] + int(self.limit_s / self._scale * (1 + 1e-9)) + self.size + 1
+        most = self._work[start] + self._longest
         return int(np.searchsorted(self._work, most, side="right"))
+
+    @property
+    def _longest(self) -> int:
+        """The limit in units of `_work`."""
+        return int(self.limit_s / self._scale * (1 + 1e-9)) + self.size + 1
+
+    def within(self, stages: int) -> Booleans:
+        """Whether j stages may hold a down-set and all others the rest, as limited: [j, I]."""
+        if not np.isfinite(self.limit_s):
+            return np.ones((stages + 1, self.size), dtype=np.bool_)
+        counts = np.arange(stages + 1)[:, None]
+        before = self._work <= counts * self._longest
+        return np.asarray(before & (self._work[-1] - self._work <= counts[::-1] * self._longest))
 
     def ends(self, start: int) -> Integers:
         """The down-sets at which a stage may end that begins at this one."""

@@ -71,6 +71,7 @@ def boundaries(space: Space, lineup: Lineup, *, fewer: bool = False) -> Floats:
     if not free:
         for boundary in range(lineup.stages + 1):
             held[boundary, ~space.allowed(boundary)] = np.inf
+    held[~space.within(lineup.stages)] = np.inf
     held[0, 1:] = np.inf
     held[-1, :-1] = np.inf
     if not space.idle:
