@@ -217,8 +217,9 @@ class Space:
         if not np.isfinite(self.limit_s):
             return np.ones((stages + 1, self.size), dtype=np.bool_)
         counts = np.arange(stages + 1)[:, None]
-        before = self._work <= counts * self._longest
-        return np.asarray(before & (self._work[-1] - self._work <= counts[::-1] * self._longest))
+        work = np.asarray(self._work, dtype=np.int64)
+        before = work <= counts * self._longest
+        return np.asarray(before & (work[-1] - work <= counts[::-1] * self._longest))
 
     def ends(self, start: int) -> Integers:
         """The down-sets at which a stage may end that begins at this one."""
