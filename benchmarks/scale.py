@@ -74,7 +74,7 @@ def one(size: Size) -> list[tuple[str, float, float, float]]:
 
     clock("loading")
     subject = load(str(EXAMPLES / size.model))
-    # What a device holds is no limit here: the cut under a limit is another matter.
+    # Without recomputing the largest models exceed this memory, so the limit is searched as well.
     device = Device("80 GB, 100 TFLOP/s", 100e12, 2e12, 80 * 10**9, 5e-6)
     options = CompileOptions(
         stages=size.stages,
