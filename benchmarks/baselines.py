@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from gpipe_compiler.holding import loads
 from gpipe_compiler.passes.cut import Cut, cut
-from gpipe_compiler.passes.cut_contract import Contracted, contract
-from gpipe_compiler.passes.cut_orders import topological_orders
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.contract import Contracted, contract
+from gpipe_compiler.passes.cut.orders import topological_orders
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.simulate import StageTimes, recomputed, simulate
 
 
@@ -219,7 +219,7 @@ def block_ends(times: Sequence[float], blocks: int) -> list[int]:
 
 
 def best_in_a_row(problem: CutProblem, setting: Setting) -> Cut:
-    """The best cut along any of the topological orders in `cut_orders`; each search is complete."""
+    """The best cut along any of the topological orders in `cut.orders`; each search is complete."""
     graph = contract(problem, setting.stages)
     found = [cut(in_a_row(problem, graph, row), setting) for row in topological_orders(graph)]
     return min(found, key=lambda one: one.objective_s)

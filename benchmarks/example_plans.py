@@ -35,9 +35,9 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut_graph import Facts, problem_of
-from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.graph import Facts, problem_of
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.runtime.spec import ScheduleKind
 

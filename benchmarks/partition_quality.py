@@ -32,7 +32,7 @@ from gpipe_compiler.bare_setting import BareSetting
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.graph_file import BareGraph
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 LINKS = {"12 GB/s": Link(12e9, 0.0), "1 GB/s": Link(1e9, 0.0), "compute only": Link(1e18, 0.0)}

@@ -24,7 +24,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.graph_file import BareGraph, BareOp, parse_graph, read_graph
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.constraints import Constraints
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind

@@ -8,8 +8,8 @@ from functools import cached_property
 from gpipe_compiler.graph_file import BareGraph
 from gpipe_compiler.holding import loads
 from gpipe_compiler.passes.cut import Cut
-from gpipe_compiler.passes.cut_problem import CutProblem, Traffic
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Traffic
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 
 
 @dataclass(frozen=True, slots=True)

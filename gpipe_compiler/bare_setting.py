@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from gpipe_compiler.cluster import NO_LINK, Cluster, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut_problem import CutProblem, Seconds
-from gpipe_compiler.passes.cut_setting import Objective, Seat, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
+from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 

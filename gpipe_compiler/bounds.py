@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpipe_compiler.frontier import Choice
-from gpipe_compiler.passes.cut_problem import CutProblem, Node, Seconds
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Seconds
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.schedule.choosing import splits_backward
 from gpipe_compiler.runtime.spec import ScheduleKind

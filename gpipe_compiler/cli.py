@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
 from gpipe_compiler.machine_arguments import cluster_asked
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, RematChoice
 from gpipe_compiler.report.frontier import document, show_frontier

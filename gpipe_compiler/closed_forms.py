@@ -1,6 +1,6 @@
 """Steps in closed form: what `simulate` comes to, or at least to, under the simplest schedules.
 
-The cut's searches for GPipe and 1F1B rest on them (`passes/cut_criteria.py`), and tests hold the
+The cut's searches for GPipe and 1F1B rest on them (`passes/cut/criteria.py`), and tests hold the
 simulation against them.
 """
 

@@ -30,7 +30,7 @@ from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, Policy, RematChoice

@@ -16,9 +16,9 @@ from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints, constrain
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
-from gpipe_compiler.passes.cut_graph import Facts, StageTable, problem_of, tabulate
-from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_setting import Setting
+from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops

@@ -15,14 +15,15 @@ from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_f
 from gpipe_compiler.cluster import Cluster, is_here
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
-from gpipe_compiler.passes.cut_graph import problem_of
-from gpipe_compiler.passes.cut_solve import WORK
+from gpipe_compiler.passes.cut.graph import problem_of
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import devices_there
 from gpipe_compiler.policy import Auto, Policy, RematChoice
-from gpipe_compiler.report.units import counted, format_seconds
+from gpipe_compiler.report.units import format_seconds
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
+from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.workbench import Workbench, default_microbatches
 
 MOST_COUNTS = 8

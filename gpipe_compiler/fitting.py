@@ -12,9 +12,10 @@ from gpipe_compiler.exploring import AT_FIRST, EVERYTHING, Free, most_over
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.report.units import counted, format_bytes, format_seconds
+from gpipe_compiler.report.units import format_bytes, format_seconds
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.workbench import Workbench
 
 MOST_TRIED = 12

@@ -15,11 +15,12 @@ from gpipe_compiler.bare_setting import DEFAULT_LINK, BareSetting
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_file import read_graph
 from gpipe_compiler.machine_arguments import cluster_asked
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.report.tables import figure_table, pairs_table
-from gpipe_compiler.report.units import counted, format_bytes, format_seconds, format_share
+from gpipe_compiler.report.units import format_bytes, format_seconds, format_share
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.search_arguments import schedule_of
 
 MICROBATCHES_PER_STAGE = 4

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.passes.cut_problem import CutProblem, Kept, Node, Traffic
+from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
 
 MOST_FAULTS = 20
 """Faults that one error lists; further ones are counted."""

@@ -11,9 +11,9 @@ from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS
-from gpipe_compiler.passes.cut_graph import Facts
-from gpipe_compiler.passes.cut_setting import Seat, Setting
-from gpipe_compiler.passes.cut_solve import WORK
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 
 

@@ -9,7 +9,7 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cut import Cut
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import Remat

@@ -6,7 +6,7 @@ import argparse
 import re
 
 from gpipe_compiler.passes.constraints import Constraints
-from gpipe_compiler.passes.cut_setting import Objective
+from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 

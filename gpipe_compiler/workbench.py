@@ -11,8 +11,8 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints, check_names
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
-from gpipe_compiler.passes.cut_graph import Facts
-from gpipe_compiler.passes.cut_solve import WORK
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op
-from gpipe_compiler.passes.cut_graph import Facts
-from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.disjoint import DisjointSets
 
 
@@ -71,7 +71,7 @@ def check_names(graph: Graph, constraints: Constraints) -> None:
 def constrain(
     problem: CutProblem, facts: Facts, constraints: Constraints, stages: int
 ) -> CutProblem:
-    """The problem of a graph (`cut_graph.problem_of`), under constraints.
+    """The problem of a graph (`cut.graph.problem_of`), under constraints.
 
     Args:
         stages: how many there are to be.

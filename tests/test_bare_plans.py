@@ -121,7 +121,7 @@ def test_what_is_only_searched_in_part_is_bounded(
     graph = parse_graph(document)
     asked = BareSetting(most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0))
 
-    with mock.patch("gpipe_compiler.passes.cut_counts.MOST_DOWN_SETS", 2):
+    with mock.patch("gpipe_compiler.passes.cut.counts.MOST_DOWN_SETS", 2):
         plan = plan_graph(graph, asked)
 
     check(graph, plan, most)

@@ -25,7 +25,7 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.exploring import Wish, choices, explore, planned, spread
 from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.passes.constraints import Constraints
-from gpipe_compiler.passes.cut_graph import problem_of
+from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.report.frontier import reason
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind

@@ -20,7 +20,7 @@ from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut_graph import Facts, tabulate
+from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.report.facts import stage_times

@@ -13,13 +13,8 @@ from rich.text import Text
 
 from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.report.tables import figure_table
-from gpipe_compiler.report.units import (
-    counted,
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_share,
-)
+from gpipe_compiler.report.units import format_bytes, format_rate, format_seconds, format_share
+from gpipe_compiler.runtime.wording import counted
 
 MOST_ROWS = 16
 """Rows of the table, beside those on the frontier."""

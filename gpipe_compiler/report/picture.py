@@ -15,13 +15,8 @@ from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.report.facts import Boundary, boundaries, modules_of
 from gpipe_compiler.report.layout import MARGIN, Place, Point, lay_out
 from gpipe_compiler.report.pages import render
-from gpipe_compiler.report.units import (
-    counted,
-    format_bytes,
-    format_seconds,
-    format_source,
-    format_type,
-)
+from gpipe_compiler.report.units import format_bytes, format_seconds, format_source, format_type
+from gpipe_compiler.runtime.wording import counted
 
 LINE = 15.0
 """Pixels from one line of text to the next; letters are 11 pixels high."""

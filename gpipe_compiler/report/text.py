@@ -23,7 +23,6 @@ from gpipe_compiler.report.facts import (
 from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.tables import add_rows, figure_table, pairs_table
 from gpipe_compiler.report.units import (
-    counted,
     format_bytes,
     format_rate,
     format_seconds,
@@ -33,6 +32,7 @@ from gpipe_compiler.report.units import (
 )
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+from gpipe_compiler.runtime.wording import counted
 
 _MOST_LISTED = 16
 """Numbers of stages or devices that are all listed."""

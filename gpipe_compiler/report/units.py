@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from gpipe_compiler.runtime.wording import counted as counted
-
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 

@@ -19,10 +19,10 @@ from random_problems import random_problem
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut_contract import contract
-from gpipe_compiler.passes.cut_orders import topological_orders
-from gpipe_compiler.passes.cut_problem import CutProblem, Kept, Node, Traffic
-from gpipe_compiler.passes.cut_setting import Objective, Seat, Setting
+from gpipe_compiler.passes.cut.contract import contract
+from gpipe_compiler.passes.cut.orders import topological_orders
+from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
+from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes
 

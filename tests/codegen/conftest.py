@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut_graph import Facts, tabulate
+from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_weight import weigh_loss

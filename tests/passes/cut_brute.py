@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 
 from gpipe_compiler.holding import loads
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.simulate import StageTimes, recomputed, simulate
 

@@ -20,8 +20,8 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.passes import cut as cut_module
 from gpipe_compiler.passes.cut import Cut, cut
-from gpipe_compiler.passes.cut_problem import CutProblem, Kept, Node, Seconds, Traffic
-from gpipe_compiler.passes.cut_setting import Objective, Seat, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
+from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 SEEDS = st.integers(0, 2**48)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_bounds import ways_before
-from gpipe_compiler.passes.cut_contract import contract
-from gpipe_compiler.passes.cut_problem import CutProblem, Node, Traffic
+from gpipe_compiler.passes.cut.bounds import ways_before
+from gpipe_compiler.passes.cut.contract import contract
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Traffic
 
 
 def test_what_comes_before_a_node_is_all_of_a_chain_and_a_path_of_branches() -> None:

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler.cluster import NO_LINK, Link
-from gpipe_compiler.passes.cut_certificate import CLOSE, certify
-from gpipe_compiler.passes.cut_contract import contract
-from gpipe_compiler.passes.cut_frontier import frontier
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Node, Traffic
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.contract import contract
+from gpipe_compiler.passes.cut.frontier import frontier
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, simulate
 

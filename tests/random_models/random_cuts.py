@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 from gpipe_compiler.passes.cut import Cut
-from gpipe_compiler.passes.cut_contract import contract
-from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_setting import Setting
+from gpipe_compiler.passes.cut.contract import contract
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.simulate import StageTimes
 
 

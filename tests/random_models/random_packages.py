@@ -28,7 +28,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut_graph import Facts, problem_of
+from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan

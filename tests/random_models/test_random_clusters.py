@@ -26,9 +26,9 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.frontend.auto import Frontend, trace
 from gpipe_compiler.passes.constraints import Constraints, constrain
-from gpipe_compiler.passes.cut_graph import problem_of
-from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_setting import Setting
+from gpipe_compiler.passes.cut.graph import problem_of
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import setting_for
 from gpipe_compiler.policy import Policy, RematChoice

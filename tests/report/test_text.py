@@ -11,7 +11,6 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.progress import Progress
 from gpipe_compiler.report.text import format_plan, plain_text, show_plan, summary_table
 from gpipe_compiler.report.units import (
-    counted,
     format_bytes,
     format_rate,
     format_seconds,
@@ -21,6 +20,7 @@ from gpipe_compiler.report.units import (
 )
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.validate import Validation
 
 EXPECTED = """\

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Seconds
-from gpipe_compiler.passes.cut_setting import Objective, Setting
-from gpipe_compiler.passes.cut_space import (
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Seconds
+from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
     GRADIENT,

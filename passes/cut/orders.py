@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.passes.cut_contract import Contracted
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut.contract import Contracted
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 
 
 def topological_orders(graph: Contracted) -> tuple[tuple[int, ...], ...]:

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.cluster import Link
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut_program import Linear, Program, total
-from gpipe_compiler.passes.cut_setting import Objective, Setting
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
+from gpipe_compiler.passes.cut.program import Linear, Program, total
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.runtime.spec import ScheduleKind
 

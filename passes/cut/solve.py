@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gpipe_compiler.passes.cut_criteria import FillDrain, Rounds
-from gpipe_compiler.passes.cut_exact import Enumeration, Goal
-from gpipe_compiler.passes.cut_judge import Judge, Verdict
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_local import improve_chain
-from gpipe_compiler.passes.cut_ordered import Ordered
-from gpipe_compiler.passes.cut_search import TOLERANCE, Criterion, search
-from gpipe_compiler.passes.cut_setting import Objective, Setting
-from gpipe_compiler.passes.cut_space import Space
-from gpipe_compiler.passes.cut_tables import Tables, bottleneck_chain, least_excess, tables
+from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
+from gpipe_compiler.passes.cut.exact import Enumeration, Goal
+from gpipe_compiler.passes.cut.judge import Judge, Verdict
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.local import improve_chain
+from gpipe_compiler.passes.cut.ordered import Ordered
+from gpipe_compiler.passes.cut.search import TOLERANCE, Criterion, search
+from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.space import Space
+from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import recomputed
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut_problem import CutProblem
+from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.disjoint import DisjointSets
 
 

@@ -12,7 +12,7 @@ from gpipe_compiler.ir import Argument, Graph, Op, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.atoms import Atoms, atoms
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
 from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes

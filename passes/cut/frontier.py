@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.cluster import NO_LINK
-from gpipe_compiler.passes.cut_contract import Contracted
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_orders import topological_orders
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut_space import Booleans, Floats, Integers
+from gpipe_compiler.passes.cut.contract import Contracted
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.orders import topological_orders
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers
 
 MOST_LABELS = 6_000
 """Unfinished down-sets held at a time; of more, those that cross much go first."""

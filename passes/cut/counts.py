@@ -2,7 +2,7 @@
 
 What a stage between two down-sets costs does not depend on how many stages there are, on equal
 devices of any memory. So the graph is made lean once, as cuts into at most so many stages lose
-nothing by that (`cut_contract.py`), its down-sets are found once, one dynamic program tells how
+nothing by that (`cut/contract.py`), its down-sets are found once, one dynamic program tells how
 good a cut into every count can be, and only the counts that may better the best cut are searched.
 """
 
@@ -16,25 +16,25 @@ import numpy as np
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut import Cut
-from gpipe_compiler.passes.cut_bounds import simple_bound
-from gpipe_compiler.passes.cut_certificate import CLOSE, certify
-from gpipe_compiler.passes.cut_contract import contract, lean, relevant
-from gpipe_compiler.passes.cut_frontier import frontier
-from gpipe_compiler.passes.cut_judge import Judge
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_orders import masks_between, neighbourhood, topological_orders
-from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_setting import Objective, Setting
-from gpipe_compiler.passes.cut_solve import Solver
-from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
-from gpipe_compiler.passes.cut_tables import bottleneck_chains, tables
+from gpipe_compiler.passes.cut.bounds import simple_bound
+from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.contract import contract, lean, relevant
+from gpipe_compiler.passes.cut.frontier import frontier
+from gpipe_compiler.passes.cut.judge import Judge
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.orders import masks_between, neighbourhood, topological_orders
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.solve import Solver
+from gpipe_compiler.passes.cut.space import Space, down_sets, prefixes
+from gpipe_compiler.passes.cut.tables import bottleneck_chains, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 MOST_DOWN_SETS = 1_500
 """Above so many places to cut, a sweep and an integer program are quicker than looking at all."""
 
 FRONTIER = 1_000
-"""Down-sets of the sweep over the nodes at most (`cut_frontier.py`)."""
+"""Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
 
 ROUNDS = 4
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""

@@ -3,8 +3,8 @@
 The time of a step is `simulate.py`'s. Where a problem has few down-sets the answer is the best
 there is; where it has many, it is the best within a family of down-sets that holds every linear
 cut along several topological orders, what a sweep finds that no other place to cut rules out
-(`cut_frontier.py`), and the neighbourhood of the best cut found. An integer program
-(`cut_certificate.py`) says how far that can be from the best, and sometimes finds a better one.
+(`cut/frontier.py`), and the neighbourhood of the best cut found. An integer program
+(`cut/certificate.py`) says how far that can be from the best, and sometimes finds a better one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.holding import Load, loads
-from gpipe_compiler.passes.cut_bounds import simple_bound
-from gpipe_compiler.passes.cut_certificate import CLOSE, certify
-from gpipe_compiler.passes.cut_contract import Contracted, contract, lean, relevant
-from gpipe_compiler.passes.cut_frontier import SPEEDS, frontier
-from gpipe_compiler.passes.cut_judge import Judge
-from gpipe_compiler.passes.cut_line import Line
-from gpipe_compiler.passes.cut_lineup import Lineup, ideal
-from gpipe_compiler.passes.cut_orders import masks_between, neighbourhood, topological_orders
-from gpipe_compiler.passes.cut_problem import CutProblem
-from gpipe_compiler.passes.cut_seats import seat_orders
-from gpipe_compiler.passes.cut_setting import Objective, Setting
-from gpipe_compiler.passes.cut_solve import WORK, Solver
-from gpipe_compiler.passes.cut_space import Space, down_sets, prefixes
+from gpipe_compiler.passes.cut.bounds import simple_bound
+from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut.frontier import SPEEDS, frontier
+from gpipe_compiler.passes.cut.judge import Judge
+from gpipe_compiler.passes.cut.line import Line
+from gpipe_compiler.passes.cut.lineup import Lineup, ideal
+from gpipe_compiler.passes.cut.orders import masks_between, neighbourhood, topological_orders
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.seats import seat_orders
+from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.solve import WORK, Solver
+from gpipe_compiler.passes.cut.space import Space, down_sets, prefixes
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, recomputed
 
@@ -49,7 +49,7 @@ ROUNDS = 4
 """How often the neighbourhood of the best cut is searched, at most, where not all is."""
 
 FRONTIER = 2_000
-"""Down-sets of the sweep over the nodes at most (`cut_frontier.py`)."""
+"""Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
 
 NEIGHBOURS = 1_000
 """Down-sets in that neighbourhood at most."""

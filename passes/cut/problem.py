@@ -1,6 +1,6 @@
 """What the cut is asked: a weighted graph without any torch in it.
 
-A problem comes from a `Graph` (`cut_graph.py`) or from measurements somebody else made; the cut
+A problem comes from a `Graph` (`cut/graph.py`) or from measurements somebody else made; the cut
 itself sees nothing else. Times are seconds of one micro-batch, sizes are bytes of one micro-batch.
 """
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_contract import Contracted
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut_space import Booleans, Crossings, Floats, Integers, Space
+from gpipe_compiler.passes.cut.contract import Contracted
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut.space import Booleans, Crossings, Floats, Integers, Space
 
 
 class Line(Space):

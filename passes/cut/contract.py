@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut_constraints import Ranges, stage_ranges
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, CutProblem, Kept
+from gpipe_compiler.passes.cut.constraints import Ranges, stage_ranges
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept
 from gpipe_compiler.passes.disjoint import DisjointSets
 
 

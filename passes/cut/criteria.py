@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_search import Extensions
-from gpipe_compiler.passes.cut_space import Floats, Integers, Space
-from gpipe_compiler.passes.cut_tables import Tables
+from gpipe_compiler.passes.cut.search import Extensions
+from gpipe_compiler.passes.cut.space import Floats, Integers, Space
+from gpipe_compiler.passes.cut.tables import Tables
 
 TIE = 1e-10
 """With one micro-batch no machine's speed matters; the faster slowest one is then preferred."""

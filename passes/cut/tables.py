@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.cut_lineup import Lineup, Pace
-from gpipe_compiler.passes.cut_space import (
+from gpipe_compiler.passes.cut.lineup import Lineup, Pace
+from gpipe_compiler.passes.cut.space import (
     Floats,
     Row,
     Space,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.holding import Load
-from gpipe_compiler.passes.cut_setting import Seat, Setting
+from gpipe_compiler.passes.cut.setting import Seat, Setting
 
 Floats = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from gpipe_compiler.passes.cut_setting import Setting
+from gpipe_compiler.passes.cut.setting import Setting
 
 MOST_ORDERS = 400
 """Orders of devices that are tried at most; of more, the first ones."""

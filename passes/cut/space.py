@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.cut_contract import Contracted
-from gpipe_compiler.passes.cut_lineup import Pace
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT, Kept
+from gpipe_compiler.passes.cut.contract import Contracted
+from gpipe_compiler.passes.cut.lineup import Pace
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, Kept
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_criteria import promise
-from gpipe_compiler.passes.cut_search import Extensions
-from gpipe_compiler.passes.cut_space import WEIGHT, Floats, Integers, Space
-from gpipe_compiler.passes.cut_tables import Tables
+from gpipe_compiler.passes.cut.criteria import promise
+from gpipe_compiler.passes.cut.search import Extensions
+from gpipe_compiler.passes.cut.space import WEIGHT, Floats, Integers, Space
+from gpipe_compiler.passes.cut.tables import Tables
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 
 

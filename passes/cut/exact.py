@@ -13,11 +13,11 @@ from enum import Enum
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_judge import Judge, excess_of
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut_setting import Objective, Setting
-from gpipe_compiler.passes.cut_space import (
+from gpipe_compiler.passes.cut.judge import Judge, excess_of
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
     GRADIENT,
@@ -31,7 +31,7 @@ from gpipe_compiler.passes.cut_space import (
     Row,
     Space,
 )
-from gpipe_compiler.passes.cut_tables import tails
+from gpipe_compiler.passes.cut.tables import tails
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 CHILDREN = 60_000

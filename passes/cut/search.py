@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_space import (
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
     GRADIENT,
@@ -25,7 +25,7 @@ from gpipe_compiler.passes.cut_space import (
     Integers,
     Space,
 )
-from gpipe_compiler.passes.cut_tables import Tables
+from gpipe_compiler.passes.cut.tables import Tables
 
 TOLERANCE = 1e-10
 """Relative: cuts closer together than this count as equally good."""

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 
-from gpipe_compiler.passes.cut_judge import Judge
-from gpipe_compiler.passes.cut_lineup import Lineup
-from gpipe_compiler.passes.cut_space import Floats, Integers, Space
+from gpipe_compiler.passes.cut.judge import Judge
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.space import Floats, Integers, Space
 
 Chain = tuple[int, ...]
 
