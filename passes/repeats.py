@@ -70,7 +70,10 @@ def repeats(graph: Graph) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     for period in _periods(keys):
         for first, end in _alike(graph, keys, period):
-            stretch = Stretch(first - period, period, (end - first) // period + 1)
+            start = first - period
+            while start < end and taken[start]:  # the end of the stretch before
+                start += 1
+            stretch = Stretch(start, period, (end - start) // period)
             span = range(stretch.start, stretch.end)
             if stretch.count < _LEAST or any(taken[index] for index in span):
                 continue

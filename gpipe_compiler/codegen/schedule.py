@@ -138,7 +138,7 @@ def _drawing(plan: Plan) -> list[str]:
 
 
 def _orders(plan: Plan) -> tuple[list[str], bool]:
-    """Each device's actions, one device a line; or, and whether, wrapped and an empty line between."""
+    """Each device's actions, a line each; or, and whether, wrapped with empty lines between."""
     paragraphs = [
         textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
         for order in plan.orders
