@@ -70,8 +70,8 @@ class Training:
 
     def said(self) -> str:
         """What the ranks wrote about their end; torchrun's own words left out."""
-        words = re.split(r"^E\d{4} .*/torch/distributed/", self.errors.read_text(), flags=re.M)[0]
-        return re.sub(r"^W\d{4} .*/torch/distributed/.*\n", "", words, flags=re.M)[-4000:]
+        words = re.split(r"^E\d{4} .*\btorch/distributed/", self.errors.read_text(), flags=re.M)[0]
+        return re.sub(r"^W\d{4} .*\btorch/distributed/.*\n", "", words, flags=re.M)[-4000:]
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks that live."""
