@@ -48,7 +48,7 @@ class Stage0(nn.Module):
 
         Returns:
             add_5: (B, 8, 32) float32, for stage 1.
-            transpose_3: (B, 8, 2, 16) float32, for stage 1.
+            matmul_3: (B, 2, 8, 16) float32, for stage 1.
         """
         # meta_decoder.py:38-77
         batch = tokens.size(0)
@@ -83,7 +83,7 @@ class Stage0(nn.Module):
         # blocks.1 (meta_decoder.py:58)
         blocks_1_norm = self.blocks_1_norm(add_5)
 
-        # blocks.1.attention (meta_decoder.py:33-44)
+        # blocks.1.attention (meta_decoder.py:33-43)
         qkv = self.blocks_1_attention_qkv(blocks_1_norm).view(batch, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         scale = torch.sqrt(torch.full([], 16.0, device=tokens.device))
@@ -97,9 +97,8 @@ class Stage0(nn.Module):
         add_7 = mul_7 + mul_8
         scores = add_6 @ add_7.transpose(-1, -2) / scale  # (B, 2, 8, 8)
         scores = scores.masked_fill(~self.blocks_1_attention_mask, -1000000000.0)
-        mixed = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
-        transpose_3 = mixed.transpose(1, 2)  # (B, 8, 2, 16)
-        return add_5, transpose_3
+        matmul_3 = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
+        return add_5, matmul_3
 
 
 # The module's own names of its state, and the model's.

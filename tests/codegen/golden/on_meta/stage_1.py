@@ -36,21 +36,23 @@ class Stage1(nn.Module):
         self.batch_norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(32, 400, bias=False)
 
-    def forward(self, transpose_3: Tensor, add_5: Tensor) -> Tensor:
+    def forward(self, matmul_3: Tensor, add_5: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            transpose_3: (B, 8, 2, 16) float32, from stage 0, made at meta_decoder.py:44.
+            matmul_3: (B, 2, 8, 16) float32, from stage 0, made at meta_decoder.py:43.
             add_5: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:58.
 
         Returns:
             head: (B, 8, 400) float32, for the caller.
         """
         # meta_decoder.py:38
-        batch = transpose_3.shape[0]
+        batch = matmul_3.shape[0]
 
         # blocks.1.attention (meta_decoder.py:44)
-        blocks_1_attention_out = self.blocks_1_attention_out(transpose_3.reshape(batch, 8, 32))
+        blocks_1_attention_out = self.blocks_1_attention_out(
+            matmul_3.transpose(1, 2).reshape(batch, 8, 32)
+        )
 
         # blocks.1 (meta_decoder.py:58)
         blocks_1_narrow = self.blocks_1_narrow(F.gelu(blocks_1_attention_out + self.blocks_1_noise))
@@ -62,7 +64,7 @@ class Stage1(nn.Module):
         # blocks.2.attention (meta_decoder.py:33-44)
         qkv = self.blocks_2_attention_qkv(blocks_2_norm).view(batch, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=transpose_3.device))
+        scale = torch.sqrt(torch.full([], 16.0, device=matmul_3.device))
         first, second = query.chunk(2, -1)
         mul_10 = query * self.blocks_2_attention_cos  # (B, 2, 8, 16)
         mul_11 = torch.cat([-second, first], -1) * self.blocks_2_attention_sin
