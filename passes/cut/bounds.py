@@ -29,6 +29,10 @@ def simple_bound(graph: Contracted, setting: Setting, lineup: Lineup) -> float:
     if setting.objective is Objective.BOTTLENECK:
         return max(whole / stages, largest)
     device = max(whole / len(lineup.devices), largest)
+    # Where some stages compute again: what the others save is a share of their own time.
+    twice = float((2 * forward + backward).sum()) if lineup.again.any() else 0.0
+    spared = (lineup.again == 0) * _forward_share(forward, backward)
+    device = max(device, twice / (len(lineup.devices) + float(spared.sum())))
     way = float(forward.sum() + first.sum())
     if setting.kind in (None, ScheduleKind.GPIPE) and not lineup.shared:
         return way + (m - 1) * device
@@ -44,7 +48,17 @@ def simple_bound(graph: Contracted, setting: Setting, lineup: Lineup) -> float:
         repeats = [m - (w + 1) / 2 for w in warm]
         if all(repeats):
             bound = max(bound, way + way / sum(1 / r for r in repeats))
+        if m > stages:
+            # The same with what is computed again, which both take m - (w + 1) / 2 times too.
+            shares = sum((1 + share) / r for share, r in zip(spared, repeats, strict=True))
+            bound = max(bound, way + twice / shares)
     return bound
+
+
+def _forward_share(forward: Floats, backward: Floats) -> float:
+    """The most that the forward of a stage is of its forward and backward."""
+    both = forward + backward
+    return float((forward[both > 0] / both[both > 0]).max(initial=0.0))
 
 
 def ways_before(graph: Contracted, seconds: Floats) -> Floats:
