@@ -123,11 +123,6 @@ class Simulation:
         return tuple(again)
 
     @property
-    def idle_s(self) -> tuple[float, ...]:
-        """For every device, seconds spent waiting."""
-        return tuple(self.step_s - busy for busy in self.busy_s)
-
-    @property
     def bubble(self) -> float:
         """The share of all devices' time spent waiting, 0 to 1."""
         whole = self.step_s * len(self.busy_s)
@@ -359,8 +354,3 @@ class Steps:
             for stage in {action.stage for action in order}:
                 device_free[device] += times[stage][6]
         return max(0.0, *device_free, *receive_free, *gradient_free)
-
-
-def step_times(orders: Orders, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """`Steps` of one set of pipelines."""
-    return Steps(orders)(times)
