@@ -1,8 +1,10 @@
 """What a stage takes of memory and gives back, action by action: the vocabulary.
 
-A tape is made by running a stage on fake tensors (`rehearsal.py`). Blocks are storages: what
+A tape is made by running a stage on fake tensors (`passes.rehearsal`). Blocks are storages: what
 several tensors look into counts once. Their numbers are those of one micro-batch through a stage:
 the block that a forward leaves to the backward has the same number in both tapes.
+
+Ops are told by their position in the stage, so that stages of equal structure share their tapes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+NO_OP = -1
+"""The position of what no op of the stage is at work for."""
+
 
 class BlockKind(Enum):
     """What a block is for."""
@@ -18,11 +23,19 @@ class BlockKind(Enum):
     RECEIVED = "received"
     """A value that the stage takes, or the gradient of one that it hands on: made elsewhere."""
     ACTIVATION = "activation"
-    """Made by an op of the forward."""
+    """Made by an op of the forward, or by one that runs again in the backward."""
     GRADIENT = "gradient"
     """Made in the backward."""
     PARAMETER_GRADIENT = "parameter gradient"
     """Becomes the gradient of a parameter: stays until the optimizer has used it."""
+    BUFFER = "buffer"
+    """Stands in for a buffer that the forward writes to, where another micro-batch comes before
+    the backward (`runtime.recompute.WrittenBuffers`). Where none does, there is no such block: the
+    buffer itself is used. A stage that recomputes makes it in its first forward, and uses it up in
+    the second."""
+    CAST = "cast"
+    """A parameter cast by autocast, in the first forward of a run: all micro-batches share it, and
+    it stays to the end of the run. The other kinds are of one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +44,28 @@ class Block:
 
     Attributes:
         bytes: of the storage, not rounded.
-        op: the op of the graph that made it, or in whose backward it was made; "" if none is known.
+        op: the position of the op that made it, or in whose backward it was made; `NO_OP` for what
+            no op made.
         shape, dtype: of the first tensor in it, in words such as `8x64x56x56` and `float32`.
     """
 
     bytes: int
     kind: BlockKind
-    op: str
+    op: int
     shape: str
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A block comes to life (`alive`) or ends, while an op is at work."""
+    """A block comes to life (`alive`) or ends, while the op at position `op` is at work.
+
+    In a backward that is the op whose part of it runs.
+    """
 
     block: int
     alive: bool
-    op: str
+    op: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +84,27 @@ class Tape:
 class StageTapes:
     """The tapes of one stage for one micro-batch.
 
+    A value or gradient that looks into the model's own state has no block: it takes no memory of
+    its own. A block may stand for several names.
+
     Attributes:
-        blocks: by number.
+        ops: names of the ops, in the order in which they run.
+        blocks: by number. The same object for stages of equal structure, as are the tapes.
         received: block of each input of the stage, by the value's name.
         returned: block of each output (and of the loss), by the value's name.
         arriving: block of the gradient that comes for each output that has one.
         sent_back: block of the gradient of each input that has one.
-        forward: with everything kept that the backward needs.
-        kept: the blocks that autograd holds after the forward.
+        forward: with everything kept that the backward needs. In inference: with nothing kept.
+        kept: the blocks that autograd, and who asks it for gradients, hold after the forward.
         forward_again: a forward of which nothing is kept (the first one, where it is recomputed).
+            It runs with gradients on: what autograd keeps is let go when it ends.
         first_backward: that of the first micro-batch of a step, whose parameter gradients stay.
         backward: that of a later one, whose parameter gradients are added to those.
+        first_weight, weight: where the backward is split, the second part of each; the two before
+            are the first part then. None where it is not.
     """
 
+    ops: tuple[str, ...]
     blocks: Mapping[int, Block]
     received: Mapping[str, int]
     returned: Mapping[str, int]
@@ -90,3 +115,9 @@ class StageTapes:
     forward_again: Tape
     first_backward: Tape
     backward: Tape
+    first_weight: Tape | None = None
+    weight: Tape | None = None
+
+    def op(self, position: int) -> str:
+        """The name of the op at a position; empty for `NO_OP`."""
+        return "" if position == NO_OP else self.ops[position]
