@@ -1,0 +1,1 @@
+"""How much memory every device of a plan takes, and when."""
