@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.passes.dry_run import DryRun, storage_key
-from gpipe_compiler.passes.repeats import BlockNames, Blocks, IrregularError
+from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
+from gpipe_compiler.passes.repeats import BlockNames, Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[int] = frozenset()
@@ -32,10 +32,17 @@ class SavedTensors:
             Ops that save the same storage (the result of one, the input of the next) share its
             number.
         bytes: storage number -> bytes.
+        by_value: value -> numbers of the storages that its tensors look into, saved or not; values
+            without any (numbers, views of the model's state) are left out.
+        early: the ops that save all they save before their kernel runs, as products of matrices and
+            convolutions do. Made again for what it saves (and that need not be), such an op need
+            not run.
     """
 
     by_op: Mapping[str, frozenset[int]] = field(default_factory=dict)
     bytes: Mapping[int, int] = field(default_factory=dict)
+    by_value: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    early: frozenset[str] = frozenset()
 
     def saved_bytes(self, ops: Iterable[str]) -> int:
         """Bytes that a stage of these ops keeps for one micro-batch; a shared storage once."""
@@ -66,29 +73,48 @@ def _by_blocks(blocks: Blocks, known: SavedTensors) -> SavedTensors:
     """
     homes: dict[int, tuple[BlockNames | None, int, int]] = {}
     counts: dict[tuple[BlockNames | None, int], int] = {}
-    for op in blocks.short.ops:
-        names, block = blocks.place_of_op.get(op.name, (None, 0))
-        for number in sorted(known.by_op.get(op.name, _NOTHING)):
+
+    def settle(found: frozenset[int], names: BlockNames | None, block: int) -> None:
+        for number in sorted(found):
             if number not in homes:
                 place = counts[names, block] = counts.get((names, block), -1) + 1
                 homes[number] = names, block, place
+
+    for source in blocks.short.inputs:
+        settle(known.by_value.get(source.name, _NOTHING), None, 0)
+    for op in blocks.short.ops:
+        made = (known.by_value.get(value, _NOTHING) for value in op.outputs)
+        found = known.by_op.get(op.name, _NOTHING).union(*made)
+        settle(found, *blocks.place_of_op.get(op.name, (None, 0)))
     for names in blocks.names:
         inner = (1, 2, names.stretch.count - 2)
         if len({counts.get((names, block), -1) for block in inner}) > 1:
             raise IrregularError("blocks save differently")
     numbers: dict[tuple[BlockNames | None, int, int], int] = {}
     by_op: dict[str, frozenset[int]] = {}
+    by_value: dict[str, frozenset[int]] = {}
     sizes: dict[int, int] = {}
-    for op, told, meaning in blocks.known():
+
+    def told_as(found: frozenset[int], meaning: Meaning) -> frozenset[int]:
         mine = []
-        for number in sorted(known.by_op.get(told, _NOTHING)):
+        for number in sorted(found):
             names, block, place = homes[number]
             key = (names, block if names is None else meaning.block(names, block), place)
             mine.append(numbers.setdefault(key, len(numbers)))
             sizes[mine[-1]] = known.bytes[number]
-        if mine:
-            by_op[op.name] = frozenset(mine)
-    return SavedTensors(by_op, sizes)
+        return frozenset(mine)
+
+    for source in blocks.graph.inputs:
+        if source.name in known.by_value:
+            by_value[source.name] = told_as(known.by_value[source.name], blocks.outside)
+    for op, told, meaning in blocks.known():
+        if told in known.by_op:
+            by_op[op.name] = told_as(known.by_op[told], meaning)
+        for value, other in zip(op.outputs, blocks.short.op_of[told].outputs, strict=True):
+            if other in known.by_value:
+                by_value[value] = told_as(known.by_value[other], meaning)
+    early = frozenset(op.name for op, told, _ in blocks.known() if told in known.early)
+    return SavedTensors(by_op, sizes, by_value, early)
 
 
 def _saved_tensors(graph: Graph) -> SavedTensors:
@@ -98,47 +124,68 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
     storages: dict[int, torch.UntypedStorage] = {}
     saved: set[int] = set()
 
-    def pack(tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def note(tensor: torch.Tensor) -> frozenset[int]:
         key = storage_key(tensor)
-        if key not in own.keys:
-            storages[key] = storage
-            saved.add(key)
+        if key in own.keys:
+            return _NOTHING
+        storages[key] = tensor.untyped_storage()
+        return frozenset((key,))
+
+    def pack(tensor: torch.Tensor) -> None:
+        saved.update(note(tensor))
+        own.kernels_before = own.kernels
 
     by_op: dict[str, frozenset[int]] = {}
+    early: set[str] = set()
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
         saved.clear()
+        own.kernels = own.kernels_before = 0
         with own, torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked):
             returned = execute()
         if saved:
             by_op[op.name] = frozenset(saved)
+            if not own.kernels_before:
+                early.add(op.name)
         return returned
 
     # The environment keeps the values alive until the keys are replaced by numbers.
     environment = run.run(graph.batch_size, observer)
+    by_value = {
+        name: _NOTHING.union(*map(note, tensors_in(value))) for name, value in environment.items()
+    }
     number = {key: index for index, key in enumerate(storages)}
     table = SavedTensors(
         {name: frozenset(number[key] for key in keys) for name, keys in by_op.items()},
         {number[key]: storage.nbytes() for key, storage in storages.items()},
+        {name: frozenset(number[key] for key in keys) for name, keys in by_value.items() if keys},
+        frozenset(early),
     )
     del environment
     return table
 
 
 class _OwnStorages(DispatchWatch):
-    """The storages of the model's state, and of what is cast of them to another type."""
+    """The storages of the model's state, and of what is cast of them to another type.
+
+    Attributes:
+        kernels: that an op has run so far; views and casts are none.
+        kernels_before: of these, those before the latest tensor was saved.
+    """
 
     def __init__(self, states: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.keys = {storage_key(tensor) for tensor in states}
+        self.kernels = self.kernels_before = 0
         self._casts: list[torch.Tensor] = []  # kept alive, for their keys to stay their own
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
         """Takes note of a cast."""
-        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self.keys:
+        if func is not torch.ops.aten._to_copy.default:
+            self.kernels += not func.is_view
+        elif storage_key(args[0]) in self.keys:
             assert isinstance(returned, torch.Tensor)
             self.keys.add(storage_key(returned))
             self._casts.append(returned)
