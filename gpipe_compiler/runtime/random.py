@@ -39,6 +39,9 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         seed, step, microbatch: what the numbers depend on.
         numbers: the number of each random op in the whole model, in the order they run. Ops beyond
             the end are numbered on from the last.
+
+    Attributes:
+        position: how many random ops have run.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int, numbers: Sequence[int]) -> None:
@@ -68,6 +71,12 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             generator = torch.Generator(device).manual_seed(seed)
             return func(*args, **{**keywords, "generator": generator})
         return _with_global_seed(device, seed, lambda: func(*args, **keywords))
+
+    def again(self, position: int) -> SeededRandom:
+        """The same numbers once more, from the random op at `position` on."""
+        same = SeededRandom(*self.key, self.numbers)
+        same.position = position
+        return same
 
     def _next(self) -> int:
         position = self.position

@@ -115,15 +115,15 @@ def unwritten(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     Raises:
         RuntimeError: when one of them was written to.
     """
-    versions = [_version(argument) for argument in arguments]
+    versions = [version(argument) for argument in arguments]
     yield
-    if versions != [_version(argument) for argument in arguments]:
+    if versions != [version(argument) for argument in arguments]:
         raise RuntimeError(
             "the stage writes to a value it received, and a second forward would start from that; "
             "write to a copy, or run without rematerialisation"
         )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count, and cannot be trained."""
     return 0 if tensor.is_inference() else tensor._version

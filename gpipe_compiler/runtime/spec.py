@@ -33,10 +33,13 @@ class Remat(Enum):
 
     NONE keeps all that autograd saves. FULL keeps what the stage received, and runs its forward a
     second time when the backward is due (rematerialisation; Chen et al., arXiv 1604.06174).
+    SEGMENTS does so in parts: of each segment of the stage, what it is given is kept, and it runs
+    again when the backward comes to it.
     """
 
     NONE = "none"
     FULL = "full"
+    SEGMENTS = "segments"
 
 
 class BatchNorm(Enum):
@@ -151,6 +154,8 @@ class StageSpec:
         mixes: whether a sample's result in training mode depends on the other samples of its
             micro-batch, as with BatchNorm.
         remat: what is kept between forward and backward, as planned.
+        segments: by the names of the methods that `forward` calls through torch's checkpoint, the
+            buffers of `writes` that each of them reads or writes.
     """
 
     module: type[torch.nn.Module]
@@ -163,6 +168,7 @@ class StageSpec:
     writes: tuple[str, ...] = ()
     mixes: bool = False
     remat: Remat = Remat.NONE
+    segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
