@@ -292,7 +292,7 @@ class DistributedEndpoint:
         self.tags: dict[tuple[int, int], int] = {}
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
-        """Start sending; what has left in the meantime is let go."""
+        """Start sending."""
         shape, dtype = self._facts(transfer)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
@@ -303,7 +303,7 @@ class DistributedEndpoint:
             )
         target = self.placement[transfer.target]
         started = self.network.send(tensor, target, self._tag(self.network.rank, target))
-        self.sent = [item for item in self.sent if not item[0].is_completed()]
+        self._let_go()
         if started is not None:
             self.sent.append((*started, transfer))
 
@@ -317,6 +317,7 @@ class DistributedEndpoint:
 
     def take(self, transfer: Transfer) -> torch.Tensor:
         """Wait for a value."""
+        self._let_go()
         work, buffer = self.posted.pop(transfer)
         if work is not None:
             rank = self.network.members[self.placement[transfer.source]]
@@ -333,6 +334,10 @@ class DistributedEndpoint:
             rank = self.network.members[self.placement[transfer.target]]
             self.network.wait(work, lambda t=transfer, r=rank: f"at send {t} to rank {r}")  # type: ignore[misc]  # defaults bind the loop's values
         self.sent.clear()
+
+    def _let_go(self) -> None:
+        """Hold no longer what has left in the meantime."""
+        self.sent = [item for item in self.sent if not item[0].is_completed()]
 
     def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
         crossing = self.crossings[transfer.value]

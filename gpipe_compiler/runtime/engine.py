@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from .batchnorm import Gather, alone
 from .choices import Manner
@@ -15,7 +16,7 @@ from .job import Job, Values, Work
 from .joint import Batch
 from .precision import run_of_device
 from .schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
-from .stage_run import StageRun
+from .stage_run import Kept, StageRun
 from .transport import Endpoint
 from .wiring import Need, Part, StageWiring, Step
 
@@ -188,26 +189,33 @@ class _Run:
         # Recomputing needs no gradient yet: it comes before waiting for them.
         run = self.stages[stage.index]
         kept = run.graph(batch.first)
-        roots, gradients = [], []
-        for value, parts in stage.returned:
-            pieces = [self._gradient(stage, value, parts, m) for m in batch.microbatches]
-            output = kept.outputs.get(value)
-            if output is None or not output.requires_grad:
-                continue
-            gradient = batch.join_gradients(value, output, pieces)
-            if gradient is not None:
-                roots.append(output)
-                gradients.append(gradient)
-        weight = self.job.loss_weights[batch.first]
-        if kept.loss is not None and kept.loss.requires_grad and weight:
-            roots.append(kept.loss)
-            # As autograd comes to it when the plain model's weighted loss is scaled: where the loss
-            # is of 16 bits that cannot hold the scale it overflows, whatever its weight.
-            gradients.append(torch.full_like(kept.loss, self.job.loss_scale) * weight)
+        roots, gradients = self._roots(stage, batch, kept)
         for name, gradient in run.backward(batch.first, roots, gradients, kept.leaves).items():
             parted = batch.split_gradient(name, gradient)
             for m, piece in zip(batch.microbatches, parted, strict=True):
                 self.gradients[name, stage.index, m] = piece
+
+    def _roots(
+        self, stage: StageWiring, batch: Batch, kept: Kept
+    ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where the gradients of what the stage has made arrive, and these."""
+        roots, gradients = [], []
+        for value, parts in stage.returned:
+            pieces = [self._gradient(stage, value, parts, m) for m in batch.microbatches]
+            output = kept.outputs.get(value)
+            if output is None:
+                continue
+            gradient = batch.join_gradients(value, output.like, pieces)
+            if gradient is not None:
+                roots.append(output.edge)
+                gradients.append(gradient)
+        weight = self.job.loss_weights[batch.first]
+        if kept.loss is not None and weight:
+            roots.append(kept.loss.edge)
+            # As autograd comes to it when the plain model's weighted loss is scaled: where the loss
+            # is of 16 bits that cannot hold the scale it overflows, whatever its weight.
+            gradients.append(torch.full_like(kept.loss.like, self.job.loss_scale) * weight)
+        return roots, gradients
 
     def _gradient(
         self, stage: StageWiring, value: str, parts: Sequence[Part], microbatch: int

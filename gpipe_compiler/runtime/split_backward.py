@@ -79,7 +79,7 @@ class WeightPart:
 
 
 def split_backward(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
     leaves: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor | None], WeightPart]:
@@ -95,16 +95,15 @@ def split_backward(
     """
     if not roots:
         return dict.fromkeys(leaves), WeightPart()
-    graph = _Graph.of(roots, leaves.values())
+    ends = [one if isinstance(one, GradientEdge) else get_gradient_edge(one) for one in roots]
+    graph = _Graph.of(ends, leaves.values())
     parts = _Parts.of(graph)
-    ends = map(get_gradient_edge, (*leaves.values(), *parts.at_once))
-    wanted = [*ends, *_edges(parts.arriving)]
+    targets = map(get_gradient_edge, (*leaves.values(), *parts.at_once))
+    wanted = [*targets, *_edges(parts.arriving)]
     found: Sequence[torch.Tensor | None]
     if wanted:
         later = bool(parts.targets or parts.parameters)
-        found = torch.autograd.grad(
-            list(roots), wanted, gradients, retain_graph=later, allow_unused=True
-        )
+        found = torch.autograd.grad(ends, wanted, gradients, retain_graph=later, allow_unused=True)
         if later:
             _release(graph.carriers.difference(parts.targets, parts.parameters))
     else:
@@ -135,9 +134,8 @@ class _Graph:
     carriers: frozenset[Node]
 
     @classmethod
-    def of(cls, roots: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> _Graph:
-        ends = [get_gradient_edge(root) for root in roots]
-        root_edges = tuple((end.node, end.output_nr) for end in ends)
+    def of(cls, roots: Iterable[GradientEdge], leaves: Iterable[torch.Tensor]) -> _Graph:
+        root_edges = tuple((root.node, root.output_nr) for root in roots)
         order, following = _walk(node for node, _ in root_edges)
         carriers = {get_gradient_edge(leaf).node for leaf in leaves}.intersection(following)
         received = bool(carriers)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .batchnorm import DeferredStatistics, Gather
 from .choices import Manner
@@ -22,7 +23,7 @@ from .wiring import StageWiring
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What one forward came to, with the graph that a backward runs through.
+    """What one forward came to.
 
     Attributes:
         leaves: the arguments whose gradients are wanted, by value name.
@@ -33,6 +34,41 @@ class Computed:
     leaves: Values
     outputs: Values
     loss: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What a forward made and a gradient comes back to; its memory is not held.
+
+    Attributes:
+        edge: where the gradient arrives.
+        like: of its shape and type, with a single element in memory.
+    """
+
+    edge: GradientEdge
+    like: torch.Tensor
+
+    @classmethod
+    def of(cls, made: torch.Tensor) -> Root | None:
+        """None where no gradient is wanted."""
+        if not made.requires_grad:
+            return None
+        return cls(get_gradient_edge(made), made.detach().new_empty(()).expand(made.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The graph that a backward runs through.
+
+    Attributes:
+        leaves: the arguments whose gradients are wanted, by value name.
+        outputs: those that gradients come for, by value name.
+        loss: where the stage makes one that has a gradient.
+    """
+
+    leaves: Values
+    outputs: Mapping[str, Root]
+    loss: Root | None
 
 
 class StageRun:
@@ -61,7 +97,7 @@ class StageRun:
         trains = any(parameter.requires_grad for parameter in module.parameters())
         gradients = trains or any(need.gradient for need in stage.needs)
         self._recomputes = gradients and manner.remat[stage.index] is Remat.FULL
-        self._kept: dict[int, Computed | Received] = {}
+        self._kept: dict[int, Kept | Received] = {}
         self._weights: dict[int, WeightPart] = {}
 
     def forward(
@@ -88,10 +124,10 @@ class StageRun:
         outputs = {name: output.detach() for name, output in found.outputs.items()}
         return Computed({}, outputs, None if found.loss is None else found.loss.detach())
 
-    def graph(self, microbatch: int) -> Computed:
+    def graph(self, microbatch: int) -> Kept:
         """What the backward of a micro-batch runs through: kept, or computed again. Once only."""
         kept = self._kept.pop(microbatch)
-        if isinstance(kept, Computed):
+        if isinstance(kept, Kept):
             return kept
         with self._written.replaced(kept.state):
             return self._graph(self._compute(microbatch, kept.arguments, again=True))
@@ -99,7 +135,7 @@ class StageRun:
     def backward(
         self,
         microbatch: int,
-        roots: Sequence[torch.Tensor],
+        roots: Sequence[GradientEdge],
         gradients: Sequence[torch.Tensor],
         leaves: Values,
     ) -> Mapping[str, torch.Tensor | None]:
@@ -124,10 +160,14 @@ class StageRun:
         """The second part of a backward that is split. Once only."""
         self._weights.pop(microbatch).run()
 
-    def _graph(self, found: Computed) -> Computed:
-        """What a backward needs of a forward: the outputs that gradients come back to."""
-        roots = {n: found.outputs[n] for n, _ in self._stage.returned if n in found.outputs}
-        return Computed(found.leaves, roots, found.loss)
+    def _graph(self, found: Computed) -> Kept:
+        """What a backward needs of a forward."""
+        roots = {
+            name: root
+            for name, _ in self._stage.returned
+            if name in found.outputs and (root := Root.of(found.outputs[name])) is not None
+        }
+        return Kept(found.leaves, roots, None if found.loss is None else Root.of(found.loss))
 
     def finish(self, gather: Gather) -> None:
         """After the last micro-batch: what changes once a mini-batch."""
