@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.frontier import Choice
@@ -44,6 +46,10 @@ class Prepared:
     facts: Facts
 
 
+Analysis: TypeAlias = Callable[[int, Precision], Prepared]
+"""Describes and costs a graph for so many samples, in a precision."""
+
+
 @dataclass
 class Workbench:
     """A graph to be planned, and what is known of it so far.
@@ -51,12 +57,14 @@ class Workbench:
     Attributes:
         graph: at the batch size of its example.
         measured: time the ops on this machine, instead of estimating them.
+        analysis: of a graph that torch cannot run; None for all others.
     """
 
     graph: Graph
     cluster: Cluster
     measured: bool = False
     constraints: Constraints = NO_CONSTRAINTS
+    analysis: Analysis | None = None
     _prepared: dict[tuple[int, Precision], Prepared] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,11 +100,13 @@ class Workbench:
         size = microbatch_size(self.batch_size, microbatches, policy.data_parallel)
         key = size, policy.precision
         if key not in self._prepared:
-            described = weigh_loss(annotate(self.graph, size, policy.precision))
-            graph = check(described, after="loss_weight")
-            costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
-            self._prepared[key] = Prepared(graph, costs, Facts.of(graph, costs[0]))
+            self._prepared[key] = (self.analysis or self._by_torch)(size, policy.precision)
         return self._prepared[key]
+
+    def _by_torch(self, samples: int, precision: Precision) -> Prepared:
+        graph = check(weigh_loss(annotate(self.graph, samples, precision)), after="loss_weight")
+        costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
+        return Prepared(graph, costs, Facts.of(graph, costs[0]))
 
     def plan(self, choice: Choice, policy: Policy, work: int = WORK) -> Plan:
         """The best plan found for a choice, which says how to schedule and what to recompute.

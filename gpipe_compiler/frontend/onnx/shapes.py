@@ -1,0 +1,121 @@
+"""What is known of every value of an ONNX model: its type, and its shape for inputs of given sizes.
+
+Told by ONNX's own shape inference, with the sizes of the inputs filled in; where that does not know
+an operator (those of ONNX Runtime, `com.microsoft`), by ONNX Runtime's. Weights are stood in for by
+inputs of their shape, so a model of any size takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx
+from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.frontend.onnx.types import torch_dtype
+
+_SMALL = 1024
+"""Elements up to which a weight may hold a shape, so that its numbers are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The type of a value.
+
+    Attributes:
+        element: the type of its elements (`TensorProto.DataType`); 0 for anything but tensors.
+        shape: None where it follows from the numbers in other tensors, or is not known.
+    """
+
+    element: int
+    shape: tuple[int, ...] | None
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the value can be handed from one stage to another."""
+        return self.shape is not None and torch_dtype(self.element) is not None
+
+
+def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Described]:
+    """Every value of the main graph, for inputs of these shapes; unknown ones are left out."""
+    light = light_copy(model.proto, sizes)
+    inferred = onnx.shape_inference.infer_shapes(light, check_type=False, data_prop=True)
+    found = dict(_described(inferred.graph))
+    made = {name for node in light.graph.node for name in node.output if name}
+    if any(name not in found or found[name].shape is None for name in made):
+        for name, known in _by_runtime(light):
+            if known.shape is not None or name not in found:
+                found[name] = known
+    for tensor in model.proto.graph.initializer:
+        found[tensor.name] = Described(tensor.data_type, tuple(tensor.dims))
+    return found
+
+
+def light_copy(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> ModelProto:
+    """The model with inputs of these shapes and without large weights, which become inputs."""
+    light = ModelProto()
+    light.ir_version = proto.ir_version
+    light.opset_import.extend(proto.opset_import)
+    light.functions.extend(proto.functions)
+    light.graph.name = proto.graph.name
+    light.graph.node.extend(proto.graph.node)
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    for source in proto.graph.input:
+        if source.name not in weights:
+            light.graph.input.append(_sized(source, sizes.get(source.name)))
+    for tensor in proto.graph.initializer:
+        count = 1
+        for size in tensor.dims:
+            count *= size
+        inline = tensor.data_location != onnx.TensorProto.EXTERNAL
+        if inline and count <= _SMALL:
+            light.graph.initializer.append(tensor)
+        else:
+            light.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
+    light.graph.sparse_initializer.extend(proto.graph.sparse_initializer)
+    for result in proto.graph.output:
+        # Declared shapes are for the sizes of the exporter, and may contradict these.
+        kept = ValueInfoProto(name=result.name)
+        if result.type.HasField("tensor_type"):
+            kept.type.tensor_type.elem_type = result.type.tensor_type.elem_type
+        light.graph.output.append(kept)
+    return light
+
+
+def _sized(source: ValueInfoProto, shape: tuple[int, ...] | None) -> ValueInfoProto:
+    if shape is None:
+        return source
+    element = source.type.tensor_type.elem_type
+    return onnx.helper.make_tensor_value_info(source.name, element, shape)
+
+
+def _described(graph: GraphProto) -> Iterator[tuple[str, Described]]:
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        yield value.name, _of(value.type)
+
+
+def _of(kind: TypeProto) -> Described:
+    if not kind.HasField("tensor_type"):
+        return Described(0, None)
+    tensor = kind.tensor_type
+    if not tensor.HasField("shape"):
+        return Described(tensor.elem_type, None)
+    dims = tensor.shape.dim
+    if not all(dim.HasField("dim_value") for dim in dims):
+        return Described(tensor.elem_type, None)
+    return Described(tensor.elem_type, tuple(dim.dim_value for dim in dims))
+
+
+def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
+    """What ONNX Runtime's inference makes of it; nothing where it gives up."""
+    try:
+        inferred = SymbolicShapeInference.infer_shapes(light, auto_merge=True)
+    except Exception:  # noqa: BLE001  # it raises whatever it trips over; what it knows is a bonus
+        return
+    if inferred is not None:
+        yield from _described(inferred.graph)

@@ -1,0 +1,57 @@
+"""What of an ONNX graph depends on no input: any stage can compute it for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from onnx import NodeProto
+
+from gpipe_compiler.frontend.onnx.nodes import OnnxNode, subgraphs
+from gpipe_compiler.ir import FunctionCall, Graph, Op, ValueKind
+
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial"}
+    | {"Bernoulli"}
+)
+
+
+def node_of(op: Op) -> NodeProto:
+    """The node that an op of an ONNX graph calls."""
+    assert isinstance(op.call, FunctionCall)
+    assert isinstance(op.call.function, OnnxNode)
+    proto: NodeProto = op.call.function.proto
+    return proto
+
+
+def constant_ops(graph: Graph) -> frozenset[str]:
+    """Names of the ops that follow from constants and weights alone.
+
+    ONNX Runtime folds them when it loads a model. So a stage that reads what they make has them
+    itself, and nothing of them crosses a boundary. What draws random numbers is never among them.
+    """
+    found: set[str] = set()
+    varying = {source.name for source in graph.inputs}
+    for op in graph.ops:
+        if varying.isdisjoint(op.inputs) and not _draws(node_of(op)):
+            found.add(op.name)
+        else:
+            varying.update(op.outputs)
+    return frozenset(found)
+
+
+def _draws(node: NodeProto) -> bool:
+    return node.op_type in _RANDOM or any(
+        _draws(inner) for graph in subgraphs(node) for inner in graph.node
+    )
+
+
+def tensor_sizes(graph: Graph) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of every value and weight of which they are known."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        name: (state.shape, state.dtype) for name, state in graph.state.items()
+    }
+    for name, value in graph.values.items():
+        if value.kind is ValueKind.TENSOR and value.dtype is not None:
+            found[name] = value.shape, value.dtype
+    return found
