@@ -132,11 +132,11 @@ class Manners:
     """What is to be as in the first run, given by the stage's run.
 
     Attributes:
-        around: contexts of a second run, to be entered in this order, inside the buffers' copies.
+        around: enters what a second run is to run in, inside the buffers' copies.
         random: the numbers that the forward draws from; None where it draws none.
     """
 
-    around: tuple[Callable[[], contextlib.AbstractContextManager[object]], ...]
+    around: Callable[[], contextlib.AbstractContextManager[object]]
     random: SeededRandom | None
 
 
@@ -207,8 +207,7 @@ class Segments:
         with contextlib.ExitStack() as around:
             state = tuple(copies[id(buffer)] for buffer in start.state)
             around.enter_context(self._written[name].replaced(state))
-            for context in manners.around:
-                around.enter_context(context())
+            around.enter_context(manners.around())
             if manners.random is not None:
                 around.enter_context(manners.random.again(start.random))
             self._call(name, start.arguments)

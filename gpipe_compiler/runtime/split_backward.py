@@ -27,6 +27,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from .segments import Saved
+
 Edge: TypeAlias = tuple[Node, int]
 """A node of a backward graph, and the number of the gradient that arrives at it."""
 
@@ -326,7 +328,10 @@ def _release(nodes: Iterable[Node]) -> None:
             for item in saved if isinstance(saved, tuple | list) else (saved,):
                 # Saved tensors that are None, or that somebody else has hooks on, refuse.
                 with contextlib.suppress(RuntimeError):
-                    item.register_hooks(_nothing, _gone)
+                    if isinstance(item.data, Saved):
+                        item.data.let_go()
+                    else:
+                        item.register_hooks(_nothing, _gone)
 
 
 def _nothing(tensor: torch.Tensor) -> None:

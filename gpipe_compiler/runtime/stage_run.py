@@ -13,9 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .batchnorm import DeferredStatistics, Gather
 from .choices import Manner
 from .job import Job, Values, Work
-from .precision import autocast, no_weight
+from .precision import autocast, no_weight, run_of_device
 from .random import SeededRandom
 from .recompute import Received, WrittenBuffers, unwritten
+from .segments import Manners, Segments
 from .spec import BatchNorm, Remat
 from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
@@ -97,6 +98,8 @@ class StageRun:
         trains = any(parameter.requires_grad for parameter in module.parameters())
         gradients = trains or any(need.gradient for need in stage.needs)
         self._recomputes = gradients and manner.remat[stage.index] is Remat.FULL
+        self._segments = Segments(module, stage.spec.segments, keeps=stage.split)
+        self._segmented = manner.remat[stage.index] is Remat.SEGMENTS
         self._kept: dict[int, Kept | Received] = {}
         self._weights: dict[int, WeightPart] = {}
 
@@ -185,21 +188,42 @@ class StageRun:
                 arguments.append(no_weight(leaf, self._precision))
             else:
                 arguments.append(tensor)
+        random = self._random(microbatch)
         with contextlib.ExitStack() as around:
             if self._deferred is not None:
                 around.enter_context(self._deferred.forward(again=again))
-            around.enter_context(self._random(microbatch))
+            around.enter_context(random or contextlib.nullcontext())
             around.enter_context(autocast(self._precision, self._device))
+            if self._training:
+                around.enter_context(self._of_segments(random))
             result = self._module(*arguments[: self._stage.arguments])
             names = self._stage.spec.outputs
             outputs = dict(zip(names, (result,) if len(names) == 1 else result, strict=True))
             return Computed(leaves, outputs, self._loss(arguments, outputs))
 
-    def _random(self, microbatch: int) -> contextlib.AbstractContextManager[object]:
+    def _of_segments(
+        self, random: SeededRandom | None
+    ) -> contextlib.AbstractContextManager[object]:
+        """What is kept of the stage's segments in a forward."""
+        if not self._segmented:
+            return self._segments.kept()
+
+        def around() -> contextlib.ExitStack:
+            contexts = contextlib.ExitStack()
+            if self._deferred is not None:
+                contexts.enter_context(self._deferred.forward(again=True))
+            # On a GPU a backward has a thread of its own, which would empty the table of casts.
+            contexts.enter_context(run_of_device(self._precision))
+            contexts.enter_context(autocast(self._precision, self._device))
+            return contexts
+
+        return self._segments.run_again(Manners(around, random))
+
+    def _random(self, microbatch: int) -> SeededRandom | None:
         numbers = self._stage.spec.random_ops
         # Some ops draw in evaluation mode too, and a second forward must draw as the first did.
         if not numbers or not (self._module.training or self._training):
-            return contextlib.nullcontext()
+            return None
         key = self._job.random
         return SeededRandom(key.seed, key.step, key.first + microbatch, numbers)
 

@@ -1,0 +1,7 @@
+"""Which ops of a stage to run again in its backward, for the memory that they keep otherwise."""
+
+from gpipe_compiler.passes.remat.choices import FEW, MANY, choices
+from gpipe_compiler.passes.remat.problem import Choice, RematProblem, evaluate
+from gpipe_compiler.passes.remat.stage import stage_problem
+
+__all__ = ["FEW", "MANY", "Choice", "RematProblem", "choices", "evaluate", "stage_problem"]

@@ -1,0 +1,153 @@
+"""What is asked of one stage, without any torch in it: ops in a row, and what they keep.
+
+A segment is a run of consecutive ops. Of the first forward it keeps the storages that it is given;
+in the backward it runs again as a whole, and then has all that its ops save. It need not run to its
+end: what comes after the last op that saves is left out, and that op too where it saves before its
+kernel runs (`SavedTensors.early`). Ops in no segment keep what they save.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Storages: TypeAlias = frozenset[int]
+
+Segment: TypeAlias = tuple[int, int]
+"""The positions of its first op, and of the first op after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op.
+
+    Attributes:
+        seconds: of its forward, for one micro-batch.
+        saves: the storages that autograd keeps of it.
+        early: whether it saves before its kernel runs.
+        reads: for every value it reads, the position of the op that makes it (-1 for what the
+            stage is given) and the storages that it looks into.
+    """
+
+    seconds: float
+    saves: Storages = frozenset()
+    early: bool = False
+    reads: tuple[tuple[int, Storages], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RematProblem:
+    """A stage, as what can run again of it.
+
+    Problems of stages that are built alike are equal: storages are numbered as they appear.
+
+    Attributes:
+        sizes: bytes of every storage.
+        places: before which op a segment may begin or end, ascending; the number of ops stands for
+            the end.
+    """
+
+    steps: tuple[Step, ...]
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def bytes(self, storages: Iterable[int]) -> int:
+        """Of distinct storages."""
+        return sum(self.sizes[number] for number in storages)
+
+    def given(self, segment: Segment) -> Storages:
+        """The storages that a segment is given."""
+        start, stop = segment
+        return frozenset[int]().union(
+            *(
+                storages
+                for step in self.steps[start:stop]
+                for maker, storages in step.reads
+                if maker < start
+            )
+        )
+
+    def saved(self, segment: Segment) -> Storages:
+        """The storages that its ops save."""
+        start, stop = segment
+        return frozenset[int]().union(*(step.saves for step in self.steps[start:stop]))
+
+    def seconds(self, segment: Segment) -> float:
+        """Of its second run."""
+        start, stop = segment
+        total = waiting = 0.0
+        for step in self.steps[start:stop]:
+            if step.saves:
+                total += waiting
+                waiting = 0.0
+                if not step.early:
+                    total += step.seconds
+                    continue
+            waiting += step.seconds
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Segments of a stage, and what they come to for one micro-batch.
+
+    Attributes:
+        segments: in order; none of them touches another's ops.
+        seconds: of running them again.
+        kept: bytes from the forward to the backward.
+        peak: bytes at the worst moment of the backward: what is still kept, and what the segment at
+            work has saved again. Without what ops need while they run.
+        whole: bytes where all that was saved again stays until the backward has ended, as where it
+            is split.
+    """
+
+    segments: tuple[Segment, ...]
+    seconds: float
+    kept: int
+    peak: int
+    whole: int
+
+    @property
+    def again(self) -> int:
+        """Bytes that a micro-batch has at most in its backward, beside those it kept."""
+        return self.peak - self.kept
+
+
+def evaluate(problem: RematProblem, segments: Collection[Segment]) -> Choice:
+    """What some segments come to, by the definition."""
+    ordered = tuple(sorted(segments))
+    inside = {position for start, stop in ordered for position in range(start, stop)}
+    keepers: list[tuple[int, Storages]] = [
+        (position, step.saves)
+        for position, step in enumerate(problem.steps)
+        if position not in inside
+    ]
+    keepers.extend((segment[0], problem.given(segment)) for segment in ordered)
+    kept = frozenset[int]().union(*(storages for _, storages in keepers))
+    peak = problem.bytes(kept)
+    whole = kept
+    for segment in ordered:
+        before = (storages for position, storages in keepers if position < segment[1])
+        saved = problem.saved(segment)
+        peak = max(peak, problem.bytes(saved.union(*before)))
+        whole |= saved
+    seconds = sum(map(problem.seconds, ordered))
+    return Choice(ordered, seconds, problem.bytes(kept), peak, problem.bytes(whole))
+
+
+def uniform(problem: RematProblem, count: int) -> list[Segment]:
+    """All ops in so many segments of as equal a number of ops as the places allow.
+
+    With the square root of the number of ops this is Chen et al.'s (arXiv 1604.06174).
+    """
+    first, last = problem.places[0], problem.places[-1]
+    goals = [first + (last - first) * index / count for index in range(count + 1)]
+    ends = sorted({nearest(problem.places, goal) for goal in goals})
+    return list(itertools.pairwise(ends))
+
+
+def nearest(places: Sequence[int], goal: float) -> int:
+    """The place closest to where one is wanted."""
+    return min(places, key=lambda place: (abs(place - goal), place))

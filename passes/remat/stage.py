@@ -1,0 +1,89 @@
+"""The problem of one stage of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.effects import Effects
+from gpipe_compiler.passes.remat.problem import RematProblem, Step, Storages
+from gpipe_compiler.passes.saved_tensors import SavedTensors
+
+_NOTHING: Storages = frozenset()
+
+
+def stage_problem(
+    graph: Graph,
+    effects: Effects,
+    saved: SavedTensors,
+    seconds: Mapping[str, float],
+    ops: Sequence[str],
+) -> RematProblem:
+    """What can run again of a stage.
+
+    Ops that serve only the loss come last and keep what they save. What an op writes in place is
+    not handed into or out of a segment before it is written: it would not be there for the second
+    run as it was for the first.
+
+    Args:
+        seconds: of every op's forward.
+        ops: of the stage, in order.
+    """
+    position = {name: index for index, name in enumerate(ops)}
+    numbers: dict[int, int] = {}
+
+    def storages(found: Storages) -> Storages:
+        return frozenset(numbers.setdefault(number, len(numbers)) for number in sorted(found))
+
+    steps = []
+    for name in ops:
+        op = graph.op_of[name]
+        reads = []
+        for value in op.inputs:
+            maker = graph.producer.get(value)
+            place = position.get(maker.name, -1) if maker is not None else -1
+            reads.append((place, storages(saved.by_value.get(value, _NOTHING))))
+        steps.append(
+            Step(
+                seconds[name],
+                storages(saved.by_op.get(name, _NOTHING)),
+                name in saved.early,
+                tuple(reads),
+            )
+        )
+    sizes = {mine: saved.bytes[number] for number, mine in numbers.items()}
+    return RematProblem(
+        tuple(steps),
+        tuple(sizes[mine] for mine in range(len(sizes))),
+        tuple(_places(graph, effects, saved, ops, position)),
+    )
+
+
+def _places(
+    graph: Graph,
+    effects: Effects,
+    saved: SavedTensors,
+    ops: Sequence[str],
+    position: Mapping[str, int],
+) -> list[int]:
+    end = sum(name not in graph.loss_only for name in ops)
+    barred: set[int] = set()
+    for name in ops:
+        for value in effects.writes.get(name, ()):
+            maker = graph.producer.get(value)
+            made = position.get(maker.name, -1) if maker is not None else -1
+            barred.update(range(made + 1, position[name] + 1))
+    places = []
+    for place in range(end + 1):
+        same = 0 < place < end and _looks_on(graph, saved, ops[place - 1])
+        if place not in barred and not same:
+            places.append(place)
+    return places
+
+
+def _looks_on(graph: Graph, saved: SavedTensors, name: str) -> bool:
+    """Whether an op makes nothing but other views of what it reads: before it is as after it."""
+    op = graph.op_of[name]
+    made = _NOTHING.union(*(saved.by_value.get(value, _NOTHING) for value in op.outputs))
+    read = _NOTHING.union(*(saved.by_value.get(value, _NOTHING) for value in op.inputs))
+    return not saved.by_op.get(name) and made <= read

@@ -1,0 +1,165 @@
+"""Choices of segments: against all segmentations there are, and against what people take.
+
+What a choice comes to is held against a walk written here, which keeps and lets go storage by
+storage as a forward and a backward would.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe_compiler.passes.remat import Choice, RematProblem, choices, evaluate
+from gpipe_compiler.passes.remat.problem import Segment, Step, uniform
+
+MICROBATCHES = (1, 2, 5)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 6) -> RematProblem:
+    """Stages of few ops: every op makes a storage, or hands on a view, and reads earlier ones."""
+    count = draw(st.integers(1, most))
+    sizes = [draw(st.integers(1, 9))]
+    holds = [(-1, 0)]
+    steps = []
+    for position in range(count):
+        read = draw(st.lists(st.sampled_from(holds), min_size=1, max_size=2, unique=True))
+        made = read[0][1]
+        if draw(st.integers(0, 3)):
+            made = len(sizes)
+            sizes.append(draw(st.integers(1, 9)))
+        saves = {number for _, number in (*read, (position, made)) if draw(st.booleans())}
+        if draw(st.integers(0, 4)) == 0:
+            saves.add(len(sizes))
+            sizes.append(draw(st.integers(1, 9)))
+        steps.append(
+            Step(
+                draw(st.integers(0, 5)),
+                frozenset(saves),
+                draw(st.booleans()),
+                tuple((maker, frozenset((number,))) for maker, number in read),
+            )
+        )
+        holds.append((position, made))
+    places = sorted(draw(st.sets(st.integers(0, count), min_size=2)))
+    return RematProblem(tuple(steps), tuple(sizes), tuple(places))
+
+
+def segmentations(places: tuple[int, ...]) -> list[tuple[Segment, ...]]:
+    """All sets of segments that do not overlap."""
+    if len(places) < 2:
+        return [()]
+    found = segmentations(places[1:])
+    for index in range(1, len(places)):
+        rest = segmentations(places[index:])
+        found += [((places[0], places[index]), *others) for others in rest]
+    return found
+
+
+def least_seconds(found, microbatches, limit):
+    """Of the choices that hold so many micro-batches within a limit."""
+    return min(
+        (c.seconds for c in found if (microbatches - 1) * c.kept + c.peak <= limit),
+        default=math.inf,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_no_segmentation_is_better(problem: RematProblem, data: st.DataObject) -> None:
+    """For any limit and number of micro-batches in flight, whole or split backward."""
+    every = [evaluate(problem, segments) for segments in segmentations(problem.places)]
+    found = choices(problem)
+
+    assert {choice.segments for choice in found} <= {choice.segments for choice in every}
+    largest = 5 * sum(problem.sizes)
+    for microbatches in MICROBATCHES:
+        limit = data.draw(st.integers(0, largest))
+        assert least_seconds(found, microbatches, limit) == least_seconds(
+            every, microbatches, limit
+        )
+    for mine in every:
+        assert any(c.seconds <= mine.seconds and c.kept <= mine.kept for c in found)
+
+
+def walked(problem: RematProblem, segments: tuple[Segment, ...]) -> tuple[int, int]:
+    """Bytes kept by a forward, and at the worst moment of its backward."""
+    holders: list[tuple[int, frozenset[int], bool]] = []
+    position = 0
+    while position < len(problem.steps):
+        segment = next((s for s in segments if s[0] == position), None)
+        if segment is None:
+            holders.append((position, problem.steps[position].saves, False))
+            position += 1
+            continue
+        read: set[int] = set()
+        for step in problem.steps[segment[0] : segment[1]]:
+            for maker, storages in step.reads:
+                if maker < segment[0]:
+                    read |= storages
+        holders.append((position, frozenset(read), True))
+        position = segment[1]
+    stop_of = dict(segments)
+
+    def size(held: list[tuple[int, frozenset[int], bool]], more: frozenset[int]) -> int:
+        return sum(problem.sizes[n] for n in more.union(*(storages for _, storages, _ in held)))
+
+    kept = worst = size(holders, frozenset())
+    while holders:
+        start, _, again = holders[-1]
+        more: frozenset[int] = frozenset()
+        if again:
+            more = more.union(*(s.saves for s in problem.steps[start : stop_of[start]]))
+        worst = max(worst, size(holders, more))
+        holders.pop()
+    return kept, worst
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_bytes_are_those_of_a_walk(problem: RematProblem, data: st.DataObject) -> None:
+    segments = data.draw(st.sampled_from(segmentations(problem.places)))
+    choice = evaluate(problem, segments)
+
+    assert (choice.kept, choice.peak) == walked(problem, segments)
+    assert choice.kept <= choice.peak <= choice.whole
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems(most=40), most=st.sampled_from([4, 12, 96]))
+def test_never_worse_than_none_full_and_equal_segments(problem: RematProblem, most: int) -> None:
+    """Also where places are thinned out."""
+    first, last = problem.places[0], problem.places[-1]
+    equal = uniform(problem, max(1, round(math.sqrt(last - first))))
+    found = choices(problem, most)
+    for segments in ([], [(first, last)], equal, equal[:-1]):
+        usual = evaluate(problem, segments)
+        assert any(as_good(choice, usual) for choice in found)
+
+
+def as_good(choice: Choice, other: Choice) -> bool:
+    return (
+        choice.seconds <= other.seconds
+        and choice.kept <= other.kept
+        and choice.peak <= other.peak
+        and choice.whole <= other.whole
+    )
+
+
+def test_what_runs_again_by_hand() -> None:
+    """Three ops of 1, 2 and 4 seconds; the last saves what it reads before its kernel runs."""
+    steps = (
+        Step(1.0, frozenset({1}), reads=((-1, frozenset({0})),)),
+        Step(2.0, reads=((0, frozenset({1})),)),
+        Step(4.0, frozenset({2}), early=True, reads=((1, frozenset({2})),)),
+    )
+    problem = RematProblem(steps, (10, 100, 1000), (0, 1, 2, 3))
+
+    everything = evaluate(problem, [(0, 3)])
+    assert (everything.seconds, everything.kept, everything.peak) == (3.0, 10, 1110)
+    last = evaluate(problem, [(1, 3)])
+    assert (last.seconds, last.kept, last.peak) == (2.0, 100, 1100)
+    middle = evaluate(problem, [(1, 2)])
+    assert (middle.seconds, middle.kept) == (0.0, 1100)
