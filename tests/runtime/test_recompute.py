@@ -11,6 +11,7 @@ import dataclasses
 import pytest
 import torch
 from norm_pipeline import data, net_spec
+from segmented import segmented
 from stateful_pipeline import F64, Averaged, Head, stateful_data, stateful_spec
 from tiny_pipelines import (
     MSE,
@@ -44,6 +45,14 @@ PLACES = [
 """Schedules, and devices that they can have four stages on."""
 
 
+WAYS = [(remat, False) for remat in (Remat.NONE, Remat.FULL)] + [(remat, True) for remat in Remat]
+"""What is recomputed, and whether the stages have a segment: it may stand in one that keeps all."""
+
+
+def made(spec, segment):
+    return segmented(spec) if segment else spec
+
+
 def parts_of(values, microbatches=MICROBATCHES):
     pieces = {name: tensor.chunk(microbatches) for name, tensor in values.items()}
     return [{name: piece[m] for name, piece in pieces.items()} for m in range(microbatches)]
@@ -61,7 +70,8 @@ def close(expected, actual):
 @pytest.mark.parametrize("remat", list(Remat))
 def test_state_and_random_numbers_are_those_of_one_forward(remat, schedule, workers):
     """Three steps with an optimizer: losses, gradients, outputs; buffers to the last bit."""
-    spec = stateful_spec(microbatches=MICROBATCHES)
+    plain = stateful_spec(microbatches=MICROBATCHES)
+    spec = made(plain, remat is Remat.SEGMENTS)
     devices = ["cpu"] * workers
     with Pipeline(spec, None, devices=devices, schedule=schedule, remat=remat, seed=4) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -71,7 +81,9 @@ def test_state_and_random_numbers_are_those_of_one_forward(remat, schedule, work
             optimizer.zero_grad()
             loss, outputs = pipe.step_with_outputs((x,), target)
             parts = parts_of({"x": x, "target": target})
-            expected, gradients, pieces, buffers = reference(spec, before, parts, seed=4, step=step)
+            expected, gradients, pieces, buffers = reference(
+                plain, before, parts, seed=4, step=step
+            )
 
             close(expected, loss)
             for name in ("y", "h"):
@@ -91,21 +103,23 @@ def test_state_and_random_numbers_are_those_of_one_forward(remat, schedule, work
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_pipelines_recompute(name, schedule, workers):
+@pytest.mark.parametrize("remat", [Remat.FULL, Remat.SEGMENTS])
+def test_pipelines_recompute(remat, name, schedule, workers):
     """Skips to several stages, integer crossings, tied weights, losses that are sums."""
     spec = SPECS[name](microbatches=MICROBATCHES)
     stages = [
         dataclasses.replace(
-            stage, writes=tuple(n for n, _ in stage.module().named_buffers()), remat=Remat.FULL
+            stage, writes=tuple(n for n, _ in stage.module().named_buffers()), remat=remat
         )
         for stage in spec.stages
     ]
-    spec = dataclasses.replace(spec, stages=tuple(stages))
+    plain = dataclasses.replace(spec, stages=tuple(stages))
+    spec = made(plain, remat is Remat.SEGMENTS)
     inputs, target, values = data_for(name, 2 * MICROBATCHES)
     with Pipeline(spec, None, devices=["cpu"] * workers, schedule=schedule, seed=3) as pipe:
         before = snapshot(pipe)
         loss = pipe.step(inputs, target)
-        expected, gradients, _, buffers = reference(spec, before, parts_of(values), seed=3)
+        expected, gradients, _, buffers = reference(plain, before, parts_of(values), seed=3)
 
         torch.testing.assert_close(loss, expected)
         for parameter_name, parameter in pipe.named_parameters():
@@ -121,13 +135,14 @@ def bits(pipe, *call, steps=2):
     return losses, gradients, snapshot(pipe)
 
 
-def assert_same_bits(one, other):
-    assert torch.equal(torch.stack(one[0]), torch.stack(other[0]))
-    for mine, theirs in zip(one[1:], other[1:], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, tensor in mine.items():
-            assert (tensor is None) == (theirs[name] is None), name
-            assert tensor is None or torch.equal(tensor, theirs[name]), name
+def assert_same_bits(one, *others):
+    for other in others:
+        assert torch.equal(torch.stack(one[0]), torch.stack(other[0]))
+        for mine, theirs in zip(one[1:], other[1:], strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, tensor in mine.items():
+                assert (tensor is None) == (theirs[name] is None), name
+                assert tensor is None or torch.equal(tensor, theirs[name]), name
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -136,8 +151,8 @@ def test_recomputing_changes_no_bit(schedule, mode):
     """In training mode and in evaluation mode."""
     x, target = stateful_data(2 * MICROBATCHES)
     found = []
-    for remat in Remat:
-        spec = stateful_spec(microbatches=MICROBATCHES)
+    for remat, segment in WAYS:
+        spec = made(stateful_spec(microbatches=MICROBATCHES), segment)
         with Pipeline(spec, None, schedule=schedule, remat=remat) as pipe:
             found.append(bits(pipe.train(mode), (x,), target))
     assert_same_bits(*found)
@@ -147,8 +162,8 @@ def test_autocast_is_the_same_in_the_second_forward():
     """Casts of weights that a first forward has left behind lose no gradient."""
     inputs, target, _ = data_for("skip", 2 * MICROBATCHES)
     found = []
-    for remat in Remat:
-        spec = SPECS["skip"](microbatches=MICROBATCHES)
+    for remat, segment in WAYS:
+        spec = made(SPECS["skip"](microbatches=MICROBATCHES), segment)
         with Pipeline(spec, None, devices="cpu", remat=remat, precision="bf16") as pipe:
             found.append(bits(pipe, inputs, target))
     assert all(gradient.abs().sum() > 0 for gradient in found[1][1].values())
@@ -161,8 +176,8 @@ def test_every_batchnorm_recomputes(batchnorm, workers):
     """Counters and running statistics included, whenever they change."""
     x, target = data(4 * MICROBATCHES)
     found = []
-    for remat in Remat:
-        spec = net_spec(microbatches=MICROBATCHES)
+    for remat, segment in WAYS:
+        spec = made(net_spec(microbatches=MICROBATCHES), segment)
         choices = {"remat": remat, "batchnorm": batchnorm}
         with Pipeline(spec, None, devices=["cpu"] * workers, **choices) as pipe:
             found.append(bits(pipe, (x,), target))
@@ -191,8 +206,8 @@ def test_the_first_forward_computes_as_the_second():
     stage = StageSpec(Masked, ("x",), ("y",), states(Masked), ("y",))
     loss = LossSpec("loss", Reduction.SUM, separate=True)
     found = []
-    for remat in Remat:
-        spec = spec_of([stage], [], [X], Leaf("y"), loss)
+    for remat, segment in WAYS:
+        spec = made(spec_of([stage], [], [X], Leaf("y"), loss), segment)
         with Pipeline(spec, None, remat=remat) as pipe:
             found.append(bits(pipe, data_for("norm", 8)[0], steps=1))
             assert set(pipe.stages[0].seen) == {(True, True)}
@@ -273,7 +288,7 @@ def test_only_what_was_received_is_kept():
     """
     most = {
         (remat, stages, m): most_living(remat, "gpipe", stages, m)[0]
-        for remat in Remat
+        for remat in (Remat.NONE, Remat.FULL)
         for stages in (1, 2)
         for m in (4, 6)
     }
