@@ -1,0 +1,160 @@
+"""Rehearses the stages of a graph, those of equal structure once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.rehearsal.part import Part
+from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
+from gpipe_compiler.passes.repeats import Blocks, shortest
+from gpipe_compiler.passes.tapes import StageTapes
+
+
+def rehearse(
+    graph: Graph,
+    ops: Sequence[str],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    returned: Collection[str] | None = None,
+    segments: Sequence[Sequence[str]] = (),
+    split: bool = False,
+) -> StageTapes:
+    """The tapes of one stage; see `Rehearsals.of`."""
+    return Rehearsals(graph).of(
+        ops, inputs, outputs, returned=returned, segments=segments, split=split
+    )
+
+
+class Rehearsals:
+    """The tapes of stages of one annotated graph.
+
+    Args:
+        batch_size: samples in a micro-batch; the graph's own by default.
+    """
+
+    def __init__(self, graph: Graph, batch_size: int | None = None) -> None:
+        self.graph = graph
+        self.batch_size = graph.batch_size if batch_size is None else batch_size
+
+    def of(
+        self,
+        ops: Sequence[str],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        returned: Collection[str] | None = None,
+        segments: Sequence[Sequence[str]] = (),
+        split: bool = False,
+    ) -> StageTapes:
+        """The tapes of a stage.
+
+        Args:
+            ops: their names, in the order in which they run, those of the loss included.
+            inputs: the values that it takes.
+            outputs: the values that it hands on; the loss need not be among them.
+            returned: the outputs for which gradients come back; by default all that need one.
+            segments: names of consecutive ops that are recomputed in the backward.
+            split: whether the backward is in two parts.
+
+        Raises:
+            ModelError: naming the op that cannot run.
+        """
+        part = self._part(ops, inputs, outputs, returned, segments)
+        run = DryRun.of(self._alone(part), training=part.training)
+        return perform(part, run, self._given(part), split=split)
+
+    def _part(
+        self,
+        ops: Sequence[str],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        returned: Collection[str] | None,
+        segments: Sequence[Sequence[str]],
+    ) -> Part:
+        graph = self.graph
+        values = graph.values
+        loss = graph.loss.value if graph.loss is not None else None
+        if loss is not None and not any(loss in graph.op_of[name].outputs for name in ops):
+            loss = None
+        handed = tuple(name for name in outputs if name != loss)
+        if returned is None:
+            returned = [name for name in handed if values[name].requires_grad]
+        position = {name: index for index, name in enumerate(ops)}
+        written = [n for name in ops for n in self._effects.state_writes.get(name, ())]
+        return Part(
+            graph=graph,
+            ops=tuple(graph.op_of[name] for name in ops),
+            inputs=tuple(inputs),
+            outputs=handed,
+            returned=tuple(name for name in handed if name in returned),
+            segments=tuple(_range([position[name] for name in segment]) for segment in segments),
+            writes=tuple(
+                dict.fromkeys(
+                    name for name in written if graph.state[name].kind is not StateKind.PARAMETER
+                )
+            ),
+            loss=loss,
+        )
+
+    def _alone(self, part: Part) -> Graph:
+        """The graph with no more state and modules than the part has."""
+        graph = self.graph
+        states = part.states
+        return graph.replace(
+            ops=part.ops,
+            state={name: graph.state[name] for name in states},
+            tensors={name: graph.tensors[name] for name in states if name in graph.tensors},
+            repeats=(),
+        )
+
+    def _given(self, part: Part) -> Given:
+        made = {name for op in part.ops for name in op.outputs}
+        read = {name for op in part.ops for name in op.inputs}.union(part.outputs)
+        missing = read.difference(made, part.inputs)
+        return Given(
+            {name: self._value(name) for name in part.inputs},
+            {name: self._value(name) for name in missing},
+        )
+
+    def _value(self, name: str) -> Any:
+        value = self._environment[self._told.get(name, name)]
+        if not isinstance(value, torch.Tensor):
+            return value
+        trains = self.graph.loss is not None and self.graph.values[name].requires_grad
+        return value.detach().requires_grad_(trains)
+
+    @cached_property
+    def _environment(self) -> Mapping[str, Any]:
+        """Every value of the shortest graph that tells of this one."""
+        short = shortest(self.graph)
+        return DryRun.of(short, training=self.graph.loss is not None).run(self.batch_size)
+
+    @cached_property
+    def _told(self) -> Mapping[str, str]:
+        """For each value the one of the shortest graph that tells of it."""
+        blocks = Blocks.of(self.graph)
+        if blocks is None:
+            return {}
+        short = blocks.short
+        names = {source.name: source.name for source in short.inputs}
+        names.update({name: name for op in short.ops for name in op.outputs})
+        return blocks.per_value(names)
+
+    @cached_property
+    def _effects(self) -> Effects:
+        return effects(self.graph) if self.graph.loss is not None else Effects()
+
+
+def _range(positions: Sequence[int]) -> range:
+    found = range(positions[0], positions[-1] + 1)
+    if list(positions) != list(found):
+        raise ValueError("the ops of a segment do not stand in a row")
+    return found

@@ -1,0 +1,233 @@
+"""Runs one stage on fake tensors, and writes down what each of its actions takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.rehearsal.part import Part, PartModule, stage_run
+from gpipe_compiler.passes.rehearsal.watch import StorageWatch
+from gpipe_compiler.passes.tapes import NO_OP, Block, BlockKind, Event, StageTapes, Tape
+from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
+from gpipe_compiler.runtime.stage_run import StageRun
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a part reads of others.
+
+    Attributes:
+        tensors: fake tensors like those it receives, by name.
+        sizes: values that are no tensors.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    sizes: Mapping[str, object]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One micro-batch: its forward and its backward, as the watch saw them.
+
+    Attributes:
+        born: the blocks that came up to the end of the forward.
+    """
+
+    born: tuple[int, ...]
+    received: Mapping[str, int]
+    returned: Mapping[str, int]
+    forward: tuple[Event, ...]
+    kept: frozenset[int]
+    arriving: dict[str, int] = field(default_factory=dict)
+    sent_back: Mapping[str, int] = field(default_factory=dict)
+    backward: tuple[Event, ...] = ()
+    weight: tuple[Event, ...] = ()
+
+
+def perform(part: Part, run: DryRun, given: Given, *, split: bool) -> StageTapes:
+    """The tapes of a part.
+
+    Args:
+        run: of the part's graph; its mode is that of all tensors.
+        split: whether the backward is in two parts.
+    """
+    stage = _Stage(part, run, given, split=split)
+    with (
+        run.mode,
+        torch.set_grad_enabled(part.training),
+        run_of_devices(part.graph.precision),
+        run_of_device(part.graph.precision),
+        quiet(),
+        stage.watch,
+    ):
+        first = stage.round()
+        lasting = stage.watch.alive()
+        later = stage.round()
+        tapes = _Tapes(stage, first, later, lasting).made()
+        stage.watch.forget()
+    return tapes
+
+
+class _Stage:
+    """A part at work under a watch."""
+
+    def __init__(self, part: Part, run: DryRun, given: Given, *, split: bool) -> None:
+        self.part = part
+        self.given = given
+        self.watch = StorageWatch()
+        self.states = [run.states[name] for name in part.states]
+        self.watch.own(self.states)
+        self.module = PartModule(part, run.states, given.sizes, self._started)
+        needs = {name for name, tensor in given.tensors.items() if tensor.requires_grad}
+        self.wiring = part.wiring(needs, split=split)
+        self._forwards = False
+        self._told = 0
+
+    def _started(self, position: int | None) -> None:
+        if position is None:
+            # Within a forward the next op tells; in a backward the nodes do.
+            self.watch.op = self.watch.op if self._forwards else None
+        elif self._forwards:
+            self.watch.start(position)
+        else:
+            self.watch.start_again(position)
+
+    def parameter_gradients(self) -> frozenset[int]:
+        """The blocks of the gradients of parameters."""
+        grads = [state.grad for state in self.states if state.grad is not None]
+        numbers = {self.watch.number(grad) for grad in grads}
+        return frozenset(number for number in numbers if number is not None)
+
+    def round(self) -> _Round:
+        """A forward, and a backward where there is one."""
+        run = stage_run(self.part, self.module, self.wiring)
+        first = len(self.watch.born)
+        received = [self.watch.adopt(self.given.tensors[name]) for name in self.part.inputs]
+        names = self._numbers(dict(zip(self.part.inputs, received, strict=True)))
+        self._forwards = True
+        found = run.forward(0, received, waits=True)
+        self._forwards = False
+        loss = {} if found.loss is None or self.part.loss is None else {self.part.loss: found.loss}
+        returned = self._numbers({**found.outputs, **loss})
+        forms = {name: self.watch.form(found.outputs[name]) for name in self.part.returned}
+        self.watch.rest()
+        del received, found, loss
+        events, kept = self.watch.take(), self.watch.alive()
+        born = tuple(range(first, len(self.watch.born)))
+        heard = _Round(born, names, returned, events, kept)
+        if self.part.training:
+            self._backward(run, heard, forms)
+            self.watch.sums.forget()
+        return heard
+
+    def _backward(self, run: StageRun, heard: _Round, forms: Mapping[str, torch.Tensor]) -> None:
+        """As `runtime.engine` asks for it.
+
+        Args:
+            forms: tensors like the outputs.
+        """
+        graph = run.graph(0)
+        roots, gradients = [], []
+        for name, root in graph.outputs.items():
+            roots.append(root.edge)
+            gradients.append(self.watch.adopt(forms[name]))
+            heard.arriving |= self._numbers({name: gradients[-1]})
+        if graph.loss is not None:
+            roots.append(graph.loss.edge)
+            gradients.append(torch.full_like(graph.loss.like, 1.0) * 1.0)
+        self.watch.sums.walk(roots)
+        self.watch.follow_nodes()
+        sent = run.backward(0, roots, gradients, graph.leaves)
+        heard.sent_back = self._numbers(sent)
+        self.watch.rest()
+        del graph, roots, gradients, sent
+        heard.backward = self.watch.take()
+        if self.wiring.split:
+            self.watch.follow_nodes()
+            run.weight(0)
+            self.watch.rest()
+            heard.weight = self.watch.take()
+
+    def _numbers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, int]:
+        found = {n: self.watch.number(t) for n, t in tensors.items() if t is not None}
+        return {name: number for name, number in found.items() if number is not None}
+
+
+class _Tapes:
+    """Puts what two micro-batches took into the blocks of one.
+
+    Args:
+        lasting: the blocks that were alive after the first micro-batch.
+        gradients: those of parameters.
+    """
+
+    def __init__(
+        self, stage: _Stage, first: _Round, later: _Round, lasting: frozenset[int]
+    ) -> None:
+        self._stage = stage
+        self._first = first
+        self._later = later
+        self._gradients = stage.parameter_gradients()
+        born = stage.watch.born
+        self._casts = {n for n in lasting.intersection(first.born) if born[n].for_op}
+        self._casts -= self._gradients
+        one = [number for number in first.born if number not in self._casts]
+        pairs = list(zip(later.born, one, strict=True))
+        for new, old in ((later.arriving, first.arriving), (later.sent_back, first.sent_back)):
+            pairs.extend((number, old[name]) for name, number in new.items())
+        self._same = dict(pairs)
+
+    def made(self) -> StageTapes:
+        """The tapes."""
+        first, later = self._first, self._later
+        split = self._stage.wiring.split
+        kinds = {number: self._kind(number) for number in range(len(self._stage.watch.born))}
+        again = [
+            Event(number, False, NO_OP)
+            for number in sorted(first.kept)
+            if kinds[number] is BlockKind.ACTIVATION
+        ]
+        tapes = [Tape(first.forward), Tape((*first.forward, *again))]
+        tapes += [Tape(first.backward), self._renumbered(later.backward)]
+        weights = [Tape(first.weight), self._renumbered(later.weight)] if split else [None, None]
+        told = {event.block for tape in (*tapes, *weights) if tape for event in tape.events}
+        told.update(first.received.values(), first.arriving.values())
+        return StageTapes(
+            ops=tuple(op.name for op in self._stage.part.ops),
+            blocks={number: self._block(number, kinds[number]) for number in sorted(told)},
+            received=first.received,
+            returned=first.returned,
+            arriving=first.arriving,
+            sent_back=first.sent_back,
+            forward=tapes[0],
+            kept=frozenset(n for n in first.kept if kinds[n] is not BlockKind.CAST),
+            forward_again=tapes[1],
+            first_backward=tapes[2],
+            backward=tapes[3],
+            first_weight=weights[0],
+            weight=weights[1],
+        )
+
+    def _kind(self, number: int) -> BlockKind:
+        first = self._first
+        if number in first.received.values() or number in first.arriving.values():
+            return BlockKind.RECEIVED
+        if number in self._gradients:
+            return BlockKind.PARAMETER_GRADIENT
+        if number in self._casts:
+            return BlockKind.CAST
+        if self._stage.watch.born[number].for_op:
+            return BlockKind.ACTIVATION
+        return BlockKind.BUFFER if number in first.born else BlockKind.GRADIENT
+
+    def _block(self, number: int, kind: BlockKind) -> Block:
+        born = self._stage.watch.born[number]
+        return Block(born.bytes, kind, born.op, born.shape, born.dtype)
+
+    def _renumbered(self, events: Sequence[Event]) -> Tape:
+        same = self._same
+        return Tape(tuple(replace(e, block=same.get(e.block, e.block)) for e in events))

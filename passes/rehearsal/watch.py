@@ -1,0 +1,220 @@
+"""Sees every storage come and go."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_compiler.passes.rehearsal.sums import EngineSums
+from gpipe_compiler.passes.tapes import NO_OP, Event
+
+_aten = torch.ops.aten
+_NO_BLOCK = -1
+"""In place of the number of a block, for the storages of the model's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Born:
+    """What is known of a storage from when it came to life.
+
+    Attributes:
+        for_op: whether an op of the forward made it, for the first time or again.
+    """
+
+    bytes: int
+    op: int
+    shape: str
+    dtype: str
+    for_op: bool
+
+
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
+    """While entered, every storage that an aten op makes is a block, and its end is seen too.
+
+    A storage ends when the last tensor that looks into it does, wherever that was held: in Python,
+    by autograd, by the engine of the backward. Storages without any bytes are no blocks. What a
+    kernel takes and gives back within itself is not seen.
+
+    Attributes:
+        events: in order.
+        born: of every block, by number.
+        op: position of the op at work; None in a backward, where the node that runs tells.
+        sums: which sums the backward's engine makes (`EngineSums`).
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own base
+        self.events: list[Event] = []
+        self.born: list[Born] = []
+        self.op: int | None = NO_OP
+        self.sums = EngineSums()
+        self._numbers: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._now = NO_OP
+        self._starts: list[int] = []
+        self._positions: list[int] = []
+        self._blind: bool = False
+
+    def start(self, position: int) -> None:
+        """An op of a forward begins: the nodes that autograd makes from here on are its own."""
+        self.op = self._now = position
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._positions.append(position)
+
+    def start_again(self, position: int) -> None:
+        """An op runs once more within a backward."""
+        self.op = self._now = position
+
+    def rest(self) -> None:
+        """No op is at work."""
+        self.op = self._now = NO_OP
+
+    def follow_nodes(self) -> None:
+        """A backward runs: the nodes tell for which op."""
+        self.op = None
+
+    def take(self) -> tuple[Event, ...]:
+        """The events since they were last taken."""
+        events, self.events = self.events, []
+        return tuple(events)
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The storages of these tensors are the model's own, and no blocks."""
+        for tensor in tensors:
+            self._numbers[tensor.untyped_storage()._cdata] = _NO_BLOCK
+
+    def form(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like this one that is no block."""
+        with self._unseen():
+            return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+    def adopt(self, form: torch.Tensor) -> torch.Tensor:
+        """A tensor of this form that comes from elsewhere: a block whose beginning is no event."""
+        with self._unseen():
+            tensor = torch.empty_like(form, device="cpu", requires_grad=False)
+        self._add(tensor.untyped_storage(), tensor, event=False)
+        return tensor
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """The block that a tensor looks into; None for the model's state and for nothing at all."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata, _NO_BLOCK)
+        return None if number == _NO_BLOCK else number
+
+    def alive(self) -> frozenset[int]:
+        """The blocks that have not ended."""
+        return frozenset(self._ends)
+
+    def forget(self) -> None:
+        """No more ends are told."""
+        self._ends.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs the op, and takes note of the storages it has made."""
+        if self.op is None:
+            self._look_at_node()
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        if self.op is None and self.sums.is_in_place(func, args, kwargs):
+            func, kwargs = _aten.add_.Tensor, None
+        returned: object = func(*args, **kwargs) if kwargs else func(*args)
+        if self._blind:
+            return returned
+        mask = _masked(func)
+        if mask is not None:
+            returned = _wanted(returned, args[mask])
+        if isinstance(returned, torch.Tensor):
+            self._saw(returned)
+        elif isinstance(returned, list | tuple):
+            for item in returned:
+                if isinstance(item, torch.Tensor):
+                    self._saw(item)
+        return returned
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self._blind = True
+        try:
+            yield
+        finally:
+            self._blind = False
+
+    def _saw(self, tensor: torch.Tensor) -> None:
+        if self.op is None:
+            self.sums.made(tensor)
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._add(storage, tensor, event=True)
+
+    def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, *, event: bool) -> None:
+        size = storage.nbytes()
+        if not size:
+            return
+        number = len(self.born)
+        shape = "x".join(map(str, tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        for_op = self.op is not None and self.op != NO_OP
+        self.born.append(Born(size, self._now, shape, dtype, for_op))
+        key = storage._cdata
+        self._numbers[key] = number
+        self._ends[number] = weakref.ref(storage, self._ended(key, number))
+        if event:
+            self.events.append(Event(number, True, self._now))
+
+    def _ended(self, key: int, number: int) -> Callable[[object], None]:
+        return partial(_end, weakref.ref(self), key, number)
+
+    def end(self, key: int, number: int) -> None:
+        """A storage is no more."""
+        self._numbers.pop(key, None)
+        if self._ends.pop(number, None) is not None:
+            self.events.append(Event(number, False, self._now))
+
+    def _look_at_node(self) -> None:
+        node: Node | None = torch._C._current_autograd_node()
+        if node is None:
+            self._now = NO_OP
+            return
+        if self.sums.enter(node) and node.name() != "torch::autograd::AccumulateGrad":
+            # What adds to the gradient of a parameter works for the op that made it just before.
+            place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+            self._now = self._positions[place] if place >= 0 else NO_OP
+
+
+@cache
+def _masked(func: Any) -> int | None:
+    """The place of the argument that tells which results are wanted, where there is one."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
+
+
+def _wanted(returned: object, mask: Sequence[bool]) -> object:
+    """What a real kernel returns: nothing that is not wanted, which fake ones may make."""
+    if not isinstance(returned, tuple) or len(returned) != len(mask):
+        return returned
+    return tuple(result if wanted else None for result, wanted in zip(returned, mask, strict=True))
+
+
+def _end(watch: weakref.ref[StorageWatch], key: int, number: int, _: object) -> None:
+    seen_by = watch()
+    if seen_by is not None:
+        seen_by.end(key, number)
