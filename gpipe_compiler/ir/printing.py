@@ -55,7 +55,10 @@ def format_arguments(args: tuple[Argument, ...], kwargs: Mapping[str, Argument])
 
 
 def function_label(function: Callable[..., object]) -> str:
-    """A short name for a function: `torch.relu`, `operator.add`, `aten.relu.default`."""
+    """A short name for a function: `torch.relu`, `operator.add`, `aten.relu.default`, `Conv`."""
+    label = getattr(function, "label", None)
+    if isinstance(label, str):
+        return label
     module = getattr(function, "__module__", "") or ""
     name = getattr(function, "__name__", None) or str(function)
     if module.startswith(("torch._ops", "torch._C")) or not module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from onnx import NodeProto, TensorProto
@@ -73,7 +73,7 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
     return check(graph, after="the ONNX frontend")
 
 
-def _ops(nodes: list[NodeProto], states: Mapping[str, State]) -> tuple[Op, ...]:
+def _ops(nodes: Iterable[NodeProto], states: Mapping[str, State]) -> tuple[Op, ...]:
     taken: set[str] = set()
     made: set[str] = set()
     ops = []
@@ -176,7 +176,7 @@ def _module(node: NodeProto) -> str:
     noted = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
     scopes = re.findall(r"'([^']*)'", noted)
     if len(scopes) > 1:
-        return scopes[-2]
+        return str(scopes[-2])
     return ".".join(part for part in node.name.split("/")[:-1] if part)
 
 

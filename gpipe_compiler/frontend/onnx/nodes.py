@@ -23,8 +23,9 @@ class OnnxNode:
     proto: NodeProto
 
     @property
-    def __name__(self) -> str:
-        return self.proto.op_type
+    def label(self) -> str:
+        """Its operator, with the domain where that is not the standard one."""
+        return operator_of(self.proto)
 
     def __call__(self, *_: object) -> NoReturn:
         """Raises NotImplementedError: an ONNX graph is never run by torch."""
@@ -34,9 +35,15 @@ class OnnxNode:
         return title(self.proto)
 
 
+def operator_of(node: NodeProto) -> str:
+    """The operator of a node, with the domain where that is not the standard one."""
+    standard = node.domain in ("", "ai.onnx")
+    return node.op_type if standard else f"{node.domain}.{node.op_type}"
+
+
 def title(node: NodeProto) -> str:
     """A node, in words: `Conv /layer1/conv` or, without a name, `Conv that makes y`."""
-    kind = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    kind = operator_of(node)
     if node.name:
         return f"{kind} {node.name}"
     made = [name for name in node.output if name]

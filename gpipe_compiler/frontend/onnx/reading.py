@@ -141,7 +141,8 @@ def _faulty_node(model: OnnxModel) -> NodeProto | None:
         try:
             onnx.checker.check_node(node, own)
         except onnx.checker.ValidationError:
-            return node
+            found: NodeProto = node
+            return found
     return None
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import onnx
 from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
-from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+from onnxruntime.tools.symbolic_shape_infer import (  # type: ignore[import-untyped]  # has no types
+    SymbolicShapeInference,
+)
 
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.types import torch_dtype

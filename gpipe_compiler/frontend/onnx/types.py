@@ -38,3 +38,8 @@ def torch_dtype(element: int) -> torch.dtype | None:
 def element_name(element: int) -> str:
     """An element type in words, such as `FLOAT`."""
     return TensorProto.DataType.Name(element) if element in TensorProto.DataType.values() else "?"
+
+
+def element_of(dtype: torch.dtype) -> int:
+    """The element type of a dtype."""
+    return next(element for element, known in _TORCH.items() if known is dtype)

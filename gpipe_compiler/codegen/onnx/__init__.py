@@ -1,0 +1,1 @@
+"""A plan of an ONNX graph becomes a package: one model per stage, and the scripts that run them."""

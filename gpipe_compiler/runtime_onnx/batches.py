@@ -1,0 +1,109 @@
+"""Mini-batches into micro-batches, and outputs of these put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from onnxruntime import OrtValue
+
+from .errors import UsageError
+from .spec import Input, PipelineSpec
+from .stage import Values
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def batch_size(spec: PipelineSpec, arrays: Arrays) -> int:
+    """The samples in a call, whose arrays are checked.
+
+    Raises:
+        UsageError: with all that does not fit: arrays that are missing or unknown, of another type
+            or shape, or of different numbers of samples.
+    """
+    faults = [f"there is no input {name}" for name in arrays.keys() - {i.name for i in spec.inputs}]
+    sizes: dict[str, int] = {}
+    for known in spec.inputs:
+        array = arrays.get(known.name)
+        if array is None:
+            faults.append(f"the input {known.name} is missing")
+        elif fault := _fault(known, array):
+            faults.append(fault)
+        elif known.batched:
+            sizes[known.name] = array.shape[0]
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        faults.append(f"inputs hold different numbers of samples: {told}")
+    if faults:
+        raise UsageError("; ".join(faults))
+    return next(iter(sizes.values()), spec.microbatch_size)
+
+
+def _fault(known: Input, array: np.ndarray) -> str:
+    wanted = "x".join("B" if size is None else str(size) for size in known.shape)
+    fits = len(array.shape) == len(known.shape) and all(
+        size in (None, given) or (known.batched and dim == 0)
+        for dim, (size, given) in enumerate(zip(known.shape, array.shape, strict=True))
+    )
+    if not fits:
+        return f"the input {known.name} is {'x'.join(map(str, array.shape))}, not {wanted}"
+    if array.dtype != np.dtype(known.dtype):
+        return f"the input {known.name} is {array.dtype}, not {known.dtype}"
+    if known.batched and not array.shape[0]:
+        return f"the input {known.name} is an empty batch"
+    return ""
+
+
+def sizes_of(spec: PipelineSpec, samples: int, microbatches: int | None) -> tuple[int, ...]:
+    """The samples of each micro-batch: as equal as can be.
+
+    Args:
+        microbatches: None for micro-batches of the planned size, of which the last may be smaller.
+
+    Raises:
+        UsageError: for none, or where the model takes only micro-batches of one size.
+    """
+    size = spec.microbatch_size
+    if spec.fixed:
+        if samples % size or microbatches not in (None, samples // size):
+            raise UsageError(
+                f"the model takes {size} samples at a time: a batch of {samples} cannot be "
+                f"{'split so' if microbatches else 'split'}"
+            )
+        return (size,) * (samples // size)
+    if microbatches is None:
+        microbatches = -(-samples // size)
+    if not 1 <= microbatches <= samples:
+        raise UsageError(f"a batch of {samples} does not split into {microbatches} micro-batches")
+    least, more = divmod(samples, microbatches)
+    return tuple(least + (number < more) for number in range(microbatches))
+
+
+def split(spec: PipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Values]:
+    """The inputs of each micro-batch; they look into the caller's arrays."""
+    found: list[Values] = [{} for _ in sizes]
+    for known in spec.inputs:
+        array = np.ascontiguousarray(arrays[known.name])
+        start = 0
+        for values, size in zip(found, sizes, strict=True):
+            part = array[start : start + size] if known.batched else array
+            values[known.name] = value_of(part, known.dtype)
+            start += size
+    return found
+
+
+def value_of(array: np.ndarray, dtype: str) -> OrtValue:
+    """An array as ONNX Runtime takes it, without a copy."""
+    return OrtValue.ortvalue_from_numpy(array)
+
+
+def join(spec: PipelineSpec, results: Sequence[Values]) -> dict[str, np.ndarray]:
+    """The outputs of the mini-batch, from those of its micro-batches."""
+    joined = {}
+    for output in spec.outputs:
+        parts = [values[output.name].numpy() for values in results]
+        if output.batch_dim is None or len(parts) == 1:
+            joined[output.name] = parts[0]
+        else:
+            joined[output.name] = np.concatenate(parts, axis=output.batch_dim)
+    return joined

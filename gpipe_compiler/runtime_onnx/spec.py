@@ -1,0 +1,82 @@
+"""The facts of a pipeline of ONNX stages; an emitted `schedule.py` writes them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An array that the caller passes.
+
+    Attributes:
+        dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`).
+        shape: None where any size will do.
+        batched: whether dimension 0 is the batch, so that it is split into micro-batches.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    batched: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An array that the pipeline returns.
+
+    Attributes:
+        batch_dim: the dimension in which micro-batches are put together; None where all of them
+            give the same.
+    """
+
+    name: str
+    batch_dim: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The model of one stage.
+
+    Attributes:
+        file: in the folder of the package.
+        inputs, outputs: values, by the names that they have in the model.
+    """
+
+    file: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A boundary value: made in one stage, used in later ones."""
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """Everything about a pipeline but its weights.
+
+    Attributes:
+        placement: the device of each stage.
+        devices: for every device, as planned: `cpu`, `cuda:0`, or a provider of ONNX Runtime.
+        orders: for each device, its actions on the planned number of micro-batches: `0F0 0F1`.
+        microbatch_size: samples in a micro-batch, as planned.
+        fixed: whether micro-batches can be of no other size.
+    """
+
+    name: str
+    stages: tuple[StageSpec, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    crossings: tuple[Crossing, ...]
+    placement: tuple[int, ...]
+    devices: tuple[str, ...]
+    orders: tuple[str, ...]
+    microbatches: int
+    microbatch_size: int
+    fixed: bool = False
