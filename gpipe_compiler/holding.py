@@ -2,7 +2,9 @@
 
 A stage holds of a micro-batch all that autograd saves (`saved`), from its forward to the last part
 of its backward. A stage that recomputes holds what it received (`input`) instead, of every
-micro-batch whose backward waits, and `saved` of the one whose backward is under way.
+micro-batch whose backward waits, and `saved` of the one whose backward is under way. One that
+recomputes in segments does so for every micro-batch: in place of `input` it holds what the segments
+leave, and in place of `saved` what it has besides, at most, while a backward is under way.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ class Load:
 
 
 def loads(
-    orders: Orders, recompute: Collection[int] = (), joint: Collection[int] = ()
+    orders: Orders,
+    recompute: Collection[int] = (),
+    joint: Collection[int] = (),
+    segmented: Collection[int] = (),
 ) -> tuple[Load, ...]:
     """That of every device.
 
@@ -56,11 +61,23 @@ def loads(
     Args:
         recompute: the stages that run their forward again before a backward.
         joint: the stages that take all micro-batches as one, and have all of them whole.
+        segmented: the stages that recompute in segments.
     """
-    return tuple(_load(order, frozenset(recompute) - frozenset(joint), joint) for order in orders)
+    moments = (held(order, recompute, joint, segmented) for order in orders)
+    return tuple(Load(load.stages, _undominated(load.counts)) for load in moments)
 
 
-def _load(order: Sequence[Compute], recompute: Collection[int], joint: Collection[int]) -> Load:
+def held(
+    order: Sequence[Compute],
+    recompute: Collection[int] = (),
+    joint: Collection[int] = (),
+    segmented: Collection[int] = (),
+) -> Load:
+    """What a device holds at every action of its order but second parts of backwards.
+
+    Args as those of `loads`; the moments are the same ones whatever they are.
+    """
+    recompute = frozenset(recompute) - frozenset(joint)
     stages = tuple(sorted({action.stage for action in order}))
     index = {stage: position for position, stage in enumerate(stages)}
     split = {action.stage for action in order if action.phase is Phase.WEIGHT}
@@ -68,13 +85,18 @@ def _load(order: Sequence[Compute], recompute: Collection[int], joint: Collectio
     waits = waiting(order, joint)
     now = np.zeros((len(stages), 2), dtype=np.int64)
     moments = []
+    begun: set[int] = set()
     for action in order:
         place = index[action.stage]
-        again = action.stage in recompute and (action.stage, action.microbatch) in waits
+        waited = action.stage in recompute and (action.stage, action.microbatch) in waits
+        again = waited or action.stage in segmented
         if action.phase is Phase.FORWARD:
             now[place, 0 if again else 1] += 1
-        elif action.phase is Phase.BACKWARD and again:
-            now[place, 1] += 1
+        elif action.phase is Phase.BACKWARD and again and action.stage not in begun:
+            # A joint stage has one backward, of all its micro-batches.
+            whole = action.stage in joint
+            now[place, 1] += now[place, 0] if whole else 1
+            begun.update({action.stage} if whole else ())
         if action.phase is not Phase.WEIGHT:
             moments.append(now.copy())
         ends = Phase.WEIGHT if action.stage in split else Phase.BACKWARD
@@ -84,8 +106,7 @@ def _load(order: Sequence[Compute], recompute: Collection[int], joint: Collectio
             now[place, 1] -= 1
             if again:
                 now[place, 0] -= 1
-    found = np.array(moments) if moments else np.zeros((0, len(stages), 2), dtype=np.int64)
-    return Load(stages, _undominated(found))
+    return Load(stages, np.array(moments, dtype=np.int64).reshape(-1, len(stages), 2))
 
 
 def _undominated(counts: Counts) -> Counts:

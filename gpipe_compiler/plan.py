@@ -20,12 +20,29 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
+from gpipe_compiler.memory.curve import DeviceMemory
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 
-FORMAT = 2
+FORMAT = 3
 """The version of the JSON; a reader refuses any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RematPoint:
+    """A way for a stage to recompute that no other one is better than.
+
+    Attributes:
+        peak_bytes: of the stage at its peak, with its state.
+        recompute_s: seconds of a mini-batch spent running ops again.
+        segments: how many; of FULL none.
+    """
+
+    remat: Remat
+    peak_bytes: int
+    recompute_s: float
+    segments: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +59,15 @@ class Stage:
         receive_bytes: boundary bytes of one micro-batch that it takes from earlier stages.
         gradient_bytes: bytes of gradients that it sends back for them.
         saved_bytes: what autograd keeps for one micro-batch, from its forward (or from running
-            that again) to its backward.
+            that again) to its backward, where nothing runs in segments.
         input_bytes: of all it takes for one micro-batch, which is all that is kept of a
             micro-batch in flight under `Remat.FULL`.
         remat: what is kept between forward and backward.
+        segments: under `Remat.SEGMENTS`, the ops of each segment, in order.
+        segments_s: predicted seconds of running them again, within the backward of a micro-batch.
+        segments_kept_bytes: what is kept of a micro-batch in flight then.
+        segments_again_bytes: what it has besides, at most, while its backward is under way.
+        frontier: the ways it could recompute, from the fastest to the one that needs the least.
         state_bytes: parameters and buffers, with gradients and what the optimizer remembers.
         weight_s: the part of `backward_s` that makes the gradients of parameters.
         update_s: predicted seconds of reducing gradients over replicas and of the optimizer.
@@ -69,11 +91,29 @@ class Stage:
     state_bytes: int = 0
     weight_s: float = 0.0
     update_s: float = 0.0
+    segments: tuple[tuple[str, ...], ...] = ()
+    segments_s: float = 0.0
+    segments_kept_bytes: int = 0
+    segments_again_bytes: int = 0
+    frontier: tuple[RematPoint, ...] = ()
 
     @property
     def recompute_s(self) -> float:
-        """Predicted seconds before a backward that needs the forward again."""
-        return self.forward_s if self.remat is Remat.FULL else 0.0
+        """Predicted seconds of running ops again for a backward that needs it."""
+        match self.remat:
+            case Remat.NONE:
+                return 0.0
+            case Remat.FULL:
+                return self.forward_s
+            case Remat.SEGMENTS:
+                return self.segments_s
+
+    @property
+    def microbatch_bytes(self) -> tuple[int, int]:
+        """What it keeps of a micro-batch that it will recompute, and has besides when it has."""
+        if self.remat is Remat.SEGMENTS:
+            return self.segments_kept_bytes, self.segments_again_bytes
+        return self.input_bytes, self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +127,12 @@ class Prediction:
         lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
             that was to be short.
         proved: whether the cut is known to be optimal.
-        peak_bytes: for every stage, its state, gradients, optimizer and what autograd keeps, at
-            the peak.
+        peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
+            micro-batches, at its peak.
         device_bytes: the same for every device of the pipeline, with all its stages.
+        memory: for every device, where the tapes of its stages were played (`memory`): what
+            `device_bytes` and `peak_bytes` are made of. Empty where they are from the quick model
+            (`holding`), which counts what autograd keeps and no temporaries.
         recompute: the share of device time spent running forwards again, 0 to 1.
         shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
             share.
@@ -112,6 +155,7 @@ class Prediction:
     threads_s: float | None = None
     torchrun_s: float | None = None
     longest_s: float | None = None
+    memory: tuple[DeviceMemory, ...] = ()
 
     @property
     def objective_s(self) -> float:
@@ -207,7 +251,10 @@ class Plan:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["graph"]
         fields["stages"] = [
-            dataclasses.asdict(stage) | {"remat": stage.remat.value} for stage in self.stages
+            dataclasses.asdict(stage)
+            | {"remat": stage.remat.value}
+            | {"frontier": [_worded(point) for point in stage.frontier]}
+            for stage in self.stages
         ]
         fields["crossings"] = [
             dataclasses.asdict(crossing) | {"dtype": str(crossing.dtype).removeprefix("torch.")}
@@ -218,7 +265,7 @@ class Plan:
         fields["precision"] = self.precision.value
         fields["orders"] = [format_order(order) for order in self.orders]
         fields["cluster"] = dataclasses.asdict(self.cluster)
-        fields["prediction"] = dataclasses.asdict(self.prediction) | {"gap": self.prediction.gap}
+        fields["prediction"] = _prediction_fields(self.prediction)
         fields["constraints"] = dataclasses.asdict(self.constraints)
         fields["frontier"] = self.frontier.to_fields() if self.frontier else None
         fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
@@ -251,13 +298,8 @@ class Plan:
 
 def _typed(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON values of a plan's fields as the types of the fields; older JSON lacks some of them."""
-    prediction = dict(fields["prediction"])
-    prediction.pop("gap")
     return fields | {
-        "stages": tuple(
-            Stage(**_tuples(stage) | {"remat": Remat(stage.get("remat", Remat.NONE.value))})
-            for stage in fields["stages"]
-        ),
+        "stages": tuple(map(_stage, fields["stages"])),
         "crossings": tuple(
             Crossing(**_tuples(crossing) | {"dtype": getattr(torch, crossing["dtype"])})
             for crossing in fields["crossings"]
@@ -270,11 +312,43 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "cluster": _cluster(fields["cluster"]),
         "placement": tuple(fields["placement"]),
         "seats": tuple(fields["seats"]),
-        "prediction": Prediction(**_tuples(prediction)),
+        "prediction": _prediction(fields["prediction"]),
         "constraints": _constraints(fields.get("constraints", {})),
         "frontier": Frontier.from_fields(fields["frontier"]) if fields.get("frontier") else None,
         "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
     }
+
+
+def _stage(fields: dict[str, Any]) -> Stage:
+    points = (
+        RematPoint(**point | {"remat": Remat(point["remat"])})
+        for point in fields.get("frontier", ())
+    )
+    return Stage(
+        **_tuples(fields)
+        | {
+            "remat": Remat(fields.get("remat", Remat.NONE.value)),
+            "segments": tuple(map(tuple, fields.get("segments", ()))),
+            "frontier": tuple(points),
+        }
+    )
+
+
+def _worded(point: RematPoint) -> dict[str, Any]:
+    return dataclasses.asdict(point) | {"remat": point.remat.value}
+
+
+def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
+    fields = {f.name: getattr(prediction, f.name) for f in dataclasses.fields(prediction)}
+    fields["memory"] = [device.shortened().to_fields() for device in prediction.memory]
+    return fields | {"gap": prediction.gap}
+
+
+def _prediction(fields: Mapping[str, Any]) -> Prediction:
+    known = _tuples(fields)
+    known.pop("gap")
+    memory = tuple(DeviceMemory.from_fields(device) for device in fields["memory"])
+    return Prediction(**known | {"memory": memory})
 
 
 def _constraints(fields: dict[str, Any]) -> Constraints:

@@ -13,7 +13,7 @@ from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import Remat
-from gpipe_compiler.simulate import Lane, Simulation, simulate
+from gpipe_compiler.simulate import Lane, Simulation, StageTimes, simulate
 
 
 def predict(
@@ -32,10 +32,7 @@ def predict(
         joint: the stages that take all micro-batches as one. The cut was made as if none did; its
             lower bound holds for them too.
     """
-    times = [
-        dataclasses.replace(time, recompute_s=stage.recompute_s)
-        for stage, time in zip(stages, found.times, strict=True)
-    ]
+    times = [recomputing(stage, time) for stage, time in zip(stages, found.times, strict=True)]
     simulation = simulate(orders, times, joint)
     update_s = [time.update_s for time in times]
     device_of = {action.stage: device for device, order in enumerate(orders) for action in order}
@@ -51,8 +48,10 @@ def predict(
     step_s = _with_sums(simulation, owners, sum_s, update_s)
     whole = step_s * len(orders)
     microbatches = max((action.microbatch + 1 for order in orders for action in order), default=1)
-    recompute = [stage.index for stage in stages if stage.remat is Remat.FULL]
-    held = loads(orders, recompute, joint)
+    held = loads(orders, *remats(stages, joint))
+    again_s = sum(simulation.recompute_s) + microbatches * sum(
+        stage.recompute_s for stage in stages if stage.remat is Remat.SEGMENTS
+    )
     alone = {stage: load.of(stage) for load in held for stage in load.stages}
     return Prediction(
         step_s=step_s,
@@ -62,10 +61,28 @@ def predict(
         proved=found.proved and not joint and not sum_s,
         peak_bytes=tuple(peak_bytes(stages, alone[stage.index]) for stage in stages),
         device_bytes=tuple(peak_bytes(stages, load) for load in held),
-        recompute=sum(simulation.recompute_s) / whole if whole > 0 else 0.0,
+        recompute=again_s / whole if whole > 0 else 0.0,
         shared_sum_s=sum(sum_s.values()),
         longest_s=found.bottleneck_s if found.objective is Objective.BOTTLENECK else None,
     )
+
+
+def recomputing(stage: Stage, times: StageTimes) -> StageTimes:
+    """The times of a stage with what it runs again: segments when their backward has come."""
+    if stage.remat is Remat.SEGMENTS:
+        return dataclasses.replace(times, backward_s=times.backward_s + stage.recompute_s)
+    return dataclasses.replace(times, recompute_s=stage.recompute_s)
+
+
+def remats(
+    stages: Sequence[Stage], joint: Collection[int]
+) -> tuple[list[int], Collection[int], list[int]]:
+    """The stages that recompute all at once, the joint ones, and those with segments."""
+    full, segmented = (
+        [stage.index for stage in stages if stage.remat is kind]
+        for kind in (Remat.FULL, Remat.SEGMENTS)
+    )
+    return full, joint, segmented
 
 
 def shared(graph: Graph, stages: Sequence[Stage]) -> list[tuple[str, tuple[int, ...]]]:
@@ -119,5 +136,5 @@ def peak_bytes(stages: Sequence[Stage], load: Load) -> int:
     """The bytes of some stages of a device at its peak: their state, and what they hold of
     micro-batches."""
     held = [stages[index] for index in load.stages]
-    sizes = [stage.input_bytes for stage in held], [stage.saved_bytes for stage in held]
+    sizes = zip(*(stage.microbatch_bytes for stage in held), strict=True)
     return sum(stage.state_bytes for stage in held) + int(load.peak(*sizes))

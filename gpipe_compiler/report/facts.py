@@ -9,6 +9,7 @@ import torch
 
 from gpipe_compiler.listing import OpNote
 from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.prediction import recomputing
 from gpipe_compiler.runtime.spec import Crossing
 from gpipe_compiler.simulate import Simulation, StageTimes, simulate
 
@@ -120,19 +121,17 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
     times = []
     for stage in plan.stages:
         received = [c for c in plan.crossings if stage.index in c.targets]
-        times.append(
-            StageTimes(
-                forward_s=stage.forward_s,
-                backward_s=stage.backward_s if plan.training else 0.0,
-                recompute_s=stage.recompute_s if plan.training else 0.0,
-                weight_s=stage.weight_s,
-                update_s=stage.update_s,
-                receive_s=sum(seconds(c, stage.index) for c in received),
-                gradient_s=sum(
-                    seconds(c, stage.index) for c in received if c.gradient and plan.training
-                ),
-            )
+        alone = StageTimes(
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s if plan.training else 0.0,
+            weight_s=stage.weight_s,
+            update_s=stage.update_s,
+            receive_s=sum(seconds(c, stage.index) for c in received),
+            gradient_s=sum(
+                seconds(c, stage.index) for c in received if c.gradient and plan.training
+            ),
         )
+        times.append(recomputing(stage, alone) if plan.training else alone)
     return tuple(times)
 
 
