@@ -116,6 +116,12 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-validate", action="store_true", help="do not hold the package against the model"
     )
     group.add_argument(
+        "--no-inplace",
+        action="store_true",
+        help="write no result over an operand that nobody needs any more, where the model does not "
+        "say so itself; the numbers are the same either way",
+    )
+    group.add_argument(
         "--per-microbatch",
         action="store_true",
         help="accept a loss that micro-batches cannot give, as a contrastive one: each of them "

@@ -76,6 +76,7 @@ class CompileOptions:
         optimizer: whose memory and time count.
         must_fit: refuse a plan that does not fit the memory of its devices.
         search_s: seconds after which no further setting is looked at.
+        in_place: let ops write over what nobody needs any more (`passes.inplace`).
     """
 
     stages: int | Auto
@@ -98,6 +99,7 @@ class CompileOptions:
     optimizer: OptimizerKind = OptimizerKind.SGD
     must_fit: bool = False
     search_s: float = SECONDS
+    in_place: bool = True
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together
@@ -125,6 +127,7 @@ class CompileOptions:
             self.data_parallel,
             self.optimizer,
             self.objective,
+            self.in_place,
         )
 
 

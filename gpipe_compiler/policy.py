@@ -42,6 +42,7 @@ class Policy:
         optimizer: whose memory and time count.
         objective: what the stages are to make short.
         precision: in which the graph was annotated too.
+        in_place: whether ops may write over what nobody needs any more (`passes.inplace`).
     """
 
     schedule: ScheduleKind = ScheduleKind.GPIPE
@@ -51,6 +52,7 @@ class Policy:
     data_parallel: int = 1
     optimizer: OptimizerKind = OptimizerKind.SGD
     objective: Objective = Objective.STEP
+    in_place: bool = True
 
     def __post_init__(self) -> None:
         if self.batchnorm is BatchNorm.EXACT and self.schedule is not ScheduleKind.GPIPE:

@@ -15,6 +15,7 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -65,7 +66,7 @@ class Workbench:
     measured: bool = False
     constraints: Constraints = NO_CONSTRAINTS
     analysis: Analysis | None = None
-    _prepared: dict[tuple[int, Precision], Prepared] = field(default_factory=dict)
+    _prepared: dict[tuple[int, Precision, bool], Prepared] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_names(self.graph, self.constraints)
@@ -98,13 +99,18 @@ class Workbench:
             PlanError, UsageError: when the batch does not split into so many.
         """
         size = microbatch_size(self.batch_size, microbatches, policy.data_parallel)
-        key = size, policy.precision
+        key = size, policy.precision, policy.in_place
         if key not in self._prepared:
-            self._prepared[key] = (self.analysis or self._by_torch)(size, policy.precision)
+            if self.analysis is not None:
+                self._prepared[key] = self.analysis(size, policy.precision)
+            else:
+                self._prepared[key] = self._by_torch(*key)
         return self._prepared[key]
 
-    def _by_torch(self, samples: int, precision: Precision) -> Prepared:
+    def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
         graph = check(weigh_loss(annotate(self.graph, samples, precision)), after="loss_weight")
+        if in_place:
+            graph = write_in_place(graph)
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
         return Prepared(graph, costs, Facts.of(graph, costs[0]))
 

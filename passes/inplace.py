@@ -1,0 +1,336 @@
+"""Lets ops write their result over an operand that nobody needs any more.
+
+That takes a tensor less while the op runs, and one less for the backward where both would be kept
+(a ReLU6 after a normalisation). No number changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.repeats import Blocks
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.twins import (
+    Twin,
+    functional,
+    half_precision,
+    makes_new,
+    may_return_its_argument,
+    twins,
+)
+from gpipe_compiler.quiet import quiet
+
+_ASKS = frozenset({"size", "dim", "numel", "stride"})
+"""Methods that read nothing of a tensor's content."""
+
+
+def write_in_place(graph: Graph) -> Graph:
+    """The graph with every op in place that may be, described anew.
+
+    An op may write over an operand when, in train and eval mode alike,
+
+    - a result of the same shape, type and layout goes into memory that an op of the graph has made
+      for itself, that no other value or state looks into, and that the model does not return;
+    - the op is its only reader, so that nobody reads it later, and nobody keeps it for the
+      backward but, perhaps, its maker or the op itself: that is observed on fake tensors, and then
+      proved by a backward in which autograd checks the version of all that it kept;
+    - autocast gives both operands the same type, whichever precision the package is run in.
+
+    So an op is only ever tied to the op right before it, and takes hardly a place to cut away.
+
+    Args:
+        graph: annotated.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    blocks = Blocks.of(graph)
+    short = graph if blocks is None else blocks.short
+    known = _observed(short)
+    refused: frozenset[str] = frozenset()
+    while True:
+        chosen = _choose(short, known, refused)
+        wrong = _wrong(_written(short, chosen), chosen) if chosen else frozenset()
+        if not wrong:
+            break
+        refused |= wrong
+    if blocks is not None:
+        chosen = blocks.per_op(chosen)
+        readers = _Readers.of(graph)
+        chosen = {
+            name: place
+            for name, place in chosen.items()
+            if readers.only(_twins(graph, name)[place].operand, name)
+        }
+    if not chosen:
+        return graph
+    changed = annotate(_written(graph, chosen), graph.batch_size, graph.precision)
+    return check(changed, after="inplace")
+
+
+Chosen = Mapping[str, int]
+"""Op -> which of its twins takes its place."""
+
+
+def _twins(graph: Graph, name: str) -> list[Twin]:
+    return list(twins(graph, graph.op_of[name]))
+
+
+# --- what is seen ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The tensors of a run in one mode.
+
+    Attributes:
+        memory: by value, the key of its storage; `sharing` the other way round.
+        states: the keys of the model's own tensors.
+        saved: by op, the keys of what autograd keeps; empty where it is off.
+        alive: what the keys are of.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    memory: Mapping[str, int]
+    sharing: Mapping[int, frozenset[str]]
+    states: frozenset[int]
+    saved: Mapping[str, frozenset[int]]
+    alive: object
+
+    @classmethod
+    def of(cls, graph: Graph, *, training: bool) -> _Run:
+        run = DryRun.of(graph, training=training)
+        alive: list[torch.UntypedStorage] = []
+        saved: dict[str, set[int]] = {}
+
+        def observer(op: Op, execute: Callable[[], Any]) -> Any:
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                alive.append(tensor.untyped_storage())
+                saved.setdefault(op.name, set()).add(storage_key(tensor))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+                return execute()
+
+        environment = run.run(graph.batch_size, observer)
+        tensors = {n: v for n, v in environment.items() if isinstance(v, torch.Tensor)}
+        memory = {name: storage_key(tensor) for name, tensor in tensors.items()}
+        sharing: dict[int, set[str]] = {}
+        for name, key in memory.items():
+            sharing.setdefault(key, set()).add(name)
+        return cls(
+            tensors,
+            memory,
+            {key: frozenset(names) for key, names in sharing.items()},
+            frozenset(map(storage_key, run.states.values())),
+            {name: frozenset(keys) for name, keys in saved.items()},
+            (alive, run.states),
+        )
+
+
+def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _observed(graph: Graph) -> list[_Run]:
+    """The graph in its own mode, and in eval mode too where it trains."""
+    training = graph.loss is not None
+    return [_Run.of(graph, training=mode) for mode in ((True, False) if training else (False,))]
+
+
+@dataclass(frozen=True)
+class _Readers:
+    """Who reads the content of each value, and how often."""
+
+    by_value: Mapping[str, tuple[str, ...]]
+    ends: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Readers:
+        readers: dict[str, list[str]] = {}
+        for op in graph.ops:
+            if not _asks_for_shape(op):
+                for value in value_names((op.call.args, dict(op.call.kwargs))):
+                    readers.setdefault(value, []).append(op.name)
+        loss = (graph.loss.value,) if graph.loss else ()
+        table = {value: tuple(names) for value, names in readers.items()}
+        return cls(table, frozenset((*graph.output_values, *loss)))
+
+    def only(self, value: str, op: str) -> bool:
+        """Whether this op, once, is all that reads a value."""
+        return self.by_value.get(value) == (op,) and value not in self.ends
+
+
+def _asks_for_shape(op: Op) -> bool:
+    match op.call:
+        case MethodCall(method=method):
+            return method in _ASKS
+        case FunctionCall(function=function):
+            return function is getattr
+    return False
+
+
+# --- what is chosen --------------------------------------------------------------------------
+
+
+def _choose(graph: Graph, runs: Iterable[_Run], refused: frozenset[str]) -> Chosen:
+    """The first legal twin of every op."""
+    legal = _Legal(graph, tuple(runs), _Readers.of(graph), half_precision(graph))
+    chosen: dict[str, int] = {}
+    for op in graph.ops:
+        if op.mode is not Mode.ALWAYS or op.name in refused or op.name in graph.loss_only:
+            continue
+        for place, twin in enumerate(twins(graph, op)):
+            if legal.twin(op, twin):
+                chosen[op.name] = place
+                break
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Legal:
+    """Says what may be written over."""
+
+    graph: Graph
+    runs: tuple[_Run, ...]
+    readers: _Readers
+    half: frozenset[str]
+
+    def twin(self, op: Op, twin: Twin) -> bool:
+        """Whether a twin may take the place of its op."""
+        if not isinstance(op.result, str):
+            return False
+        names = {twin.operand, op.result}
+        if not all(names <= run.tensors.keys() for run in self.runs):
+            return False
+        chain = self._chain(op.name, twin.operand)
+        return (
+            bool(chain)
+            and self._same_type_in_any_precision(twin)
+            and all(self._in_run(run, op, twin, frozenset(chain)) for run in self.runs)
+        )
+
+    def _chain(self, reader: str, value: str) -> list[str]:
+        """The value, and what it may be the same tensor as; [] where somebody else needs it."""
+        maker = self.graph.producer.get(value)
+        known = self.graph.values[value]
+        if (
+            maker is None
+            or maker.mode is not Mode.ALWAYS
+            or maker.name in self.graph.loss_only
+            or known.batch_dim is None
+            or not self.readers.only(value, reader)
+        ):
+            return []
+        if makes_new(self.graph, maker):
+            return [value]
+        if may_return_its_argument(self.graph, maker) and len(maker.inputs) == 1:
+            before = self._chain(maker.name, maker.inputs[0])
+            return [value, *before] if before else []
+        return []
+
+    def _same_type_in_any_precision(self, twin: Twin) -> bool:
+        other = twin.other
+        if other is None or isinstance(other, int | float):
+            return True
+        names = {twin.operand, getattr(other, "name", "")}
+        return names <= self.half
+
+    def _in_run(self, run: _Run, op: Op, twin: Twin, chain: frozenset[str]) -> bool:
+        assert isinstance(op.result, str)
+        operand, result = run.tensors[twin.operand], run.tensors[op.result]
+        key = run.memory[twin.operand]
+        kept = (keys for name, keys in run.saved.items() if name != op.name)
+        return (
+            _layout(operand) == _layout(result)
+            and key != run.memory[op.result]
+            and run.sharing[key] <= chain
+            and key not in run.states
+            and not any(key in keys for keys in kept)
+            and not (operand.requires_grad and operand._is_view())
+        )
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+# --- what comes of it ------------------------------------------------------------------------
+
+
+def _written(graph: Graph, chosen: Chosen) -> Graph:
+    """The graph with these twins; its values are described no more."""
+    callers: dict[str, list[str]] = {}
+    for op in _all_ops(graph.ops):
+        if isinstance(op.call, ModuleCall):
+            callers.setdefault(op.call.module, []).append(op.name)
+    modules = dict(graph.modules)
+    ops = []
+    for op in graph.ops:
+        place = chosen.get(op.name)
+        if place is None:
+            ops.append(op)
+            continue
+        twin = _twins(graph, op.name)[place]
+        call = twin.call
+        if twin.spec is not None:
+            if all(name in chosen for name in callers[twin.spec.path]):
+                modules[twin.spec.path] = twin.spec
+            else:
+                call = functional(op.call, twin.spec) or op.call
+        ops.append(dataclasses.replace(op, call=call))
+    return graph.replace(ops=tuple(ops), modules=modules, values={})
+
+
+def _all_ops(ops: Iterable[Op]) -> Iterable[Op]:
+    """The ops, those inside of regions included."""
+    for op in ops:
+        yield op
+        if isinstance(op.call, RegionCall):
+            yield from _all_ops(op.call.body.ops)
+
+
+def _wrong(graph: Graph, chosen: Chosen) -> frozenset[str]:
+    """The ops that had better not be in place: those that keep a copy, or all where autograd finds
+    a tensor changed that it has kept."""
+    if graph.loss is None:
+        return frozenset()
+    try:
+        run = _Run.of(graph, training=True)
+        copying = {name for name in chosen if _keeps_a_copy(run, graph.op_of[name])}
+        if not copying:
+            _prove(graph)
+    except (ModelError, RuntimeError):
+        return frozenset(chosen)
+    return frozenset(copying)
+
+
+def _keeps_a_copy(run: _Run, op: Op) -> bool:
+    seen = {run.memory[name] for name in (*op.inputs, *op.outputs) if name in run.memory}
+    return not run.saved.get(op.name, frozenset()) <= seen | run.states
+
+
+def _prove(graph: Graph) -> None:
+    """Goes forward and back.
+
+    Raises:
+        RuntimeError: when a tensor was changed that the backward needs.
+    """
+    assert graph.loss is not None
+    run = DryRun.of(graph, training=True)
+    values = run.run(graph.batch_size)
+    ends = (values[name] for name in (*graph.output_values, graph.loss.value))
+    roots = [end for end in ends if isinstance(end, torch.Tensor) and end.requires_grad]
+    if roots:
+        with run.mode, quiet():
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
