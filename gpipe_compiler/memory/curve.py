@@ -1,0 +1,151 @@
+"""What is told of the memory of a device: how much at each action, of what, and what holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+MOST_POINTS = 160
+"""Points of a curve that stand in a plan."""
+
+
+class Category(Enum):
+    """What memory is for. Every storage counts in one."""
+
+    WEIGHTS = "weights"
+    """Parameters, buffers and constants, with the copies that autocast casts of them."""
+    GRADIENTS = "gradients"
+    """Of parameters."""
+    OPTIMIZER = "optimizer"
+    """What the optimizer remembers, and what it takes for a moment while it steps."""
+    ACTIVATIONS = "activations"
+    """What autograd keeps from a forward to its backward."""
+    BOUNDARY = "boundary"
+    """The batch, boundary values and their gradients: received, handed on, or under way."""
+    TEMPORARIES = "temporaries"
+    """What is made and let go within one action."""
+    COMMUNICATION = "communication"
+    """Gradients in rows, on their way between replicas, and sums of shared ones."""
+
+
+CATEGORIES = tuple(Category)
+
+Sizes = tuple[int, ...]
+"""Bytes of each category, in their order."""
+
+NOTHING: Sizes = (0,) * len(CATEGORIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Something that is in memory at the peak.
+
+    Attributes:
+        what: in words: `8x64x56x56 float32`, or `weights`.
+        op: the op of the graph that made it, or in whose backward it was made; "" if none is known.
+        bytes: of all of them.
+        count: how many there are, of one stage: of several micro-batches, say.
+        stage: whose it is; -1 for what is the device's.
+    """
+
+    what: str
+    category: Category
+    op: str
+    bytes: int
+    count: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One action of a device.
+
+    Attributes:
+        action: as the schedule prints it (`2F0`); `update` for the optimizer's step.
+        peak, after: bytes in memory at most while it runs, and when it has.
+    """
+
+    action: str
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of a device over a training step, the optimizer's included.
+
+    Of a step in which the optimizer remembers something already. Bytes are those of storages;
+    what an allocator rounds up, and what a kernel takes within itself, is not in them.
+
+    Attributes:
+        peak: bytes at most.
+        action: during which that is.
+        sizes: the bytes of each category at that moment.
+        points: every action, in order; in a plan shortened to `MOST_POINTS`.
+        holders: what is in memory at the peak, the largest first; in a plan the first of them.
+        stage_peaks: for each stage of the device, in order, what is of it at its own peak.
+    """
+
+    peak: int
+    action: str
+    sizes: Sizes
+    points: tuple[Point, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    stage_peaks: tuple[int, ...] = ()
+
+    def of(self, category: Category) -> int:
+        """Bytes of a category at the peak."""
+        return self.sizes[CATEGORIES.index(category)]
+
+    def shortened(self, points: int = MOST_POINTS, holders: int = 12) -> DeviceMemory:
+        """With fewer points, each the highest of those it stands for, and fewer holders."""
+        return dataclasses.replace(
+            self, points=_shortened(self.points, points), holders=self.holders[:holders]
+        )
+
+    def to_fields(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "peak": self.peak,
+            "action": self.action,
+            "sizes": {c.value: size for c, size in zip(CATEGORIES, self.sizes, strict=True)},
+            "points": [[point.action, point.peak, point.after] for point in self.points],
+            "holders": [
+                dataclasses.asdict(holder) | {"category": holder.category.value}
+                for holder in self.holders
+            ],
+            "stage_peaks": list(self.stage_peaks),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> DeviceMemory:
+        """What `to_fields` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: when it is something else.
+        """
+        return cls(
+            peak=fields["peak"],
+            action=fields["action"],
+            sizes=tuple(fields["sizes"][category.value] for category in CATEGORIES),
+            points=tuple(Point(*point) for point in fields["points"]),
+            holders=tuple(
+                Holder(**holder | {"category": Category(holder["category"])})
+                for holder in fields["holders"]
+            ),
+            stage_peaks=tuple(fields["stage_peaks"]),
+        )
+
+
+def _shortened(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    if len(points) <= most:
+        return tuple(points)
+    ends = [len(points) * index // most for index in range(most + 1)]
+    return tuple(
+        max(points[start:end], key=lambda point: point.peak)
+        for start, end in itertools.pairwise(ends)
+    )
