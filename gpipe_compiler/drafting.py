@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints, constrain
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate
-from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.prediction import peak_bytes, predict, shared
+from gpipe_compiler.prediction import predict, shared
+from gpipe_compiler.recomputing import DeviceWays, runs, ways
 from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, OptimizerKind, Remat
@@ -38,6 +40,12 @@ _MOST_PREFIXES = 8
 
 _MOST_ALONE = 4
 """Shared parameters that are each tried in one stage; of more, all together are."""
+
+_ROUNDS = 4
+"""How often stages are balanced anew with what they recompute, at most."""
+
+_WHOLE = (Remat.NONE, Remat.FULL)
+"""All that a stage can do but recompute in segments."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Drafting:
     Attributes:
         setting: in which nothing is recomputed.
         cluster: whose devices the seats of the setting are.
+        costs: on each kind of device of the cluster.
         most_down_sets, work: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
@@ -83,6 +92,7 @@ class Drafting:
     setting: Setting
     cluster: Cluster
     optimizer: OptimizerKind
+    costs: tuple[Costs, ...]
     most_down_sets: int
     work: int
     whole: frozenset[str]
@@ -123,6 +133,7 @@ class Drafting:
             setting,
             cluster,
             policy.optimizer,
+            tuple(costs),
             most_down_sets,
             work,
             whole,
@@ -132,10 +143,11 @@ class Drafting:
     def choose(self, choice: RematChoice) -> Draft:
         """The cut into stages that recompute as asked, with the shortest step that fits.
 
-        AUTO has as few stages recompute as fit their devices. What it tries, where the best cut
-        does not fit as it is: cuts under the memory limit in which nothing is recomputed, in which
-        the first stages are (1F1B holds the most there), and in which those are that did not fit
-        in the cut before.
+        AUTO recomputes as little as fits. What it tries, where the best cut does not fit as it is:
+        cuts under the memory limit in which nothing is recomputed, in which the first stages are
+        (1F1B holds the most there), in which those are that did not fit in the cut before; each of
+        them with the fastest segments that fit, and with none. The best is then balanced anew,
+        with what its stages recompute.
 
         The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
         of stages which do neither, on devices that hold anything.
@@ -147,20 +159,60 @@ class Drafting:
             full = self._cut((True,) * self.setting.stages)
             return full.bounded_by(self._cut(nothing)) if full.joint else full
         free = self._unlimited()._cut(nothing)
-        asked = self._too_large(free)
-        if not any(asked):
+        if not self._merit(free)[0]:
             return free
-        drafts = [self._with_recompute(free, asked), self._cut(nothing)]
-        drafts.extend(self._least(self._cut(again)) for again in self._first_stages())
+        drafts = [*self._fitted(free), *self._fitted(self._cut(nothing))]
+        for again in self._first_stages():
+            drafts.extend(self._fitted(self._cut(again)))
+        asked = nothing
         while True:
-            draft = self._cut(asked)
-            needed = self._too_large(draft)
-            drafts.append(self._with_recompute(draft, needed))
-            wanted = tuple(map(operator.or_, needed, asked))
+            wanted = tuple(
+                again or stage.remat is not Remat.NONE
+                for again, stage in zip(asked, drafts[-1].stages, strict=True)
+            )
             if wanted == asked:
                 break
             asked = wanted
-        return min(drafts, key=self._merit).bounded_by(free)
+            drafts.extend(self._fitted(self._cut(asked)))
+        return self._balanced(min(drafts, key=self._merit)).bounded_by(free)
+
+    def _balanced(self, best: Draft) -> Draft:
+        """The draft, or a better one in which what is recomputed counts for what it takes."""
+        for _ in range(_ROUNDS):
+            again = self._fitted(self._rebalanced(best))
+            better = min((best, *again), key=self._merit)
+            if better is best:
+                break
+            best = better
+        return best
+
+    def _rebalanced(self, draft: Draft) -> Draft:
+        """A cut of devices that hold anything, for the ops that a draft runs again."""
+        often: dict[str, float] = {}
+        for order in draft.orders:
+            for stage in (draft.stages[number] for number in {a.stage for a in order}):
+                times = runs(order, stage.index, stage.remat, draft.joint)
+                segments = (stage.ops,) if stage.remat is Remat.FULL else stage.segments
+                often.update(dict.fromkeys(chain(*segments), times / self.setting.microbatches))
+
+        def longer(node: Seconds, name: str) -> Seconds:
+            extra = often.get(name, 0.0) * node.forward_s
+            return Seconds(node.forward_s, node.backward_s + extra, node.weight_s)
+
+        names = [node.name for node in self.problem.nodes]
+        heavier = dataclasses.replace(
+            self.problem,
+            nodes=tuple(
+                dataclasses.replace(
+                    node, backward_s=node.backward_s + often.get(node.name, 0.0) * node.forward_s
+                )
+                for node in self.problem.nodes
+            ),
+            other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
+        )
+        free = self._unlimited()
+        found = cut(heavier, free.setting, self.most_down_sets, work=self.work)
+        return free._cut_of(self.problem, (False,) * self.setting.stages, hint=found.stage_of)
 
     def _unlimited(self) -> Drafting:
         """The same on devices that hold anything."""
@@ -173,30 +225,52 @@ class Drafting:
             for first in range(1, count + 1):
                 yield (True,) * first + (False,) * (count - first)
 
-    def _least(self, draft: Draft) -> Draft:
-        """The same cut, in which only those stages recompute that have to."""
-        return self._with_recompute(draft, self._too_large(draft))
-
     def _merit(self, draft: Draft) -> tuple[float, float, int]:
         """How far a draft is from fitting its devices, its step, and how many stages recompute."""
         pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
         over = (size - self.setting.seats[seat].memory for size, seat in pairs)
-        again = sum(stage.remat is Remat.FULL for stage in draft.stages)
+        again = sum(stage.remat is not Remat.NONE for stage in draft.stages)
         return sum(max(0.0, excess) for excess in over), draft.prediction.step_s, again
 
-    def _too_large(self, draft: Draft) -> tuple[bool, ...]:
-        """For every stage, whether its device is too full, and recomputing makes it smaller."""
-        found = [False] * self.setting.stages
-        by_device = zip(loads(draft.orders, (), draft.joint), draft.found.seats, strict=True)
-        for load, seat in by_device:
-            full = peak_bytes(draft.stages, load) > self.setting.seats[seat].memory
-            for stage in load.stages:
-                alone = load.of(stage)
-                smaller = draft.stages[stage].input_bytes < draft.stages[stage].saved_bytes
-                found[stage] = (
-                    full and smaller and stage not in draft.joint and alone.counts.max() > 1
+    def _fitted(self, draft: Draft) -> list[Draft]:
+        """The same cut, whose stages recompute as fast as fits: in segments too, or not."""
+        devices = self._ways(draft)
+        return [self._remade(draft, devices, allowed) for allowed in (tuple(Remat), _WHOLE)]
+
+    def _remade(
+        self, draft: Draft, devices: Sequence[DeviceWays], allowed: Collection[Remat]
+    ) -> Draft:
+        stages = list(draft.stages)
+        for device, seat in zip(devices, draft.found.seats, strict=True):
+            memory = self.setting.seats[seat].memory
+            for number, way in device.fastest(memory, allowed).items():
+                stages[number] = way.of(stages[number], split=self.setting.splits_backward)
+        return self._draft(draft.found, draft.table, tuple(stages))
+
+    def _ways(self, draft: Draft) -> list[DeviceWays]:
+        """What the stages of every device can do."""
+        most = FEW if self.work < WORK else MANY
+        found = []
+        for order, seat in zip(draft.orders, draft.found.seats, strict=True):
+            costs = self.costs[self.setting.seats[seat].kind].ops
+            seconds = {name: cost.forward_s for name, cost in costs.items()}
+            numbers = {action.stage for action in order}
+            known = {n: ways(self.facts, draft.stages[n], seconds, most) for n in numbers}
+            split = self.setting.splits_backward
+            found.append(DeviceWays.of(order, draft.joint, draft.stages, known, split=split))
+        return found
+
+    def with_frontiers(self, draft: Draft) -> Draft:
+        """The same, with every stage's frontier of time against memory; for a plan to be used."""
+        if self.facts.graph.loss is None or self.work < WORK:
+            return draft
+        stages = list(draft.stages)
+        for device in self._ways(draft):
+            for stage in device.stages:
+                stages[stage.index] = dataclasses.replace(
+                    stages[stage.index], frontier=device.frontier(stage.index)
                 )
-        return tuple(found)
+        return dataclasses.replace(draft, stages=tuple(stages))
 
     def _cut(self, recompute: tuple[bool, ...]) -> Draft:
         """The best cut found into stages of which these recompute.
@@ -235,12 +309,16 @@ class Drafting:
             if name in graph.op_of[node.name].states(graph.modules)
         )
 
-    def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
+    def _cut_of(
+        self, problem: CutProblem, recompute: tuple[bool, ...], hint: Sequence[int] = ()
+    ) -> Draft:
+        """The cut, or where there is a hint, just that."""
         found = cut(
             problem,
             dataclasses.replace(self.setting, recompute=recompute),
-            self.most_down_sets,
+            0 if hint else self.most_down_sets,
             work=self.work,
+            hint=hint,
         )
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
@@ -250,14 +328,6 @@ class Drafting:
             for index, again in enumerate(recompute)
         )
         return self._draft(found, table, stages)
-
-    def _with_recompute(self, draft: Draft, recompute: Sequence[bool]) -> Draft:
-        """The same cut, of whose stages these recompute."""
-        stages = tuple(
-            dataclasses.replace(stage, remat=Remat.FULL if again else Remat.NONE)
-            for stage, again in zip(draft.stages, recompute, strict=True)
-        )
-        return self._draft(draft.found, draft.table, stages)
 
     def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Draft:
         needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]

@@ -67,7 +67,8 @@ def make_plan(
     drafting = Drafting.of(
         graph, costs, cluster, setting, policy, most_down_sets, work, constraints, facts
     )
-    draft = drafting.choose(policy.remat if graph.loss is not None else RematChoice.NONE)
+    choice = policy.remat if graph.loss is not None else RematChoice.NONE
+    draft = drafting.with_frontiers(drafting.choose(choice))
     _prove(graph, draft, setting)
     return Plan(
         name=graph.name,

@@ -10,6 +10,7 @@ many, places or ways are thinned out: then the choices are the best of a part.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -103,11 +104,7 @@ def _crossing(problem: RematProblem) -> list[int]:
     for number, start in first.items():
         change[start + 1] += problem.sizes[number]
         change[last[number] + 1] -= problem.sizes[number]
-    total, found = 0, []
-    for step in change[:-1]:
-        total += step
-        found.append(total)
-    return found
+    return list(itertools.accumulate(change[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
