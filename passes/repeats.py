@@ -64,7 +64,7 @@ def repeats(graph: Graph) -> tuple[Stretch, ...]:
     Left out is a stretch of whose inner blocks anything but the block itself and the next one
     reads a value: the blocks between could not be left out then.
     """
-    shapes = _Shapes(graph)
+    shapes = OpForms(graph)
     keys = [shapes.key(op) for op in graph.ops]
     taken = [False] * len(keys)
     found: list[Stretch] = []
@@ -110,7 +110,7 @@ def _alike(graph: Graph, keys: Sequence[Hashable], period: int) -> Iterator[tupl
     for index in range(period, len(keys) + 1):
         if index < len(keys) and keys[index] == keys[index - period]:
             one, other = graph.ops[index - period], graph.ops[index]
-            reads = zip(_refs(one), _refs(other), strict=True)
+            reads = zip(refs_of(one), refs_of(other), strict=True)
             if all(
                 a == b or (a in made and made.get(b, -1) - made[a] == period) for a, b in reads
             ) and states.agree(index, one.states(graph.modules), other.states(graph.modules)):
@@ -139,7 +139,7 @@ class _Twins:
         )
 
 
-def _refs(op: Op) -> list[str]:
+def refs_of(op: Op) -> list[str]:
     """The values that an op reads, as often as it does."""
     return list(value_names((op.call.args, dict(op.call.kwargs))))
 
@@ -165,7 +165,7 @@ def _is_closed(graph: Graph, stretch: Stretch) -> bool:
     return True
 
 
-class _Shapes:
+class OpForms:
     """What ops are but for the names of what they read."""
 
     def __init__(self, graph: Graph) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
-from gpipe_compiler.passes.repeats import Blocks, shortest
+from gpipe_compiler.passes.repeats import Blocks, OpForms, refs_of, shortest
 from gpipe_compiler.passes.tapes import StageTapes
 
 
@@ -43,6 +44,8 @@ class Rehearsals:
     def __init__(self, graph: Graph, batch_size: int | None = None) -> None:
         self.graph = graph
         self.batch_size = graph.batch_size if batch_size is None else batch_size
+        self._forms = OpForms(graph)
+        self._known: dict[Hashable, tuple[Part, StageTapes]] = {}
 
     def of(
         self,
@@ -68,8 +71,13 @@ class Rehearsals:
             ModelError: naming the op that cannot run.
         """
         part = self._part(ops, inputs, outputs, returned, segments)
-        run = DryRun.of(self._alone(part), training=part.training)
-        return perform(part, run, self._given(part), split=split)
+        key = (split, self._form(part))
+        known = self._known.get(key)
+        if known is None:
+            run = DryRun.of(self._alone(part), training=part.training)
+            tapes = perform(part, run, self._given(part), split=split)
+            known = self._known[key] = part, tapes
+        return _renamed(known[1], known[0], part)
 
     def _part(
         self,
@@ -104,6 +112,31 @@ class Rehearsals:
             loss=loss,
         )
 
+    def _form(self, part: Part) -> Hashable:
+        """All that the tapes of a part depend on: equal for parts that differ in names alone."""
+        number = {name: index for index, name in enumerate(_names(part))}
+        states = {name: index for index, name in enumerate(part.states)}
+
+        def read(name: str) -> Hashable:
+            return number[name] if name in number else repr(self._read(name))
+
+        ops = tuple(
+            (
+                self._forms.key(op),
+                tuple(map(read, refs_of(op))),
+                tuple(states[name] for name in op.states(self.graph.modules)),
+            )
+            for op in part.ops
+        )
+        received = tuple(
+            (tuple(tensor.shape), tensor.stride(), tensor.dtype, self._trains(name))
+            for name, tensor in ((name, self._read(name)) for name in part.inputs)
+        )
+        ends = (part.results, part.returned, () if part.loss is None else (part.loss,))
+        writes = tuple(states[name] for name in part.writes)
+        handed = tuple(tuple(map(read, names)) for names in ends)
+        return ops, received, handed, part.segments, writes
+
     def _alone(self, part: Part) -> Graph:
         """The graph with no more state and modules than the part has."""
         graph = self.graph
@@ -125,11 +158,16 @@ class Rehearsals:
         )
 
     def _value(self, name: str) -> Any:
-        value = self._environment[self._told.get(name, name)]
+        value = self._read(name)
         if not isinstance(value, torch.Tensor):
             return value
-        trains = self.graph.loss is not None and self.graph.values[name].requires_grad
-        return value.detach().requires_grad_(trains)
+        return value.detach().requires_grad_(self._trains(name))
+
+    def _read(self, name: str) -> Any:
+        return self._environment[self._told.get(name, name)]
+
+    def _trains(self, name: str) -> bool:
+        return self.graph.loss is not None and self.graph.values[name].requires_grad
 
     @cached_property
     def _environment(self) -> Mapping[str, Any]:
@@ -151,6 +189,31 @@ class Rehearsals:
     @cached_property
     def _effects(self) -> Effects:
         return effects(self.graph) if self.graph.loss is not None else Effects()
+
+
+def _names(part: Part) -> tuple[str, ...]:
+    """The values of a part, in an order that is the same for parts of equal form."""
+    made = (name for op in part.ops for name in op.outputs)
+    return tuple(dict.fromkeys((*part.inputs, *made)))
+
+
+def _renamed(tapes: StageTapes, one: Part, other: Part) -> StageTapes:
+    """The tapes of one part, told of another of equal form."""
+    if one is other:
+        return tapes
+    names = dict(zip(_names(one), _names(other), strict=True))
+
+    def told(table: Mapping[str, int]) -> Mapping[str, int]:
+        return {names[name]: number for name, number in table.items()}
+
+    return dataclasses.replace(
+        tapes,
+        ops=tuple(op.name for op in other.ops),
+        received=told(tapes.received),
+        returned=told(tapes.returned),
+        arriving=told(tapes.arriving),
+        sent_back=told(tapes.sent_back),
+    )
 
 
 def _range(positions: Sequence[int]) -> range:
