@@ -23,6 +23,7 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
 from gpipe_compiler.machine_arguments import cluster_asked
+from gpipe_compiler.onnx_command import compile_file, is_onnx
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, RematChoice
@@ -141,9 +142,12 @@ def _compile(arguments: argparse.Namespace) -> None:
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
-        torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
-        subject = load(arguments.model, input_specs=arguments.input, training=options.training)
-        compiled = compile_subject(subject, options, directory, progress)
+        if is_onnx(arguments.model):
+            compiled = compile_file(arguments, compile_parser(), options, directory, progress)
+        else:
+            torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
+            subject = load(arguments.model, input_specs=arguments.input, training=options.training)
+            compiled = compile_subject(subject, options, directory, progress)
     if arguments.json:
         print(json.dumps(_document(compiled), indent=2))
     else:
@@ -184,7 +188,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
     validation = compiled.validation
     return {
         "directory": str(compiled.directory) if compiled.directory else None,
-        "frontend": compiled.frontend.value,
+        "frontend": compiled.frontend.value if compiled.frontend else "onnx",
         "plan": json.loads(compiled.plan.to_json()),
         "frontier": document(compiled.frontier) if compiled.frontier else None,
         "not_validated": compiled.not_validated or None,
@@ -209,7 +213,8 @@ def _print_compiled(compiled: Compiled) -> None:
     if directory is None and plan.crossings:
         console.print(boundary_table(plan))
     held, refused = compiled.validation, compiled.not_validated
-    console.print(summary_table(plan, compiled.frontend.value, held, refused))
+    frontend = compiled.frontend.value if compiled.frontend else "onnx"
+    console.print(summary_table(plan, frontend, held, refused))
     if directory is None:
         _say("dry run: nothing written")
         return

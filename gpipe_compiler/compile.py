@@ -136,14 +136,14 @@ class Compiled:
     """What a compile gives.
 
     Attributes:
-        frontend: the one that traced the model.
+        frontend: the one that traced the model; None for an ONNX model.
         directory: the package; None after a dry run.
         validation: what was compared; None when nothing was.
         not_validated: why nothing was compared, where that was not what the user asked for.
         frontier: all settings that were compared, where they were not given.
     """
 
-    frontend: Frontend
+    frontend: Frontend | None
     plan: Plan
     directory: Path | None
     validation: Validation | None
@@ -278,7 +278,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             example=real_example(subject) if on_meta(graph) else None,
         )
     except ValidationError as error:
-        raise _left_aside(error, directory) from error
+        raise left_aside(error, directory) from error
     return Compiled(frontend, made, placed, found[0] if found else None, refused, frontier)
 
 
@@ -292,6 +292,13 @@ def plan_as_asked(
         PlanError, UsageError: when there can be no plan.
     """
     bench = Workbench(graph, options.cluster, options.measured, options.constraints)
+    return plan_on(bench, options, progress)
+
+
+def plan_on(
+    bench: Workbench, options: CompileOptions, progress: Progress = silent
+) -> tuple[Plan, Frontier | None]:
+    """The same, for a graph on its workbench."""
     policy, stages, microbatches = options.policy, options.stages, options.microbatches
     if not (
         isinstance(stages, Auto)
@@ -313,7 +320,7 @@ def plan_as_asked(
     return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier
 
 
-def _left_aside(error: ValidationError, directory: Path) -> ValidationError:
+def left_aside(error: ValidationError, directory: Path) -> ValidationError:
     """The error, which tells too where the package is."""
     left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
     hint = f"{error.hint}; {left}" if error.hint else left

@@ -200,10 +200,25 @@ def _run_package(
     Its stages compute where the model did and with as many threads, since other kernels round in
     another way.
     """
+    run_check(
+        directory,
+        [*options, "--devices", ",".join(map(str, devices))],
+        threads=threads * len(devices),
+    )
+
+
+def run_check(directory: Path, options: Sequence[object], *, threads: int) -> None:
+    """`run.py check` of a package, where this compiler cannot be imported.
+
+    Args:
+        threads: of the process.
+
+    Raises:
+        ValidationError: when the package cannot be run. Differences are not raised.
+    """
     command = [sys.executable, "-c", _ISOLATED, directory / "run.py", "check", *options]
-    command += ["--devices", ",".join(map(str, devices))]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = str(threads * len(devices))
+    environment["OMP_NUM_THREADS"] = str(threads)
     finished = subprocess.run(
         [str(word) for word in command],
         check=False,

@@ -27,7 +27,18 @@ def costs_by_kind(graph: Graph, kinds: Sequence[Device], *, measured: bool) -> l
     times = measure(graph, here)
     if all(map(is_here, kinds)):
         return [times] * len(kinds)
-    at_home, *elsewhere = rooflines(graph, [here, *kinds])
+    return on_kinds(times, rooflines(graph, [here, *kinds]), kinds)
+
+
+def on_kinds(times: Costs, estimated: Sequence[Costs], kinds: Sequence[Device]) -> list[Costs]:
+    """Times of this machine, on it and on other kinds of devices.
+
+    Args:
+        estimated: by the rooflines of this machine and of each kind.
+    """
+    if all(map(is_here, kinds)):
+        return [times] * len(kinds)
+    at_home, *elsewhere = estimated
     far = ", ".join(dict.fromkeys(kind.name for kind in kinds if not is_here(kind)))
     source = f"{times.source}; on {far} scaled by rooflines"
     return [

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import safetensors
 import torch
@@ -69,11 +70,38 @@ def emit(
             "the plan has no graph, so there is no code to write",
             hint="plan the graph again: a plan read from JSON has no graph",
         )
+    tell = progress or (lambda _: None)
+    real = plan.graph.example if example is None else example
+    return place(
+        directory,
+        lambda folder: _write(plan, folder, hooks, tell, real),
+        force=force,
+        check=check,
+    )
+
+
+def place(
+    directory: Path,
+    write: Callable[[Path], None],
+    *,
+    force: bool,
+    check: Callable[[Path], None] | None,
+) -> Path:
+    """Has a package written beside its place, checked, and moved there; see `emit`.
+
+    Args:
+        write: writes all files into the folder that it is given.
+
+    Returns:
+        The absolute path of the package.
+
+    Raises:
+        EmitError: when something stands there already, or it cannot be written.
+    """
     target = Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would follow a link
     refuse_taken(target, force=force)
-    tell = progress or (lambda _: None)
     with _beside(target) as folder:
-        _write(plan, folder, hooks, tell, plan.graph.example if example is None else example)
+        write(folder)
         if check is not None:
             try:
                 check(folder)
@@ -116,13 +144,14 @@ def _write(
     texts[PLAN] = plan.to_json()
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    _copy_runtime(folder / "runtime")
+    copy_runtime(gpipe_compiler.runtime, folder / "runtime")
     write_weights(graph, stages, folder / "weights", tell, example)
     write_report(plan, folder / "report.html")
 
 
-def _copy_runtime(folder: Path) -> None:
-    source = Path(gpipe_compiler.runtime.__file__ or "").parent
+def copy_runtime(package: ModuleType, folder: Path) -> None:
+    """Copies what a package runs on."""
+    source = Path(package.__file__ or "").parent
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "tests"))
 
 

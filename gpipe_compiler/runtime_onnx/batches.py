@@ -87,21 +87,16 @@ def split(spec: PipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Valu
         start = 0
         for values, size in zip(found, sizes, strict=True):
             part = array[start : start + size] if known.batched else array
-            values[known.name] = value_of(part, known.dtype)
+            values[known.name] = OrtValue.ortvalue_from_numpy(part)
             start += size
     return found
 
 
-def value_of(array: np.ndarray, dtype: str) -> OrtValue:
-    """An array as ONNX Runtime takes it, without a copy."""
-    return OrtValue.ortvalue_from_numpy(array)
-
-
-def join(spec: PipelineSpec, results: Sequence[Values]) -> dict[str, np.ndarray]:
+def join(spec: PipelineSpec, results: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """The outputs of the mini-batch, from those of its micro-batches."""
     joined = {}
     for output in spec.outputs:
-        parts = [values[output.name].numpy() for values in results]
+        parts = [values[output.name] for values in results]
         if output.batch_dim is None or len(parts) == 1:
             joined[output.name] = parts[0]
         else:

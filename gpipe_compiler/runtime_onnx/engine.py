@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from .schedule import Action
 from .spec import PipelineSpec
 from .stage import Stage, Values
 from .transport import Endpoint
@@ -18,44 +19,62 @@ class Engine:
 
     def __init__(self, spec: PipelineSpec, stages: Mapping[int, Stage]) -> None:
         self.stages = stages
-        self._makers = {crossing.value: crossing.source for crossing in spec.crossings}
-        self._targets = {crossing.value: crossing.targets for crossing in spec.crossings}
-        self._kept = frozenset(output.name for output in spec.outputs)
-        order = sorted(stages)
-        self._last_use = {name: index for index in order for name in spec.stages[index].inputs}
+        self._sources = {crossing.value: crossing.source for crossing in spec.crossings}
+        self._away = {
+            crossing.value: tuple(t for t in crossing.targets if t not in stages)
+            for crossing in spec.crossings
+        }
+        self._outputs = frozenset(output.name for output in spec.outputs)
+        self._last_use = {
+            name: index for index in sorted(stages) for name in spec.stages[index].inputs
+        }
 
-    def run(self, inputs: Sequence[Values], endpoint: Endpoint) -> list[Values]:
+    def run(
+        self, actions: Sequence[Action], inputs: Sequence[Values], endpoint: Endpoint
+    ) -> list[Values]:
         """The outputs of the pipeline that are made here, for each micro-batch.
 
-        Every stage of the device runs a micro-batch before the next one is begun.
-
         Args:
+            actions: stages and micro-batches, in order.
             inputs: those of the pipeline, for each micro-batch.
 
         Raises:
             StageError: when a stage fails.
         """
-        results: list[Values] = []
-        for number, given in enumerate(inputs):
-            values = dict(given)
-            kept: Values = {name: given[name] for name in self._kept & given.keys()}
-            endpoint.begin(number)
-            for index in sorted(self.stages):
-                stage = self.stages[index]
-                for name in stage.spec.inputs:
-                    if name not in values:
-                        values[name] = endpoint.take(name, number, self._makers[name])
-                made = stage.run(number, values)
-                for name, value in made.items():
-                    values[name] = value
-                    if name in self._kept:
-                        kept[name] = value
-                    away = [t for t in self._targets.get(name, ()) if t not in self.stages]
-                    if away:
-                        endpoint.send(name, number, value, away)
-                for name in [n for n in values if self._last_use.get(n, -1) <= index]:
-                    del values[name]
-            endpoint.end(number)
-            results.append(kept)
+        values = [dict(given) for given in inputs]
+        results: list[Values] = [{} for _ in inputs]
+        first, last = _ends(actions)
+        for place, (index, number) in enumerate(actions):
+            if first[number] == place:
+                endpoint.begin(number)
+            self._compute(self.stages[index], number, values[number], results[number], endpoint)
+            if last[number] == place:
+                values[number].clear()
+                endpoint.end(number)
         endpoint.flush()
         return results
+
+    def _compute(
+        self, stage: Stage, number: int, values: Values, results: Values, endpoint: Endpoint
+    ) -> None:
+        for name in stage.spec.inputs:
+            if name not in values:
+                values[name] = endpoint.take(name, number, self._sources[name])
+        for name, value in stage.run(number, values).items():
+            values[name] = value
+            if name in self._outputs:
+                results[name] = value
+            if self._away.get(name):
+                endpoint.send(name, number, value, self._away[name])
+        for name in [name for name in values if self._last_use.get(name, -1) <= stage.index]:
+            del values[name]
+
+
+def _ends(actions: Sequence[Action]) -> tuple[dict[int, int], dict[int, int]]:
+    """The places of the first and of the last action on each micro-batch."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, (_, number) in enumerate(actions):
+        first.setdefault(number, place)
+        last[number] = place
+    return first, last

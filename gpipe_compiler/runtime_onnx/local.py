@@ -9,6 +9,7 @@ from onnxruntime import OrtValue
 
 from .engine import Engine
 from .errors import PipelineError
+from .schedule import orders_for
 from .spec import PipelineSpec
 from .stage import Values
 
@@ -111,12 +112,13 @@ def run_local(
         PipelineError: the first that a device has raised; the others have stopped.
     """
     exchange = Exchange(spec.placement, len(engines))
+    orders = orders_for(spec, len(inputs))
     results: dict[int, list[Values]] = {}
     errors: list[BaseException] = []
 
     def work(device: int, engine: Engine) -> None:
         try:
-            results[device] = engine.run(inputs, LocalEndpoint(exchange, device))
+            results[device] = engine.run(orders[device], inputs, LocalEndpoint(exchange, device))
         except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001  # told by the caller's thread

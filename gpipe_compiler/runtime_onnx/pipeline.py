@@ -9,6 +9,7 @@ import numpy as np
 
 from .batches import batch_size, join, sizes_of, split
 from .devices import DeviceChoice, parse_devices
+from .distributed import World, gathered, rank_here, run_rank
 from .engine import Engine
 from .local import run_local
 from .spec import PipelineSpec
@@ -16,10 +17,12 @@ from .stage import SessionChoice, Stage
 
 
 class Pipeline:
-    """All stages in this process, each device a thread of its own.
+    """The stages: all in this process, each device a thread; under torchrun, a process each.
 
         pipe = Pipeline()
         outputs = pipe({"images": images})        # numpy arrays by the model's own names
+
+    Under torchrun every rank makes one and calls it alike; all get the outputs.
 
     Args:
         spec: of the package.
@@ -45,13 +48,26 @@ class Pipeline:
     ) -> None:
         self.spec = spec
         self.devices = choices(spec, devices)
-        made = [
-            SessionChoice(device, threads, custom_ops=tuple(custom_ops)) for device in self.devices
-        ]
+        self._world = World(len(spec.devices)) if rank_here() is not None else None
+        mine = range(len(spec.devices)) if self._world is None else (self._world.rank,)
+        made = {
+            number: SessionChoice(self.devices[number], threads, custom_ops=tuple(custom_ops))
+            for number in mine
+        }
         self._engines = {
             number: Engine(spec, load_stages(spec, folder, number, choice))
-            for number, choice in enumerate(made)
+            for number, choice in made.items()
         }
+
+    @property
+    def rank(self) -> int:
+        """This process's number; 0 where there is but one."""
+        return 0 if self._world is None else self._world.rank
+
+    def close(self) -> None:
+        """Leave the other ranks. Not needed where there are none."""
+        if self._world is not None:
+            self._world.close()
 
     def __call__(
         self, inputs: Mapping[str, np.ndarray], *, microbatches: int | None = None
@@ -66,7 +82,15 @@ class Pipeline:
             StageError: when a stage fails.
         """
         sizes = sizes_of(self.spec, batch_size(self.spec, inputs), microbatches)
-        return join(self.spec, run_local(self.spec, self._engines, split(self.spec, inputs, sizes)))
+        given = split(self.spec, inputs, sizes)
+        if self._world is None:
+            found = run_local(self.spec, self._engines, given)
+            return join(
+                self.spec,
+                [{name: value.numpy() for name, value in values.items()} for values in found],
+            )
+        mine = run_rank(self.spec, self._world, self._engines[self.rank], given)
+        return join(self.spec, gathered(self.spec, self._world, mine))
 
 
 def choices(spec: PipelineSpec, devices: str | Sequence[str] | None) -> tuple[DeviceChoice, ...]:

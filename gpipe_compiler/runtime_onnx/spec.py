@@ -67,6 +67,7 @@ class PipelineSpec:
         orders: for each device, its actions on the planned number of micro-batches: `0F0 0F1`.
         microbatch_size: samples in a micro-batch, as planned.
         fixed: whether micro-batches can be of no other size.
+        quantised: whether nodes round to integers, so that last places may show in full.
     """
 
     name: str
@@ -80,3 +81,4 @@ class PipelineSpec:
     microbatches: int
     microbatch_size: int
     fixed: bool = False
+    quantised: bool = False

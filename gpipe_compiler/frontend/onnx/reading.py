@@ -43,11 +43,6 @@ class OnnxModel:
         return SourceLocation(str(self.path), 0)
 
 
-def is_onnx(model: str) -> bool:
-    """Whether MODEL of the command names an ONNX file."""
-    return model.endswith(".onnx")
-
-
 def read_model(path: Path) -> OnnxModel:
     """The model in a file.
 

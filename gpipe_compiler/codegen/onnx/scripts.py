@@ -1,0 +1,199 @@
+"""The Python of a package of ONNX stages, and its README."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gpipe_compiler.codegen.constants import quote
+from gpipe_compiler.codegen.layout import WIDTH, Expression, call, lay_out, name, tuple_of
+from gpipe_compiler.codegen.names import identifier
+from gpipe_compiler.codegen.onnx.staged import staged_file
+from gpipe_compiler.codegen.onnx.stages import stage_file
+from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.ir import Graph, Input, Value
+from gpipe_compiler.passes.onnx_constants import node_of
+from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.runtime.schedule.actions import format_order
+from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+
+_QUANTISED = ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinear")
+"""How operators begin that round to integers."""
+
+
+def write_onnx_schedule(plan: Plan, *, fixed: bool) -> str:
+    """The source of `schedule.py`.
+
+    Args:
+        fixed: whether the model takes batches of one size only.
+    """
+    graph = plan.graph
+    assert graph is not None
+    text = lay_out(_pipeline(plan, graph, fixed=fixed), prefix="SPEC = ")
+    used = ("Crossing", "Input", "Output", "PipelineSpec", "StageSpec")
+    found = [item for item in used if any(f"{item}(" in line for line in text)]
+    orders = [
+        textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
+        for order in plan.orders
+    ]
+    wrapped = any(len(lines) > 1 for lines in orders)
+    lines = list(itertools.chain.from_iterable([*lines, ""] for lines in orders))[:-1]
+    return render(
+        "onnx_schedule.py.jinja",
+        name=plan.name,
+        stages=len(plan.stages),
+        microbatches=plan.microbatches,
+        several=len(plan.orders) < len(plan.stages),
+        drawing=_drawing(plan),
+        spec_import=[f"from .runtime.spec import {', '.join(found)}"],
+        orders=lines if wrapped else [line for line in lines if line],
+        wrapped=wrapped,
+        spec=text,
+    )
+
+
+def _drawing(plan: Plan) -> list[str]:
+    room = WIDTH - 8
+    return [
+        f"{line[: room - 4]} ..." if len(line) > room else line
+        for line in diagram(plan.orders, needs_of(plan.crossings)).splitlines()
+    ]
+
+
+def _pipeline(plan: Plan, graph: Graph, *, fixed: bool) -> Expression:
+    placement = plan.placement or tuple(range(len(plan.stages)))
+    options = {
+        "name": _text(plan.name),
+        "stages": _all([_stage(stage) for stage in plan.stages]),
+        "inputs": _all([_input(source, fixed=fixed) for source in graph.inputs]),
+        "outputs": _all([_output(graph.values[item]) for item in graph.output_values]),
+        "crossings": _all(
+            [
+                call("Crossing", [_text(c.value), name(str(c.source)), _numbers(c.targets)])
+                for c in plan.crossings
+            ]
+        ),
+        "placement": _numbers(placement),
+        "devices": tuple_of([_text(device) for device in runtime_devices(plan)]),
+        "orders": name("ORDERS"),
+        "microbatches": name(str(plan.microbatches)),
+        "microbatch_size": name(str(plan.microbatch_size)),
+    }
+    if fixed:
+        options["fixed"] = name("True")
+    if any(node_of(op).op_type.startswith(_QUANTISED) for op in graph.ops):
+        options["quantised"] = name("True")
+    items = [value.prefixed(f"{key}=") for key, value in options.items()]
+    return call("PipelineSpec", items, exploded=True)
+
+
+def runtime_devices(plan: Plan) -> tuple[str, ...]:
+    """The devices of a plan as ONNX Runtime has them: `cpu`, `cuda:0`."""
+    return tuple(
+        "cpu" if _is_processor(device.name) else f"cuda:{number}"
+        for number, device in enumerate(plan.devices)
+    )
+
+
+def _is_processor(name_: str) -> bool:
+    return name_.endswith(" host") or "CPU" in name_
+
+
+def _stage(stage: Stage) -> Expression:
+    items = [
+        _text(stage_file(stage)),
+        tuple_of([_text(item) for item in stage.inputs]),
+        tuple_of([_text(item) for item in stage.outputs]),
+    ]
+    return call("StageSpec", items)
+
+
+def _input(source: Input, *, fixed: bool) -> Expression:
+    shape = list(map(str, source.shape or ()))
+    if source.batched and not fixed:
+        shape[0] = "None"
+    sizes = tuple_of([name(size) for size in shape])
+    items = [_text(source.name), _text(_numpy(source.dtype)), sizes]
+    if not source.batched:
+        items.append(name("batched=False"))
+    return call("Input", items)
+
+
+def _numpy(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _output(value: Value) -> Expression:
+    options = [] if value.batch_dim == 0 else [name(f"batch_dim={value.batch_dim}")]
+    return call("Output", [_text(value.name), *options])
+
+
+def write_onnx_init(plan: Plan) -> str:
+    """The source of `__init__.py`, with the Pipeline of the package."""
+    return render("onnx_init.py.jinja", name=plan.name, stages=len(plan.stages))
+
+
+def write_onnx_run(plan: Plan) -> str:
+    """The source of `run.py`."""
+    package = identifier(f"{plan.name}_x{len(plan.stages)}")
+    return render(
+        "run.py.jinja", name=plan.name, package=package, training=False, hooks=None, offered=""
+    )
+
+
+def write_onnx_readme(plan: Plan) -> str:
+    """What the package is, how to run it, what each stage holds."""
+    graph = plan.graph
+    assert graph is not None
+    return render(
+        "onnx_readme.md.jinja",
+        name=plan.name,
+        package=identifier(f"{plan.name}_x{len(plan.stages)}"),
+        parameters=f"{graph.parameter_count:,}",
+        count=len(plan.stages),
+        devices=len(plan.orders),
+        example=", ".join(f'"{item.name}": {identifier(item.name)}' for item in graph.inputs),
+        inputs=[_described(graph, item.name) for item in graph.inputs],
+        outputs=[_described(graph, item) for item in graph.output_values],
+        stages=[_row(graph, stage) for stage in plan.stages],
+        microbatches=plan.microbatches,
+        microbatch_size=plan.microbatch_size,
+        staged=staged_file(plan),
+    )
+
+
+def _described(graph: Graph, value_name: str) -> str:
+    value = graph.values[value_name]
+    sizes = list(map(str, value.shape))
+    if value.batch_dim is not None:
+        times = value.shape[value.batch_dim] / graph.batch_size
+        sizes[value.batch_dim] = "B" if times == 1 else f"{times:g}B"
+    return f"`{value_name}`: {' x '.join(sizes) or 'a number'}, {_numpy(value.dtype)}"
+
+
+def _row(graph: Graph, stage: Stage) -> str:
+    numbers = sum(math.prod(graph.state[item].shape) for item in stage.state)
+    return (
+        f"| [{stage.index}]({stage_file(stage)}) | {len(stage.ops)} | {numbers:,} "
+        f"| {_listed(stage.inputs)} | {_listed(stage.outputs)} |"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{item}`" for item in names) or "none"
+
+
+def _numbers(numbers: Iterable[int]) -> Expression:
+    return tuple_of([name(str(number)) for number in numbers])
+
+
+def _all(items: Sequence[Expression]) -> Expression:
+    return tuple_of(items, exploded=len(items) > 1)
+
+
+def _text(text: str) -> Expression:
+    return name(quote(text))

@@ -1,0 +1,97 @@
+"""A copy of the whole model in which every node tells its stage and device.
+
+As metadata of each node (`gpipe.stage`, `gpipe.device`), which Netron shows, and as multi-device
+annotations of the IR version 11: one configuration, and the pipeline stage of each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+from onnx import ModelProto, TensorProto
+
+from gpipe_compiler.codegen.onnx.weights import Place, point_to, save, write_weights
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.plan import Plan
+
+CONFIGURATION = "gpipe"
+"""The name of the multi-device configuration."""
+
+_SINCE = 11
+"""The IR version that has multi-device annotations."""
+
+
+def staged_file(plan: Plan) -> str:
+    """What the copy is called."""
+    return f"{plan.name}.staged.onnx"
+
+
+def write_staged(plan: Plan, model: OnnxModel, folder: Path, places: Mapping[str, Place]) -> Path:
+    """Writes the copy, checked by onnx.checker.
+
+    Args:
+        places: of weights that stand in the files of stages; the copy reads them there.
+
+    Raises:
+        EmitError: when the checker refuses it.
+    """
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
+    for tensor in proto.graph.initializer:
+        if tensor.name in places:
+            point_to(tensor, places[tensor.name])
+    path = folder / staged_file(plan)
+    apart = any(t.data_location == TensorProto.EXTERNAL for t in proto.graph.initializer)
+    if places and apart:
+        rest = folder / f"{path.name}.data"
+        _write_rest(proto, model, rest, places)
+    else:
+        onnx.external_data_helper.load_external_data_for_model(proto, str(model.path.parent))
+    _annotate(proto, plan)
+    save(proto, path)
+    try:
+        onnx.checker.check_model(path)
+    except onnx.checker.ValidationError as error:
+        raise EmitError(f"onnx.checker refuses the annotated model: {error}") from error
+    return path
+
+
+def _write_rest(
+    proto: ModelProto, model: OnnxModel, file: Path, places: Mapping[str, Place]
+) -> None:
+    """Brings along the weights that no stage has: those that no node reads."""
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name in places]
+    rest = [tensor for tensor in proto.graph.initializer if tensor.name not in places]
+    copies = [TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
+    others = [TensorProto.FromString(tensor.SerializeToString()) for tensor in rest]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(others)
+    write_weights(proto.graph, model.path.parent, file)
+    proto.graph.initializer.extend(copies)
+
+
+def _annotate(proto: ModelProto, plan: Plan) -> None:
+    graph = plan.graph
+    assert graph is not None
+    stage_of = {name: stage.index for stage in reversed(plan.stages) for name in stage.ops}
+    devices = [f"{number}: {device.name}" for number, device in enumerate(plan.devices)]
+    if proto.ir_version < _SINCE:
+        proto.ir_version = _SINCE
+    configuration = proto.configuration.add()
+    configuration.name = CONFIGURATION
+    configuration.num_devices = len(plan.orders)
+    configuration.device.extend(devices)
+    for node, op in zip(proto.graph.node, graph.ops, strict=True):
+        stage = stage_of.get(op.name)
+        if stage is None:  # constant, and read by nobody
+            continue
+        device = plan.placement[stage] if plan.placement else stage
+        for key, value in (("gpipe.stage", str(stage)), ("gpipe.device", devices[device])):
+            entry = node.metadata_props.add()
+            entry.key, entry.value = key, value
+        place = node.device_configurations.add()
+        place.configuration_id = CONFIGURATION
+        place.pipeline_stage = stage

@@ -1,0 +1,133 @@
+"""From an ONNX model to a package of ONNX stages that is proved equal to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpipe_compiler.cluster import Device, is_here, this_machine
+from gpipe_compiler.codegen.onnx.package import emit_onnx
+from gpipe_compiler.codegen.package import refuse_taken
+from gpipe_compiler.compile import (
+    Compiled,
+    CompileOptions,
+    Progress,
+    left_aside,
+    plan_on,
+    refuse_failed,
+    silent,
+)
+from gpipe_compiler.errors import UsageError, ValidationError
+from gpipe_compiler.frontend.onnx.graph import graph_of
+from gpipe_compiler.frontend.onnx.reading import OnnxModel, read_model
+from gpipe_compiler.frontend.onnx.sizes import InputSizes, input_sizes
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.costs_by_kind import on_kinds
+from gpipe_compiler.passes.onnx_cost import onnx_rooflines
+from gpipe_compiler.passes.onnx_facts import onnx_facts
+from gpipe_compiler.passes.onnx_measure import onnx_measured
+from gpipe_compiler.report.html import write_report
+from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.validate import Validation
+from gpipe_compiler.validate_onnx import random_inputs, validate_onnx
+from gpipe_compiler.workbench import Prepared, Workbench
+
+
+def compile_onnx(
+    path: Path,
+    options: CompileOptions,
+    directory: Path | None,
+    *,
+    inputs: Sequence[str] = (),
+    progress: Progress = silent,
+) -> Compiled:
+    """A package that runs an ONNX model as a pipeline in ONNX Runtime.
+
+    Args:
+        path: of the model.
+        options: for inference, in the precision of the model.
+        directory: where the package goes; None is a dry run, which writes nothing.
+        inputs: shapes of the inputs, as `--input` takes them.
+
+    Raises:
+        ValidationError: when the package does not reproduce the model; it then stands beside
+            `directory`, named `<directory>.failed`.
+        GPipeCompilerError: whatever else is wrong; nothing has been written then.
+    """
+    _refuse_unfit(options)
+    options = dataclasses.replace(options, training=False)
+    if directory is not None:
+        refuse_taken(directory, force=options.force)
+    progress("reading the model")
+    model = read_model(path)
+    sizes = input_sizes(model, inputs)
+    progress("planning")
+    bench = workbench_of(model, sizes, options)
+    made, frontier = plan_on(bench, options, progress)
+    if directory is None:
+        return Compiled(None, made, None, None, frontier=frontier)
+    found: list[Validation] = []
+
+    def hold(folder: Path) -> None:
+        if options.validate:
+            progress("validating the package against the model")
+            found.append(validate_onnx(model, sizes, made, folder, seed=options.seed))
+            write_report(made, folder / "report.html", found[0])
+            refuse_failed(found[0])
+
+    try:
+        placed = emit_onnx(
+            made,
+            model,
+            directory,
+            fixed=sizes.fixed,
+            force=options.force,
+            progress=progress,
+            check=hold,
+        )
+    except ValidationError as error:
+        raise left_aside(error, directory) from error
+    return Compiled(None, made, placed, found[0] if found else None, frontier=frontier)
+
+
+def workbench_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Workbench:
+    """What plans an ONNX model."""
+    kinds = options.cluster.kinds
+
+    def analysed(samples: int, _: Precision) -> Prepared:
+        graph = graph_of(model, sizes, samples)
+        costs = tuple(
+            _measured(model, sizes, graph, kinds)
+            if options.measured
+            else onnx_rooflines(graph, kinds)
+        )
+        return Prepared(graph, costs, onnx_facts(graph, costs[0]))
+
+    whole = graph_of(model, sizes, sizes.batch)
+    return Workbench(whole, options.cluster, options.measured, options.constraints, analysed)
+
+
+def _measured(
+    model: OnnxModel, sizes: InputSizes, graph: Graph, kinds: Sequence[Device]
+) -> list[Costs]:
+    """Costs on each kind of device, by the clock of this machine."""
+    here = next(filter(is_here, kinds), None) or this_machine()
+    estimated = onnx_rooflines(graph, [here, *kinds])
+    inputs = random_inputs(sizes, graph.batch_size, seed=0)
+    return on_kinds(onnx_measured(model, graph, inputs, estimated[0]), estimated, kinds)
+
+
+def _refuse_unfit(options: CompileOptions) -> None:
+    """Raises UsageError for what says something about training, or about another precision."""
+    if options.precision is not Precision.FP32:
+        raise UsageError(
+            f"--precision {options.precision.value}: an ONNX model computes in its own types",
+            hint="leave it out; onnxconverter-common converts models to 16 bits",
+        )
+    if options.data_parallel != 1:
+        raise UsageError(
+            "--data-parallel: an ONNX model is not trained, so there is nothing to keep equal",
+            hint="start the package several times",
+        )

@@ -1,0 +1,61 @@
+"""`gpipe-compile model.onnx`: what of the command means something for an ONNX model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from gpipe_compiler.compile import Compiled, CompileOptions, Progress
+from gpipe_compiler.errors import UsageError
+
+_TRAINING = ("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel")
+"""Options that say how a package trains."""
+
+_NEEDED = ("onnx", "onnxruntime")
+
+
+def is_onnx(model: str) -> bool:
+    """Whether MODEL of the command names an ONNX file."""
+    return model.endswith(".onnx")
+
+
+def compile_file(
+    arguments: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    options: CompileOptions,
+    directory: Path | None,
+    progress: Progress,
+) -> Compiled:
+    """What the command asks for.
+
+    Args:
+        parser: that made the arguments; it knows their defaults.
+
+    Raises:
+        UsageError: for options that say how to train or to trace, and where onnx or onnxruntime is
+            not installed.
+        GPipeCompilerError: whatever is wrong with the model.
+    """
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in (*_TRAINING, "frontend", "per_microbatch")
+        if getattr(arguments, name) != parser.get_default(name)
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: an ONNX model is neither traced nor trained",
+            hint="leave it out, or compile the model.py that it was exported from",
+        )
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{arguments.model} needs {' and '.join(missing)}, which is not installed",
+            hint="pip install gpipe-compiler[onnx]",
+        )
+    # Imported here: both take long to import, and are not needed for anything else.
+    from gpipe_compiler.compile_onnx import compile_onnx
+
+    return compile_onnx(
+        Path(arguments.model), options, directory, inputs=arguments.input, progress=progress
+    )

@@ -1,0 +1,80 @@
+"""The pipeline held against the whole model, which ONNX Runtime runs in one piece.
+
+Both run the same nodes, but the optimiser of ONNX Runtime sees other neighbours at a cut, and a
+convolution of a micro-batch may take another kernel than that of the mini-batch: floats differ in
+their last places. An output passes when its largest difference is at most `RELATIVE` of its own
+largest entry; integers and booleans pass when they are equal. In a quantised model a difference in
+the last place may change what a number is rounded to: there it passes within `QUANTISED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+RELATIVE = 1e-4
+QUANTISED = 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one output compares.
+
+    Attributes:
+        difference: the largest absolute difference.
+        relative: as a share of the largest entry of the reference.
+        fault: what is wrong; "" where nothing is.
+    """
+
+    name: str
+    difference: float
+    relative: float
+    tolerance: float
+    fault: str = ""
+
+
+def compare(
+    expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], *, quantised: bool
+) -> list[Row]:
+    """Every output, held against the reference."""
+    return [_row(name, array, found.get(name), quantised) for name, array in expected.items()]
+
+
+def _row(name: str, expected: np.ndarray, found: np.ndarray | None, quantised: bool) -> Row:
+    exact = not np.issubdtype(expected.dtype, np.inexact)
+    tolerance = 0.0 if exact and not quantised else QUANTISED if quantised else RELATIVE
+    if found is None:
+        return Row(name, np.inf, np.inf, tolerance, "is missing")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        told = f"is {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
+        return Row(name, np.inf, np.inf, tolerance, told)
+    if not np.issubdtype(expected.dtype, np.number):
+        same = bool((found == expected).all())
+        return Row(name, 0.0 if same else 1.0, 0.0 if same else 1.0, 0.0, "" if same else "differs")
+    apart, size = _difference(expected, found)
+    relative = apart / size if size else float(apart > 0)
+    fault = "" if relative <= tolerance else f"differs by {relative:.2g} of its size"
+    return Row(name, apart, relative, tolerance, fault)
+
+
+def _difference(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
+    """The largest difference, and the largest entry; where both are NaN or infinite, none."""
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    one, other = expected.astype(wide), found.astype(wide)
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    finite = np.where(np.isfinite(one), np.abs(one), 0.0)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(one - other))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    return float(apart.max(initial=0.0)), float(finite.max(initial=0.0))
+
+
+def format_rows(rows: list[Row]) -> str:
+    """A line for every output."""
+    lines = []
+    for row in rows:
+        word = row.fault or "equal" if not row.difference else row.fault or "within tolerance"
+        lines.append(f"{row.name}: largest difference {row.difference:.2g}, {word}")
+    return "\n".join(lines)

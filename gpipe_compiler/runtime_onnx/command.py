@@ -1,0 +1,185 @@
+"""The command of a package of ONNX stages: `run.py infer | check | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from .arrays import arrays_for, random_arrays, read_arrays
+from .check import compare, format_rows
+from .errors import PipelineError, UsageError
+from .pipeline import Pipeline
+from .spec import PipelineSpec
+
+FAILED_CHECK = 3
+INTERRUPTED = 130
+WARM_UP = 3
+
+
+def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Returns:
+        0 when done, 1 when a stage fails, 2 for wrong usage, 3 for a failed check.
+    """
+    arguments = _parser(spec).parse_args(argv)
+    pipe: Pipeline | None = None
+    try:
+        pipe = Pipeline(
+            spec,
+            folder,
+            devices=arguments.devices,
+            threads=arguments.threads,
+            custom_ops=arguments.custom_ops,
+        )
+        return int(arguments.work(pipe, folder, arguments))
+    except (PipelineError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, PipelineError) else 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        if pipe is not None:
+            pipe.close()
+
+
+def _parser(spec: PipelineSpec) -> argparse.ArgumentParser:
+    count = len(spec.devices)
+    parser = argparse.ArgumentParser(
+        prog="run.py",
+        description=f"{spec.name} as a pipeline of {len(spec.stages)} stages on {count} devices, "
+        f"in ONNX Runtime. Under torchrun: --nproc-per-node {count}.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    infer = commands.add_parser("infer", help="run the model")
+    infer.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
+    infer.add_argument("--output", type=Path, metavar="FILE", help=".npz to write")
+    infer.set_defaults(work=_infer)
+    check = commands.add_parser("check", help="compare with the whole model")
+    check.add_argument(
+        "--reference", type=Path, metavar="FILE", help="the model (.onnx), or its outputs (.npz)"
+    )
+    check.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
+    check.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
+    check.set_defaults(work=_check)
+    bench = commands.add_parser("bench", help="time it")
+    bench.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
+    bench.add_argument("--steps", type=_positive, default=10, metavar="N")
+    bench.set_defaults(work=_bench)
+    for command in (infer, check, bench):
+        _add_common(command, spec)
+    return parser
+
+
+def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
+    planned = ",".join(spec.devices)
+    command.add_argument(
+        "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
+    )
+    command.add_argument(
+        "--threads", type=_positive, default=1, metavar="N", help="of each stage (default 1)"
+    )
+    command.add_argument(
+        "--microbatches", type=_positive, metavar="M", help="that a batch is split into"
+    )
+    command.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=spec.microbatches * spec.microbatch_size,
+        metavar="B",
+        help="samples of random inputs (default %(default)s)",
+    )
+    command.add_argument("--seed", type=int, default=0, help="of random inputs")
+    command.add_argument(
+        "--custom-ops",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="LIB",
+        help="a library of custom operators; may be given again",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _inputs(pipe: Pipeline, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
+    if arguments.input is not None:
+        return arrays_for(pipe.spec, arguments.input)
+    return random_arrays(pipe.spec, arguments.batch_size, arguments.seed)
+
+
+def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
+    outputs = pipe(_inputs(pipe, arguments), microbatches=arguments.microbatches)
+    if pipe.rank:
+        return 0
+    for name, array in outputs.items():
+        print(f"{name}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
+    if arguments.output is not None:
+        with arguments.output.open("wb") as file:
+            np.savez(file, **outputs)
+        print(f"outputs saved to {arguments.output}")
+    return 0
+
+
+def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
+    inputs = _inputs(pipe, arguments)
+    found = pipe(inputs, microbatches=arguments.microbatches)
+    if pipe.rank:
+        return 0
+    reference = arguments.reference
+    if reference is None:
+        reference = next(iter(folder.glob("*.staged.onnx")), None)
+    if reference is None:
+        raise UsageError("there is no model to compare with: --reference model.onnx")
+    if reference.suffix == ".onnx":
+        expected = _whole(reference, inputs, arguments.threads)
+    else:
+        expected = read_arrays(reference)
+    rows = compare(expected, found, quantised=pipe.spec.quantised)
+    print(format_rows(rows))
+    if arguments.report is not None:
+        arguments.report.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+    return FAILED_CHECK if any(row.fault for row in rows) else 0
+
+
+def _whole(model: Path, inputs: dict[str, np.ndarray], threads: int) -> dict[str, np.ndarray]:
+    """What the whole model makes of the inputs."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(model), options, ["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def _bench(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
+    inputs = _inputs(pipe, arguments)
+    seconds = []
+    for _step in range(WARM_UP + arguments.steps):
+        start = time.perf_counter()
+        pipe(inputs, microbatches=arguments.microbatches)
+        seconds.append(time.perf_counter() - start)
+    if pipe.rank:
+        return 0
+    measured = seconds[WARM_UP:]
+    median = statistics.median(measured)
+    samples = next((inputs[i.name].shape[0] for i in pipe.spec.inputs if i.batched), 1)
+    print(
+        f"inference: median {median * 1e3:.3g} ms of {len(measured)}, fastest "
+        f"{min(measured) * 1e3:.3g} ms, {samples / median:.1f} samples/s"
+    )
+    return 0

@@ -1,0 +1,144 @@
+"""One device per process, under torchrun, on any number of hosts: torch carries the messages.
+
+torch is needed for this alone. Values go through the memory of the processor and gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from onnxruntime import OrtValue
+
+from .engine import Engine
+from .errors import UsageError
+from .schedule import orders_for
+from .spec import PipelineSpec
+from .stage import Values
+
+TIMEOUT_S = 600.0
+
+
+def rank_here() -> int | None:
+    """This process's number under torchrun; None where it was started by itself."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ else None
+
+
+class World:
+    """The processes of a run.
+
+    Args:
+        count: how many the pipeline needs.
+
+    Raises:
+        UsageError: when torch is missing, or there are more or fewer.
+    """
+
+    def __init__(self, count: int) -> None:
+        try:
+            import torch.distributed as dist
+        except ImportError as error:
+            raise UsageError(
+                "torchrun starts this package where torch is installed; it is not here"
+            ) from error
+        self.rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
+        if size != count:
+            raise UsageError(f"the pipeline needs {count} processes, torchrun started {size}")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        self._dist = dist
+
+    def broadcast(self, thing: Any, source: int) -> Any:
+        """The same thing on all ranks."""
+        held = [thing]
+        self._dist.broadcast_object_list(held, src=source)
+        return held[0]
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+        """Sends an array; the answer is to be waited for."""
+        import torch
+
+        return self._dist.isend(torch.from_numpy(array), target, tag=tag)
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> None:
+        """Fills an array with what comes."""
+        import torch
+
+        self._dist.recv(torch.from_numpy(array), source, tag=tag)
+
+    def close(self) -> None:
+        """Leave; the others need not wait."""
+        self._dist.destroy_process_group()
+
+
+class RankEndpoint:
+    """One rank's end of all links. A value goes as its type and shape, then its bytes."""
+
+    def __init__(self, spec: PipelineSpec, world: World) -> None:
+        self._world = world
+        self._placement = spec.placement
+        self._number = {crossing.value: k for k, crossing in enumerate(spec.crossings)}
+        self._pending: list[tuple[Any, np.ndarray]] = []
+
+    def begin(self, microbatch: int) -> None:
+        """Gloo holds back who is far ahead."""
+
+    def end(self, microbatch: int) -> None:
+        """Nobody is told."""
+
+    def take(self, name: str, microbatch: int, source: int) -> OrtValue:
+        """A value from another rank; waits for it."""
+        rank, tag = self._placement[source], 3 * self._number[name]
+        size = np.zeros(1, dtype=np.int64)
+        self._world.receive(size, rank, tag)
+        header = np.zeros(int(size[0]), dtype=np.uint8)
+        self._world.receive(header, rank, tag + 1)
+        dtype, shape = pickle.loads(header.tobytes())  # from a rank of the same run
+        array = np.empty(shape, dtype=np.dtype(dtype))
+        self._world.receive(array.reshape(-1).view(np.uint8), rank, tag + 2)
+        return OrtValue.ortvalue_from_numpy(array)
+
+    def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
+        """Hand a value to the ranks of these stages."""
+        array = np.ascontiguousarray(value.numpy())
+        header = np.frombuffer(pickle.dumps((array.dtype.str, array.shape)), dtype=np.uint8).copy()
+        size = np.array([len(header)], dtype=np.int64)
+        tag = 3 * self._number[name]
+        for rank in sorted({self._placement[target] for target in targets}):
+            for offset, part in enumerate((size, header, array.reshape(-1).view(np.uint8))):
+                self._pending.append((self._world.send(part, rank, tag + offset), part))
+        self._pending = [item for item in self._pending if not item[0].is_completed()]
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+
+def run_rank(
+    spec: PipelineSpec, world: World, engine: Engine, inputs: Sequence[Values]
+) -> list[Values]:
+    """The outputs that this rank makes, for every micro-batch.
+
+    Raises:
+        StageError: when a stage fails.
+    """
+    order = orders_for(spec, len(inputs))[world.rank]
+    return engine.run(order, inputs, RankEndpoint(spec, world))
+
+
+def gathered(
+    spec: PipelineSpec, world: World, results: Sequence[Mapping[str, OrtValue]]
+) -> list[dict[str, np.ndarray]]:
+    """The outputs of every micro-batch, on all ranks."""
+    mine = [{name: value.numpy() for name, value in found.items()} for found in results]
+    whole: list[dict[str, np.ndarray]] = [{} for _ in results]
+    for rank in range(len(spec.devices)):
+        for into, part in zip(whole, world.broadcast(mine, rank), strict=True):
+            into.update(part)
+    return whole

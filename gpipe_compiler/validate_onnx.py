@@ -1,0 +1,125 @@
+"""Holds a package of ONNX stages against the whole model, both in ONNX Runtime.
+
+The whole model runs here; the package in a process of its own in which this compiler cannot be
+imported. Every output is compared, at several batch sizes. How close is close enough stands in
+`runtime_onnx/check.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.frontend.onnx.sizes import InputSizes
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.validate import Validation, run_check
+
+
+def validate_onnx(
+    model: OnnxModel,
+    sizes: InputSizes,
+    plan: Plan,
+    directory: Path,
+    *,
+    seed: int = 0,
+) -> Validation:
+    """Runs the package in `directory` against the model, on random inputs.
+
+    The batches are the planned mini-batch, one micro-batch, and one that does not split evenly; of
+    a model that takes batches of one size only, the planned one.
+
+    Raises:
+        ModelError: when ONNX Runtime refuses the model itself.
+        ValidationError: when the package cannot be run. Differences are reported, not raised.
+    """
+    batches = [plan.batch_size]
+    if not sizes.fixed:
+        batches += [plan.microbatch_size, plan.batch_size + 1]
+    calls = {
+        samples: random_inputs(sizes, samples, seed + number)
+        for number, samples in enumerate(dict.fromkeys(batches))
+    }
+    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+        expected = Path(scratch)
+        _run_whole(model, calls, sizes, plan, expected)
+        rows = [
+            _held(directory, samples, inputs, expected, len(plan.orders))
+            for samples, inputs in calls.items()
+        ]
+    return Validation(tuple(rows))
+
+
+def random_inputs(sizes: InputSizes, samples: int, seed: int) -> dict[str, np.ndarray]:
+    """Arrays of the shapes that the plan is for: normal numbers; integers that are 0 or 1."""
+    generator = np.random.default_rng(seed)
+    arrays = {}
+    for name, shape in sizes.at(samples).items():
+        dtype = np.dtype(str(sizes.dtypes[name]).removeprefix("torch."))
+        if np.issubdtype(dtype, np.inexact):
+            arrays[name] = generator.standard_normal(shape).astype(dtype)
+        else:
+            arrays[name] = generator.integers(0, 2, shape).astype(dtype)
+    return arrays
+
+
+def _run_whole(
+    model: OnnxModel,
+    calls: Mapping[int, Mapping[str, np.ndarray]],
+    sizes: InputSizes,
+    plan: Plan,
+    folder: Path,
+) -> None:
+    """Writes the outputs of the whole model for each batch; its session is gone afterwards."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # what is wrong is raised; the rest is not the user's to mend
+    try:
+        session = onnxruntime.InferenceSession(
+            str(model.path), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:
+        raise ModelError(
+            f"ONNX Runtime refuses {model.path}: {error}",
+            hint="it has to run in one piece before it can run in stages",
+        ) from error
+    names = [output.name for output in session.get_outputs()]
+    for samples, inputs in calls.items():
+        try:
+            found = dict(zip(names, session.run(names, dict(inputs)), strict=True))
+        except Exception as error:
+            raise ModelError(
+                f"the model fails in ONNX Runtime on {samples} samples: {error}",
+                hint="give it inputs of other sizes with --input",
+            ) from error
+        with (folder / f"{samples}.npz").open("wb") as file:
+            np.savez(file, **found)
+
+
+def _held(
+    directory: Path, samples: int, inputs: Mapping[str, np.ndarray], expected: Path, devices: int
+) -> Row:
+    given, report = expected / "inputs.npz", expected / "report.json"
+    with given.open("wb") as file:
+        np.savez(file, **inputs)
+    options = ["--reference", expected / f"{samples}.npz", "--input", given, "--report", report]
+    run_check(directory, [*options, "--devices", ",".join(["cpu"] * devices)], threads=1)
+    rows = json.loads(report.read_text())
+    worst = max(rows, key=lambda row: row["relative"])
+    return Row(
+        what=f"outputs of a batch of {samples}",
+        compared=len(rows),
+        largest_difference=max((row["difference"] for row in rows), default=math.inf),
+        relative=worst["relative"],
+        tolerance=worst["tolerance"],
+        worst=worst["name"],
+        faults=tuple(f"{row['name']}: {row['fault']}" for row in rows if row["fault"]),
+    )
