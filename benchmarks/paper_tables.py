@@ -1,6 +1,6 @@
 """Published speed-ups of pipelines beside those that the simulator expects, row by row.
 
-    python benchmarks/paper_tables.py [--quick]
+    python benchmarks/paper_tables.py [--quick] [TABLE ...]
 
 - torchgpipe's speed benchmark: AmoebaNet-D (18, 256) on eight P40s, in samples a second (README
   and main.py of its `benchmarks/amoebanetd-speed`, which tell batch sizes and balances).
@@ -11,7 +11,7 @@
 "theirs" is the published cut (where none is, consecutive cells or layers of least bottleneck),
 simulated as it ran: see `Recompute`. "ours" is what this compiler chooses on the same devices
 under the same schedule, recomputing as often; its gain is over their cut on our runtime. `--quick`
-leaves it out.
+leaves it out. Tables are named torchgpipe, amoebanet and transformer; without a name all are made.
 
 Ops are priced by roofline. How well kernels do at a batch size is not in that. One number is
 fitted: the share of its roofline that a P40 sustains, so that torchgpipe's first row comes out
@@ -39,6 +39,7 @@ from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -52,7 +53,8 @@ BREAKDOWN = (65.6, 22.5, 4.1, 3.2, None, 2.9)
 (which it does not list) and setup."""
 
 MOST_DOWN_SETS = 2_000
-"""As `cut` takes it: less than it may look at, so that all tables take minutes."""
+WORK_OF_A_CUT = WORK // 5
+"""As `cut` takes them: less than it may look at and work out, so that all tables take minutes."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def gained(table: Table, row: Row, priced: Priced) -> tuple[float, Cut]:
     if row.microbatches == 1:
         problem = recomputed_always(problem)
     theirs = priced.stages(row.balance or priced.balance(row.devices))
-    ours = cut(problem, setting, MOST_DOWN_SETS)
+    ours = cut(problem, setting, MOST_DOWN_SETS, work=WORK_OF_A_CUT)
     return score(problem, theirs, setting).step_s / ours.step_s - 1, ours
 
 
@@ -320,26 +322,43 @@ def _gained(job: tuple[Table, Row, Priced]) -> tuple[float, Cut]:
     return gained(*job)
 
 
-def main() -> None:
-    """Prints all tables."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Published speed-ups beside simulated ones.")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}")
     parser.add_argument("--quick", action="store_true", help="leave out what our cuts gain")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that work side by side (default: one for every core)",
+    )
     arguments = parser.parse_args()
+    unknown = sorted(set(arguments.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"there is no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    return arguments
+
+
+def main() -> None:
+    """Prints the tables that are asked for."""
+    arguments = _arguments()
+    tables = [table for name, table in TABLES.items() if name in (arguments.tables or TABLES)]
     context = get_context("spawn")  # torch does not like to be forked
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
-        known = list(pool.map(price, TABLES))
+    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+        known = list(pool.map(price, tables))
         jobs = [
             (table, row, priced[row.size].faster(sustained(table, priced)))
-            for table, priced in zip(TABLES, known, strict=True)
+            for table, priced in zip(tables, known, strict=True)
             for row in table.rows
             if not arguments.quick
         ]
         cuts = list(pool.map(_gained, jobs))
     print(machine(), end="\n\n")
-    for table, priced in zip(TABLES, known, strict=True):
+    for table, priced in zip(tables, known, strict=True):
         own = {job[1]: found for job, found in zip(jobs, cuts, strict=True) if job[0] is table}
         print(report(table, priced, own))
-    print(breakdowns(TABLES[1], known[1]))
+        if table is TABLES["amoebanet"]:
+            print(breakdowns(table, priced))
 
 
 if __name__ == "__main__":

@@ -159,4 +159,9 @@ GPIPE_TRANSFORMER = Table(
     _untold(32, {2: (1, 1.7, 1.8), 4: (1.07, 3.2, 3.4), 8: (1.3, 4.8, 6.3)}),
     Recompute.EARLY,
 )
-TABLES = (TORCHGPIPE, GPIPE_AMOEBANET, GPIPE_TRANSFORMER)
+TABLES = {
+    "torchgpipe": TORCHGPIPE,
+    "amoebanet": GPIPE_AMOEBANET,
+    "transformer": GPIPE_TRANSFORMER,
+}
+"""Every table by the name that a user types."""
