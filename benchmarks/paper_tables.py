@@ -262,7 +262,7 @@ def report(
                 f"{simulated:.2f}",
                 verdict(row, simulated, ceiling(row, here), fault, beside),
                 f"{held / 1e9:.1f}",
-                "" if gain is None else f"{gain:+.1%}",
+                "" if gain is None else f"{round(gain, 3) + 0.0:+.1%}",
                 "" if ours is None else "yes" if ours.proved else f"gap {ours.gap:.1%}",
             )
         )
