@@ -6,6 +6,8 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch.utils.checkpoint import checkpoint
+
 from gpipe_compiler.codegen.comments import shape_text
 from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.expressions import Writer, reads_in_order
@@ -63,7 +65,9 @@ def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
     )
     arguments = tuple(variables.enter(value) for value in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
-    writer.anchor = next(iter(arguments), "")
+    pairs = zip(method.arguments, arguments, strict=True)
+    tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
+    writer.anchor = next(tensors, "")
     scribe = _Scribe(graph, writer, variables, names, uses, method.batch_sizes)
     scribe.give(method.given, method.arguments)
     scribe.write(ops)
@@ -212,7 +216,7 @@ class _Scribe:
         reader = self.uses.reader.get(value)
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
-        if isinstance(reader.call, RegionCall):
+        if isinstance(reader.call, RegionCall) or _runs_segment(op.call):
             return False
         if _in_place_call(reader.call) and reader.call.args[0] == Ref(value):
             return False
@@ -371,6 +375,10 @@ class _Scribe:
 def _call_of(op: Op) -> FunctionCall | MethodCall | ModuleCall:
     assert not isinstance(op.call, RegionCall)
     return op.call
+
+
+def _runs_segment(made: Call) -> bool:
+    return isinstance(made, FunctionCall) and made.function is checkpoint
 
 
 def _in_place_call(made: Call) -> bool:

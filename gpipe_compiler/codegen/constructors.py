@@ -21,8 +21,8 @@ from gpipe_compiler.ir.arguments import state_names
 LITERAL_ELEMENTS = 16
 """Constants up to this size are written out."""
 
-_ATTRIBUTES = frozenset(dir(nn.Module())) | {"loss"} | (RESERVED - frozenset(dir(builtins)))
-"""Names that no attribute of a stage takes."""
+ATTRIBUTES = frozenset(dir(nn.Module())) | {"loss"} | (RESERVED - frozenset(dir(builtins)))
+"""Names that no attribute nor further method of a stage takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def construct_state(graph: Graph, used: Iterable[ModulePath | str], imports: Imp
         UnwritableError: when a module's class or an argument of it has no spelling.
     """
     made = StageState()
-    names = Names(_ATTRIBUTES)
+    names = Names(ATTRIBUTES)
     used = tuple(used)
     for item in used:
         if isinstance(item, ModulePath):

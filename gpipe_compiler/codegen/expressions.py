@@ -37,6 +37,13 @@ _SLICE_OPERAND = re.compile(r"-?([A-Za-z_]\w*|\d+)")
 _POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnMethod:
+    """As an argument of a call: the stage's method of this name."""
+
+    name: str
+
+
 @dataclass
 class Writer:
     """Writes expressions of one method.
@@ -93,6 +100,8 @@ class Writer:
                 return self.variables[value]
             case StateRef(name=state):
                 return name(self.states[state])
+            case OwnMethod(name=method):
+                return name(f"self.{method}")
             case ByMode():
                 return self._by_mode(leaf)
             case torch.device() if self.anchor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._library.custom_ops import OPDEFS
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
@@ -137,6 +138,9 @@ def spell(function: object, imports: Imports) -> str | None:
     """How a function or class is written, imports noted; None where it has no public name."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
+    if function is checkpoint:
+        imports.checkpoint()
+        return "checkpoint"
     entry = _known().get(id(function))
     if entry is not None and entry[0] is function:
         spelling = entry[1]

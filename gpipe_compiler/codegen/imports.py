@@ -14,6 +14,7 @@ class Imports:
         self._modules: set[str] = set()
         self._from_torch: set[str] = set()
         self._functional = False
+        self._checkpoint = False
         self._libraries: dict[str, str] = {}
 
     def torch(self) -> None:
@@ -23,6 +24,10 @@ class Imports:
     def functional(self) -> None:
         """`import torch.nn.functional as F`."""
         self._functional = True
+
+    def checkpoint(self) -> None:
+        """`from torch.utils.checkpoint import checkpoint`."""
+        self._checkpoint = True
 
     def from_torch(self, name: str) -> None:
         """`from torch import name`."""
@@ -51,6 +56,8 @@ class Imports:
         third.sort(key=lambda line: line.split()[1])
         if self._from_torch:
             third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_case))}")
+        if self._checkpoint:
+            third.append("from torch.utils.checkpoint import checkpoint")
         return _blocks([f"import {module}" for module in standard], third)
 
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from gpipe_compiler.codegen.body import Body
 from gpipe_compiler.codegen.layout import WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.statements import write_statements
 
+NO_TYPES: Mapping[str, str] = MappingProxyType({})
 
-def method_text(label: str, body: Body, returned: str, described: Sequence[str]) -> list[str]:
+
+def method_text(
+    label: str,
+    body: Body,
+    returned: str,
+    described: Sequence[str],
+    types: Mapping[str, str] = NO_TYPES,
+) -> list[str]:
     """The lines of a method of a class.
 
     Args:
         returned: its return annotation.
         described: the lines of its docstring.
+        types: of its arguments that are no tensors; "" where there is no telling.
     """
-    parameters = [name("self"), *(name(f"{argument}: Tensor") for argument in body.arguments)]
+    typed = ((own, types.get(own, "Tensor")) for own in body.arguments)
+    written = (f"{own}: {kind}" if kind else own for own, kind in typed)
+    parameters = [name("self"), *map(name, written)]
     lines = lay_out(call(f"def {label}", parameters), suffix=f" -> {returned}:", indent=1)
     lines.extend(described)
     lines.extend(write_statements(body.statements, 2))

@@ -8,7 +8,9 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-MODULE_NAMES = frozenset({"torch", "nn", "F", "math", "operator", "Tensor", "builtins"})
+MODULE_NAMES = frozenset(
+    {"torch", "nn", "F", "math", "operator", "Tensor", "builtins", "checkpoint"}
+)
 """What an emitted stage may import; no variable is called so."""
 
 RESERVED = (

@@ -30,6 +30,7 @@ def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, wei
         stages=[_stage_row(graph, stage) for stage in stages],
         count=len(stages),
         devices=len(plan.orders),
+        replicas=plan.replicas,
         processes=device_counts(len(stages), plan.schedule),
         inputs=[f"`{source.name}`: {value_text(graph, source.name)}" for source in graph.inputs],
     )
@@ -37,13 +38,15 @@ def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, wei
 
 def _manner(plan: Plan) -> str:
     """How the stages compute, as planned, in words."""
-    again = [str(stage.index) for stage in plan.stages if stage.remat is Remat.FULL]
-    if not again:
-        remat = "none"
-    elif len(again) == len(plan.stages):
-        remat = "full"
-    else:
-        remat = f"full on stage{'s' if len(again) > 1 else ''} {', '.join(again)}"
+    parts = []
+    for kind in (Remat.FULL, Remat.SEGMENTS):
+        again = [str(stage.index) for stage in plan.stages if stage.remat is kind]
+        word = "full" if kind is Remat.FULL else "of segments"
+        if len(again) == len(plan.stages):
+            parts.append(word)
+        elif again:
+            parts.append(f"{word} on stage{'s' if len(again) > 1 else ''} {', '.join(again)}")
+    remat = " and ".join(parts) or "none"
     words = f"remat {remat}, BatchNorm {plan.batchnorm.value}, precision {plan.precision.value}"
     asked = " ".join(plan.constraints.words)
     return f"{words}; the stages were cut with `{asked}`" if asked else words

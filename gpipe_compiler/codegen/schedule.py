@@ -189,6 +189,8 @@ def _pipeline(
         options["batchnorm"] = name(f"BatchNorm.{plan.batchnorm.name}")
     if plan.precision is not Precision.FP32:
         options["precision"] = name(f"Precision.{plan.precision.name}")
+    if plan.replicas > 1:
+        options["replicas"] = name(str(plan.replicas))
     return _call("PipelineSpec", options, exploded=True)
 
 
@@ -212,6 +214,8 @@ def _stage(stage: StageSource, remat: Remat) -> Expression:
         options["mixes"] = name("True")
     if remat is not Remat.NONE:
         options["remat"] = name(f"Remat.{remat.name}")
+    if stage.segments:
+        options["segments"] = name(f"{module}.SEGMENTS")
     return _call("StageSpec", options, exploded=True)
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.body import Body, write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.constructors import state_of, state_table
+from gpipe_compiler.codegen.constructors import ATTRIBUTES, state_of, state_table
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
-from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
+from gpipe_compiler.codegen.segments import buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
+from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind, ValueKind
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
+
+FORWARD, LOSS = "forward", "loss"
+"""The methods of a stage that the engine calls."""
 
 MANY_OUTPUTS = 4
 """From so many on, the types of the outputs are not told one by one."""
@@ -36,6 +40,8 @@ class StageSource:
         random_ops: numbers of the random aten ops it runs in training.
         initial: by the model's names, how the state of a model without weights begins.
         writes: the stage's own names of the buffers that training writes to.
+        segments: of the methods that run again in the backward, the buffers of `writes` that each
+            reads or writes.
         mixes: whether samples meet in it.
     """
 
@@ -50,6 +56,7 @@ class StageSource:
     initial: Mapping[str, Steps]
     writes: tuple[str, ...] = ()
     mixes: bool = False
+    segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def has_separate_loss(plan: Plan, graph: Graph) -> bool:
@@ -69,20 +76,25 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     graph = facts.graph
     separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
     outputs = _outputs(plan, graph, stage)
-    methods = [forward_method(facts, stage, outputs)]
-    if separate:
-        methods.append(loss_method(facts, stage, outputs))
+    whole = forward_method(facts, stage, outputs)
+    losses = [loss_method(facts, stage, outputs)] if separate else []
     imports = Imports()
     imports.from_torch("nn")
-    ops = [op for method in methods for op in method.ops]
+    ops = [op for method in (whole, *losses) for op in method.ops]
     state = state_of(graph, ops, stage.state, imports)
+    taken = {own.partition(".")[0] for own in (*state.originals, *state.modules.values())}
+    forward, segments = split_off(facts, stage, whole, ATTRIBUTES | taken)
+    methods = {FORWARD: forward}
+    methods |= {segment.name: segment.method for segment in segments}
+    methods |= dict(zip((LOSS,), losses, strict=False))
     written = []
-    for method in methods:
+    for label, method in methods.items():
         writer = Writer(imports, state.places, state.modules)
-        written.append(_Written(method, write_body(graph, method, writer)))
-    if any(method.arguments for method in methods) or outputs:
+        written.append(_Written(label, method, write_body(graph, method, writer)))
+    if any(method.arguments for method in methods.values()) or outputs:
         imports.from_torch("Tensor")
     writes = _writes(facts, ops, state.originals) if plan.training else ()
+    held = {item.name: buffers_of(facts, item, writes, state.originals) for item in segments}
     initial = initial_steps(graph, state.originals.values())
     text = render(
         "stage.py.jinja",
@@ -90,26 +102,25 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         imports=imports.lines(),
         class_name=f"Stage{stage.index}",
         constructor=state.lines,
-        methods=[
-            _method_lines(plan, graph, stage, label, item)
-            for label, item in zip(("forward", "loss"), written, strict=False)
-        ],
+        methods=[_method_lines(plan, graph, stage, item) for item in written],
         state=state_table(state),
         writes=_writes_lines(writes),
+        segments=_segments_lines(held),
         initial=initial_lines(initial, imports),
     )
     return StageSource(
         index=stage.index,
         class_name=f"Stage{stage.index}",
         text=text,
-        inputs=methods[0].arguments,
+        inputs=forward.arguments,
         outputs=outputs,
-        loss_inputs=methods[1].arguments if separate else (),
+        loss_inputs=losses[0].arguments if losses else (),
         state=state.originals,
         random_ops=facts.random_numbers(ops),
         initial=initial,
         writes=writes,
         mixes=plan.training and any(op.name in facts.mixing for op in ops),
+        segments=held,
     )
 
 
@@ -131,8 +142,19 @@ def _writes_lines(writes: Sequence[str]) -> list[str]:
     return lay_out(tuple_of(names, exploded=len(names) > 1), prefix="WRITES = ")
 
 
+def _segments_lines(held: Mapping[str, Sequence[str]]) -> list[str]:
+    if not held:
+        return []
+    pairs = []
+    for label, buffers in held.items():
+        names = [name(quote(own)) for own in buffers]
+        pairs.append((name(quote(label)), tuple_of(names, exploded=len(names) > 1)))
+    return lay_out(dict_of(pairs, exploded=True), prefix="SEGMENTS = ")
+
+
 @dataclass(frozen=True, slots=True)
 class _Written:
+    label: str
     method: Method
     body: Body
 
@@ -176,27 +198,42 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def _method_lines(
-    plan: Plan, graph: Graph, stage: Stage, label: str, written: _Written
-) -> list[str]:
-    method, body = written.method, written.body
-    if label == "loss":
-        described = docstring(
-            "The loss of one micro-batch.",
-            _argument_lines(graph, plan, stage, written, inside=True),
-            [],
-        )
-    else:
-        described = docstring(
-            "One micro-batch of B samples; sizes in comments are for it.",
-            _argument_lines(graph, plan, stage, written, inside=False),
-            _return_lines(graph, plan, stage, written),
-        )
-    return method_text(label, body, _returned(label, method.returns), described)
+def _method_lines(plan: Plan, graph: Graph, stage: Stage, written: _Written) -> list[str]:
+    label, method, body = written.label, written.method, written.body
+    match label:
+        case _ if label == LOSS:
+            described = docstring(
+                "The loss of one micro-batch.",
+                _argument_lines(graph, plan, stage, written, inside=True),
+                [],
+            )
+        case _ if label == FORWARD:
+            described = docstring(
+                "One micro-batch of B samples; sizes in comments are for it.",
+                _argument_lines(graph, plan, stage, written, inside=False),
+                _return_lines(graph, plan, stage, written),
+            )
+        case _:
+            described = docstring("Runs again in the backward; only arguments are kept.", [], [])
+    types = {
+        own: "int" if graph.values[value].kind is ValueKind.SCALAR else ""
+        for value, own in zip(method.arguments, body.arguments, strict=True)
+        if not _is_tensor(graph, value)
+    }
+    returned = _returned([_is_tensor(graph, value) for value in method.returns])
+    return method_text(label, body, returned, described, types)
 
 
-def _returned(label: str, returns: Sequence[str]) -> str:
-    if label == "loss" or len(returns) == 1:
+def _is_tensor(graph: Graph, value: str) -> bool:
+    known = graph.values.get(value)
+    return known is None or known.kind is ValueKind.TENSOR
+
+
+def _returned(returns: Sequence[bool]) -> str:
+    """The annotation for results of which these are tensors."""
+    if not all(returns):
+        return "object" if len(returns) == 1 else "tuple"
+    if len(returns) == 1:
         return "Tensor"
     if not returns:
         return "tuple[()]"
