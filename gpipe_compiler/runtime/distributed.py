@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import PipelineError, TransportError
+from .same_host import Peers, join_peers
 from .schedule.actions import SharedSum, Transfer
 from .spec import Crossing
 
@@ -59,6 +60,7 @@ class Network:
         device: where this rank computes.
         timeout_s: seconds until a value that does not come is given up.
         by_host: whether tensors travel through host memory.
+        peers: the ranks that are reached in memory that they share with this one.
     """
 
     members: tuple[int, ...]
@@ -66,13 +68,25 @@ class Network:
     device: torch.device
     timeout_s: float
     by_host: bool
+    peers: Peers
 
     @classmethod
     def of_all(cls, device: torch.device, timeout_s: float) -> Network:
-        """All ranks of the process group."""
-        members = tuple(range(dist.get_world_size()))
+        """All ranks of the process group, which all call it.
+
+        Raises:
+            TransportError: when one of them is gone.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
         by_host = "nccl" not in dist.get_backend()
-        return cls(members, dist.get_rank(), device, timeout_s, by_host)
+        try:
+            peers = join_peers(rank, size) if by_host else Peers({})
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {rank} does not find the others: {_first_line(error)}",
+                hint="another rank has ended; its own message says why",
+            ) from error
+        return cls(tuple(range(size)), rank, device, timeout_s, by_host, peers)
 
     def among(self, members: Sequence[int]) -> Network:
         """The network of some ranks, by global rank, with this one among them."""
@@ -116,7 +130,7 @@ class Network:
         if payload.numel() == 0:
             return None
         return self._start(
-            lambda: dist.isend(payload, self.members[rank], tag=tag), rank, "to"
+            lambda: self._send(payload, self.members[rank], tag), rank, "to"
         ), payload
 
     def receive(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
@@ -124,8 +138,18 @@ class Network:
         if buffer.numel() == 0:
             return None
         return self._start(
-            lambda: dist.irecv(_bytes_of(buffer), self.members[rank], tag=tag), rank, "from"
+            lambda: self._receive(_bytes_of(buffer), self.members[rank], tag), rank, "from"
         )
+
+    def _send(self, payload: torch.Tensor, member: int, tag: int) -> Any:
+        if member in self.peers:
+            return self.peers.send(payload, member, tag, self.timeout_s)
+        return dist.isend(payload, member, tag=tag)
+
+    def _receive(self, buffer: torch.Tensor, member: int, tag: int) -> Any:
+        if member in self.peers:
+            return self.peers.receive(buffer, member, tag)
+        return dist.irecv(buffer, member, tag=tag)
 
     def _start(self, call: Callable[[], Any], rank: int, direction: str) -> Any:
         try:

@@ -133,6 +133,7 @@ class Replicas:
     def close(self) -> None:
         """Leave the process groups."""
         self.collectives.close()
+        self.world.peers.close()
 
 
 def device_of_rank(named: torch.device | None, order: Sequence[int] = ()) -> torch.device:

@@ -35,6 +35,9 @@ PHASE_S = 0.4
 LEAST_ROUNDS = 3
 """Steps in that time at least, however long they take."""
 
+TURNS = 3
+"""In which all that is measured takes turns: the speed of a machine may change in between."""
+
 
 def clock(pipe: Pipeline, inputs: object, target: object, phase_s: float = PHASE_S) -> Clocked:
     """Time the stages of a pipeline on one mini-batch; every rank calls it and gets all times.
@@ -123,7 +126,8 @@ class _Watched(Engine):
         self.record: dict[Transfer, torch.Tensor | None] = {}
         self.waits = True
         self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
-        self.rounds: list[list[float]] = []
+        self.rounds: dict[bool, list[list[float]]] = {False: [], True: []}
+        self.beside_others = False
         self.sums_s: list[float] = []
         self.run_s: list[float] = []
 
@@ -152,20 +156,19 @@ class _Watched(Engine):
         start = time.perf_counter()
         outcome = super().run(timed, wiring, job, _Replay(self.record))
         self.run_s.append(time.perf_counter() - start)
-        self.rounds.append(timed.seconds)
+        self.rounds[self.beside_others].append(timed.seconds)
         return outcome
 
     def keep_running(self, rounds: int, meet: Callable[[], None]) -> None:
         """Runs so often, each time after `meet` has returned."""
-        self.rounds.clear()
         for _ in range(rounds):
             for module in self.modules.values():
                 module.zero_grad()
             meet()
             self.again()
 
-    def stage_seconds(self) -> dict[int, StageSeconds]:
-        """The medians over the runs of `keep_running`."""
+    def stage_seconds(self, *, beside_others: bool) -> dict[int, StageSeconds]:
+        """The medians over the runs by itself, or beside the other devices."""
         assert self.asked is not None
         steps, _, job = self.asked
         again = {
@@ -175,9 +178,10 @@ class _Watched(Engine):
             and step.waits
             and self.manner.remat[step.action.stage] is Remat.FULL
         }
+        rounds = self.rounds[beside_others]
         found: dict[int, dict[str, float]] = {stage: {"forward_s": 0.0} for stage in self.modules}
         for (stage, name), places in _places(steps, again).items():
-            totals = [sum(seconds[place] for place in places) for seconds in self.rounds]
+            totals = [sum(seconds[place] for place in places) for seconds in rounds]
             count = len(places) if self._apart(stage) else job.microbatches
             found[stage][name] = statistics.median(totals) / count
         return {stage: StageSeconds(**times) for stage, times in found.items()}
@@ -229,21 +233,26 @@ class _Clock:
             for engine in self.engines:
                 engine.waits = False
             (first_s,) = self._agreed([self._step()], max)
-            rounds = max(LEAST_ROUNDS, math.ceil(phase_s / first_s))
-            around_s = self._around(rounds) + sums_s
-            devices = max(self.pipe.placement) + 1
-            alone = [self._timed([device], rounds) for device in range(devices)]
-            together = self._timed(range(devices), rounds)
+            rounds = math.ceil(max(LEAST_ROUNDS, phase_s / first_s) / TURNS)
+            devices = range(max(self.pipe.placement) + 1)
+            around_s: list[float] = []
+            self._forget()
+            for _ in range(TURNS):
+                for device in devices:
+                    self._run_rounds([device], rounds)
+                self._run_rounds(devices, rounds)
+                around_s += self._around(rounds)
+            alone = self._found(beside_others=False)
+            together = self._found(beside_others=True) if len(devices) > 1 else alone
         finally:
             runner.engines = own
         links = link_seconds(self.pipe)
-        own_time = [alone[place][stage] for stage, place in enumerate(self.pipe.placement)]
         return Clocked(
-            _with_transfers(own_time, links),
+            _with_transfers(alone, links),
             _with_transfers(together, links),
             links.receive_s,
             links.gradient_s,
-            around_s,
+            self._agreed([statistics.median(around_s)], min)[0] + sums_s,
         )
 
     def _step(self) -> float:
@@ -262,37 +271,45 @@ class _Clock:
         (least,) = self._agreed([min(found, default=math.inf)], min)
         return least if math.isfinite(least) else 0.0
 
-    def _around(self, rounds: int) -> float:
-        """Seconds of a step beside the work of the device that works the longest."""
+    def _around(self, rounds: int) -> list[float]:
+        """Seconds of steps beside the work of the device that works the longest, on this rank."""
         found = []
         for _ in range(rounds):
             step_s = self._step()
             found.append(step_s - max(engine.run_s[-1] for engine in self.engines))
-        return self._agreed([statistics.median(found)], min)[0]
+        return found
 
-    def _timed(self, devices: Sequence[int], rounds: int) -> list[StageSeconds]:
-        """Of every stage while these devices work; of those of other devices nothing.
+    def _forget(self) -> None:
+        for engine in self.engines:
+            for rounds in engine.rounds.values():
+                rounds.clear()
+
+    def _run_rounds(self, devices: Sequence[int], rounds: int) -> None:
+        """Let these devices work, while the others rest.
 
         They begin every round at the same time: how much they slow each other down depends on
         whether forwards meet forwards, as the schedule has it, or backwards.
         """
         runner = self.pipe.runner
-        table = [[0.0] * 4 for _ in self.pipe.placement]
+        for engine in self.engines:
+            engine.beside_others = len(devices) > 1
         if isinstance(runner, LocalRunner):
             barrier = threading.Barrier(len(devices))
             tasks: list[Callable[[], Outcome]] = [Outcome for _ in self.engines]
             for device in devices:
                 tasks[device] = _kept_running(self.engines[device], rounds, barrier)
             runner.workers.run(tasks, barrier.abort)
-            busy = [self.engines[device] for device in devices]
-        else:
-            self._meet()
-            busy = self.engines if self.pipe.rank in devices else []
-            meet = self._meet if len(devices) > 1 else _at_once
-            for engine in busy:
-                engine.keep_running(rounds, meet)
-        for engine in busy:
-            for stage, found in engine.stage_seconds().items():
+            return
+        self._meet()
+        meet = self._meet if len(devices) > 1 else _at_once
+        for engine in self.engines if self.pipe.rank in devices else ():
+            engine.keep_running(rounds, meet)
+
+    def _found(self, *, beside_others: bool) -> list[StageSeconds]:
+        """Of every stage, from whichever rank has it."""
+        table = [[0.0] * 4 for _ in self.pipe.placement]
+        for engine in self.engines:
+            for stage, found in engine.stage_seconds(beside_others=beside_others).items():
                 table[stage] = list(asdict(found).values())
         flat = self._agreed([number for row in table for number in row], max)
         return [StageSeconds(*flat[4 * stage : 4 * stage + 4]) for stage in range(len(table))]

@@ -7,23 +7,30 @@ import math
 import queue
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 
-from .distributed import Network
+from .distributed import DistributedEndpoint, Network
 from .engine import Outcome
 from .local import Inbox, LocalEndpoint
 from .pipeline import Pipeline
 from .runners import DistributedRunner, LocalRunner
-from .schedule.actions import Transfer
+from .schedule.actions import SharedSum, Transfer
 from .schedule.lowering import first_targets
+from .spec import Crossing
+from .transport import Endpoint
 from .wiring import crossings_for, most_work
 
 WARM_UP = 3
 ROUNDS = 15
-_TAG = 1 << 22
+_ROUNDS = (False,) * (WARM_UP + ROUNDS) + (True,) * (WARM_UP + ROUNDS)
+"""Of messages to and fro, whether another one goes before it."""
+
+MICROBATCHES = 2
+"""One for the message that is waited for, one for the other."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,13 @@ class LinkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Seconds of a message: to start sending it, to prepare its receipt, and on its way."""
+    """Seconds of a message: to start sending it, to prepare its receipt, on its way, and to take it
+    once it is there."""
 
     send_s: float
     expect_s: float
     way_s: float
+    take_s: float
 
 
 def link_seconds(pipe: Pipeline) -> LinkSeconds:
@@ -68,100 +77,143 @@ def link_seconds(pipe: Pipeline) -> LinkSeconds:
             if link[0] == link[1]:
                 continue
             if link not in known:
-                known[link] = _message(pipe, *link)
+                known[link] = _message(pipe, crossing, target)
             message = known[link]
             receive[target] += message.way_s
             forward[crossing.source] += message.send_s
-            forward[target] += message.expect_s
+            forward[target] += message.expect_s + message.take_s
             if crossing.gradient:
                 gradient[target] += message.way_s
                 backward[target] += message.send_s
-                backward[crossing.source] += message.expect_s
+                backward[crossing.source] += message.expect_s + message.take_s
     return LinkSeconds(tuple(receive), tuple(gradient), tuple(forward), tuple(backward))
-
-
-def _message(pipe: Pipeline, sender: int, receiver: int, size: int) -> _Message:
-    """A message of so many bytes, sent to and fro."""
-    runner = pipe.runner
-    if isinstance(runner, DistributedRunner):
-        return _between_processes(runner.network, sender, receiver, size)
-    assert isinstance(runner, LocalRunner)
-    return _between_threads(runner, sender, receiver, size)
 
 
 class _Timer:
     """Medians of what happens again and again, the first times not counted."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[float]] = {"send": [], "expect": [], "both": []}
+        self._rows: dict[str, list[float]] = defaultdict(list)
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.rows[what].append(time.perf_counter() - start)
+        self._rows[what].append(time.perf_counter() - start)
 
-    def message(self) -> _Message:
-        """Half of the time to and fro is a way, and starting to send."""
-        send_s, expect_s, both_s = (
-            statistics.median(self.rows[what][WARM_UP:] or [0.0])
-            for what in ("send", "expect", "both")
-        )
-        return _Message(send_s, expect_s, max(0.0, both_s / 2 - send_s))
+    def median(self, what: str) -> float:
+        """Of all times, or 0 where there was none."""
+        return statistics.median(self._rows[what][WARM_UP:] or [0.0])
 
 
-def _between_threads(runner: LocalRunner, sender: int, receiver: int, size: int) -> _Message:
+class _Exchange:
+    """Messages of one value to and fro between two stages, over the endpoints of their devices."""
+
+    def __init__(self, crossing: Crossing, target: int, size: int) -> None:
+        self.crossing = crossing
+        self.size = size
+        there = crossing.value, crossing.source, target
+        self._out, self._aside = (Transfer(there[0], m, *there[1:]) for m in range(MICROBATCHES))
+        self._back = Transfer(crossing.value, 0, target, crossing.source, gradient=True)
+        self.timer = _Timer()
+
+    def begin(self, end: Endpoint, device: torch.device) -> None:
+        """At the sender."""
+        shape = self.crossing.shape_for(self.size, self.size)
+        tensor = torch.zeros(shape, dtype=self.crossing.dtype, device=device)
+        for aside in _ROUNDS:
+            if aside:
+                end.send(self._aside, tensor)
+            with self.timer("both, one aside" if aside else "both"):
+                with self.timer("send"):
+                    end.send(self._out, tensor)
+                with self.timer("expect"):
+                    end.expect(self._back)
+                end.take(self._back)
+                _settle(device)
+        end.flush()
+
+    def answer(self, end: Endpoint, device: torch.device) -> None:
+        """At the receiver."""
+        for aside in _ROUNDS:
+            if aside:
+                end.expect(self._aside)
+            end.expect(self._out)
+            tensor = end.take(self._out)
+            if aside:
+                # Sent before the other, so it is there.
+                with self.timer("take"):
+                    end.take(self._aside)
+            _settle(device)
+            end.send(self._back, tensor)
+        end.flush()
+
+    def message(self, take_s: float) -> _Message:
+        """What one takes, by the times of the sender: it goes and comes back in twice as much."""
+        send_s, expect_s, both_s = map(self.timer.median, ("send", "expect", "both"))
+        return _Message(send_s, expect_s, max(0.0, both_s / 2 - send_s - take_s), take_s)
+
+
+def _message(pipe: Pipeline, crossing: Crossing, target: int) -> _Message:
+    """A message of this value, sent to and fro."""
+    runner = pipe.runner
+    sender, receiver = pipe.placement[crossing.source], pipe.placement[target]
+    exchange = _Exchange(crossing, target, pipe.spec.microbatch_size)
+    if isinstance(runner, DistributedRunner):
+        return _between_processes(runner.network, pipe.placement, exchange, (sender, receiver))
+    assert isinstance(runner, LocalRunner)
+    return _between_threads(runner, pipe.placement, exchange, (sender, receiver))
+
+
+def _between_threads(
+    runner: LocalRunner, placement: Sequence[int], exchange: _Exchange, ends: tuple[int, int]
+) -> _Message:
     inboxes: list[Inbox] = [queue.SimpleQueue() for _ in runner.devices]
-    places = range(len(runner.devices))
-    ends = {
-        place: LocalEndpoint(place, inboxes, runner.devices, places) for place in (sender, receiver)
-    }
-    timer = _Timer()
 
-    def begin() -> Outcome:
-        tensor = torch.zeros(size, dtype=torch.uint8, device=runner.devices[sender])
-        for number in range(WARM_UP + ROUNDS):
-            with timer("both"):
-                with timer("send"):
-                    ends[sender].send(Transfer("", number, sender, receiver), tensor)
-                ends[sender].take(Transfer("", number, receiver, sender))
-                _settle(tensor.device)
-        return Outcome()
+    def task(work: Callable[[Endpoint, torch.device], None], place: int) -> Callable[[], Outcome]:
+        def run() -> Outcome:
+            end = LocalEndpoint(place, inboxes, runner.devices, placement)
+            work(end, runner.devices[place])
+            return Outcome()
 
-    def answer() -> Outcome:
-        for number in range(WARM_UP + ROUNDS):
-            tensor = ends[receiver].take(Transfer("", number, sender, receiver))
-            _settle(runner.devices[receiver])
-            ends[receiver].send(Transfer("", number, receiver, sender), tensor)
-        return Outcome()
+        return run
 
     tasks: list[Callable[[], Outcome]] = [Outcome for _ in runner.devices]
-    tasks[sender], tasks[receiver] = begin, answer
-    runner.workers.run(tasks, lambda: None)
-    return timer.message()
+    for work, place in zip((exchange.begin, exchange.answer), ends, strict=True):
+        tasks[place] = task(work, place)
+
+    def abort() -> None:
+        for inbox in inboxes:
+            inbox.put(None)
+
+    runner.workers.run(tasks, abort)
+    return exchange.message(exchange.timer.median("take"))
 
 
-def _between_processes(network: Network, sender: int, receiver: int, size: int) -> _Message:
-    timer = _Timer()
-    tensor = torch.zeros(size, dtype=torch.uint8, device=network.carrier)
-    for _ in range(WARM_UP + ROUNDS):
-        with timer("both"):
-            if network.rank == sender:
-                # In the order of the other end: NCCL starts them one after the other.
-                with timer("send"):
-                    started = network.send(tensor, receiver, _TAG)
-                with timer("expect"):
-                    answer = network.receive(torch.empty_like(tensor), receiver, _TAG)
-                network.finish(started, "sending a measured message")
-                network.finish(answer, "at the answer to a measured message")
-            elif network.rank == receiver:
-                network.finish(network.receive(tensor, sender, _TAG), "at a measured message")
-                network.finish(network.send(tensor, sender, _TAG), "answering a measured message")
-            _settle(network.device)
-    found = timer.message()
-    row = torch.tensor([found.send_s, found.expect_s, found.way_s], dtype=torch.float64)
+def _between_processes(
+    network: Network, placement: Sequence[int], exchange: _Exchange, ends: tuple[int, int]
+) -> _Message:
+    sender, receiver = ends
+    if network.rank in ends:
+        end = DistributedEndpoint(
+            network,
+            placement,
+            [exchange.crossing],
+            (exchange.size,) * MICROBATCHES,
+            exchange.size,
+            _no_sum,
+        )
+        (exchange.begin if network.rank == sender else exchange.answer)(end, network.device)
+    take_s = torch.tensor([exchange.timer.median("take")], dtype=torch.float64)
+    take_s = network.broadcast(take_s.to(network.carrier), receiver, "measured times")
+    found = exchange.message(take_s.item())
+    row = torch.tensor(astuple(found), dtype=torch.float64)
     told = network.broadcast(row.to(network.carrier), sender, "measured times")
     return _Message(*told.tolist())
+
+
+def _no_sum(total: SharedSum) -> None:
+    """Nothing is summed here."""
 
 
 def _settle(device: torch.device) -> None:

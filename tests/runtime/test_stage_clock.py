@@ -12,7 +12,7 @@ from tiny_pipelines import SAMPLES, data_for, skip_spec
 from gpipe_compiler.runtime import stage_clock, stage_links
 from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
 from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.spec import Remat, ScheduleKind
+from gpipe_compiler.runtime.spec import Crossing, Remat, ScheduleKind
 from gpipe_compiler.runtime.stage_clock import clock
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
@@ -139,9 +139,26 @@ class _Channel:
 
 def test_both_ends_of_a_link_start_messages_in_one_order():
     """NCCL takes those of two ranks one after the other, either way: another order hangs."""
+    crossing = Crossing("x", 0, (1,), (2, 4), torch.float32, gradient=True)
     ends = [_Channel(0), _Channel(1)]
     for end in ends:
-        stage_links._between_processes(end, sender=1, receiver=0, size=8)
+        exchange = stage_links._Exchange(crossing, target=1, size=2)
+        stage_links._between_processes(end, placement=(1, 0), exchange=exchange, ends=(1, 0))
     first, second = (end.started for end in ends)
-    assert first == second == [(1, 0), (0, 1)] * (len(first) // 2)
-    assert first
+    assert first == second
+    assert {(0, 1), (1, 0)} == set(first)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.004])
+def test_taking_what_is_there_is_no_way(late_s):
+    """To and fro in 12 ms is 6 one way: 1 to send it, 3 to take it, so 2 under way, or none."""
+    exchange = stage_links._Exchange(
+        Crossing("x", 0, (1,), (2, 4), torch.float32, gradient=True), target=1, size=2
+    )
+    timer = exchange.timer
+    timer._rows.update(send=[0.001] * 9, both=[0.012] * 9, expect=[0.0005] * 9)
+    found = exchange.message(take_s=0.003 + late_s)
+    assert found.send_s == 0.001
+    assert found.expect_s == 0.0005
+    assert found.take_s == 0.003 + late_s
+    assert found.way_s == pytest.approx(max(0.0, 0.002 - late_s))
