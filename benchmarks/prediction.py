@@ -1,18 +1,20 @@
 """The predicted step of two devices against the clock: every example, schedule and way to start.
 
-    python benchmarks/prediction.py [--rounds 2] [--schedules gpipe 1f1b ...] [NAME ...]
+    python benchmarks/prediction.py [--rounds 5] [--schedules gpipe 1f1b ...]
+        [--starts threads torchrun] [NAME ...]
 
 For every case a package is made. Its step is predicted as `gpipe-compile --cost measured` does it:
 the stages are timed without waiting for one another, and the schedule is simulated with these
 times. What it takes is what the package's own `bench` says: forward and backward of a mini-batch,
-the median of its steps. Predicting and measuring take turns, since what a machine can do changes
-with its neighbours.
+the median of its steps. What a machine can do changes with its neighbours, from one second to the
+next. So predicting and measuring take turns of a fraction of a second each, all schedules round by
+round, and each measurement is held against the prediction made right before it.
 
     ops        predicted before anything of the package ran, from ops timed one by one, with what
                the optimizer takes
     predicted  from timed stages; the median over the rounds
-    measured   the median over the rounds, and the span from the fastest to the slowest round
-    ratio      measured to predicted, the median of the rounds' ratios
+    measured   the median over the rounds
+    ratio      measured to predicted, the median over the rounds, and where their middle half lies
 
 Every process uses one thread for an op, so two cores are needed, and nothing else should run.
 """
@@ -58,11 +60,11 @@ STAGES = {ScheduleKind.INTERLEAVED: 2 * DEVICES, ScheduleKind.ZBV: 2 * DEVICES}
 """Of schedules that need more than one stage a device."""
 
 WITHIN = 0.15
-MEASURED_S = 0.5
-"""Seconds of steps that `bench` takes its median of."""
+MEASURED_S = 0.1
+"""Seconds of steps that `bench` takes its median of, in every round."""
 
-PHASE_S = 0.2
-"""Seconds for which stages are timed alone, and as long together."""
+PHASE_S = 0.05
+"""Seconds for which stages are timed alone, and as long together, in every round."""
 
 LEAST_STEPS, MOST_STEPS = 5, 100
 
@@ -209,7 +211,7 @@ def _open(folder: str, steps: str) -> Opened:
 
 
 def rows_of(
-    name: str, schedules: Sequence[ScheduleKind], rounds: int
+    name: str, schedules: Sequence[ScheduleKind], starts: Sequence[Start], rounds: int
 ) -> Iterator[tuple[float | None, tuple[str, ...]]]:
     """The ratio and the row of the table for every case of an example."""
     with tempfile.TemporaryDirectory(prefix="gpipe-prediction-") as folder:
@@ -218,11 +220,11 @@ def rows_of(
         for kind, reason in made.items():
             if isinstance(reason, str):
                 yield None, (name, kind.value, "none", reason, "", "", "")
-        for start in Start:
+        for start in starts:
             found = rounds_of(list(cases.values()), start, rounds) if cases else []
             for (kind, case), row in zip(cases.items(), found, strict=True):
-                ratio = statistics.median(one.measured / one.predicted for one in row)
-                measured = [one.measured for one in row]
+                ratios = [one.measured / one.predicted for one in row]
+                ratio = statistics.median(ratios)
                 yield (
                     ratio,
                     (
@@ -231,11 +233,19 @@ def rows_of(
                         start.value,
                         _ms(case.plan.prediction.step_s),
                         _ms(statistics.median(one.predicted for one in row)),
-                        f"{_ms(statistics.median(measured))} "
-                        f"({_ms(min(measured))} to {_ms(max(measured))})",
-                        f"{ratio:.2f}{'' if abs(ratio - 1) <= WITHIN else ' *'}",
+                        _ms(statistics.median(one.measured for one in row)),
+                        f"{ratio:.2f} ({_middle(ratios)})"
+                        f"{'' if abs(ratio - 1) <= WITHIN else ' *'}",
                     ),
                 )
+
+
+def _middle(ratios: Sequence[float]) -> str:
+    """Between which numbers the middle half of them lies."""
+    if len(ratios) == 1:
+        return "one round"
+    low, _, high = statistics.quantiles(ratios, method="inclusive")
+    return f"{low:.2f} to {high:.2f}"
 
 
 def _ms(seconds: float) -> str:
@@ -247,7 +257,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--schedules", type=ScheduleKind, nargs="+", default=list(ScheduleKind))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--starts", type=Start, nargs="+", default=list(Start))
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -258,7 +269,7 @@ def main() -> None:
     header = ("network", "schedule", "start", "ops ms", "predicted ms", "measured ms", "ratio")
     found = []
     for name in arguments.names or SIZES:
-        for ratio, row in rows_of(name, arguments.schedules, arguments.rounds):
+        for ratio, row in rows_of(name, arguments.schedules, arguments.starts, arguments.rounds):
             found.append((ratio, row))
             print(" ".join(row), file=sys.stderr, flush=True)
     ratios = [ratio for ratio, _ in found if ratio is not None]
