@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.sizes import InputSizes
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime_onnx.arrays import write_arrays
 from gpipe_compiler.validate import Validation, run_check
 
 
@@ -100,16 +101,14 @@ def _run_whole(
                 f"the model fails in ONNX Runtime on {samples} samples: {error}",
                 hint="give it inputs of other sizes with --input",
             ) from error
-        with (folder / f"{samples}.npz").open("wb") as file:
-            np.savez(file, **found)
+        write_arrays(folder / f"{samples}.npz", found)
 
 
 def _held(
     directory: Path, samples: int, inputs: Mapping[str, np.ndarray], expected: Path, devices: int
 ) -> Row:
     given, report = expected / "inputs.npz", expected / "report.json"
-    with given.open("wb") as file:
-        np.savez(file, **inputs)
+    write_arrays(given, inputs)
     options = ["--reference", expected / f"{samples}.npz", "--input", given, "--report", report]
     run_check(directory, [*options, "--devices", ",".join(["cpu"] * devices)], threads=1)
     rows = json.loads(report.read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,14 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: found[name] for name in found.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path} cannot be read as .npz: {error}") from error
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays as .npz, by name, whatever the file is called."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def arrays_for(spec: PipelineSpec, path: Path) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from .arrays import arrays_for, random_arrays, read_arrays
+from .arrays import arrays_for, random_arrays, read_arrays, write_arrays
 from .check import compare, format_rows
 from .errors import PipelineError, UsageError
 from .pipeline import Pipeline
@@ -130,8 +130,7 @@ def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
     for name, array in outputs.items():
         print(f"{name}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
     if arguments.output is not None:
-        with arguments.output.open("wb") as file:
-            np.savez(file, **outputs)
+        write_arrays(arguments.output, outputs)
         print(f"outputs saved to {arguments.output}")
     return 0
 

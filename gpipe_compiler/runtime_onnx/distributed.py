@@ -108,8 +108,9 @@ class RankEndpoint:
         header = np.frombuffer(pickle.dumps((array.dtype.str, array.shape)), dtype=np.uint8).copy()
         size = np.array([len(header)], dtype=np.int64)
         tag = 3 * self._number[name]
+        parts: tuple[np.ndarray, ...] = size, header, array.reshape(-1).view(np.uint8)
         for rank in sorted({self._placement[target] for target in targets}):
-            for offset, part in enumerate((size, header, array.reshape(-1).view(np.uint8))):
+            for offset, part in enumerate(parts):
                 self._pending.append((self._world.send(part, rank, tag + offset), part))
         self._pending = [item for item in self._pending if not item[0].is_completed()]
 

@@ -120,7 +120,7 @@ _NUMBERS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_dat
 def point_to(tensor: TensorProto, place: Place) -> None:
     """Has a tensor find its bytes there."""
     for field in _NUMBERS:
-        tensor.ClearField(field)  # type: ignore[arg-type]  # names of fields
+        tensor.ClearField(field)
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, value in (

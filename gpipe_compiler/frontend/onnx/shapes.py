@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import onnx
 from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
-from onnxruntime.tools.symbolic_shape_infer import (  # type: ignore[import-untyped]  # has no types
+from onnxruntime.tools.symbolic_shape_infer import (
     SymbolicShapeInference,
 )
 
