@@ -90,10 +90,12 @@ def least_peak_bytes(work: Work, choice: Choice) -> int:
     """No fullest device has less.
 
     Each device holds what is kept for good, and at some moment a micro-batch of each of its
-    stages; GPipe's hold all micro-batches of all their stages at once, unless they recompute.
-    The fullest has no less than the mean of them.
+    stages, unless these may recompute in segments; GPipe's hold all micro-batches of all their
+    stages at once, unless they recompute. The fullest has no less than the mean of them.
     """
-    held = work.saved_bytes * choice.devices / choice.stages
+    held = 0.0
+    if choice.remat is not RematChoice.AUTO:
+        held = work.saved_bytes * choice.devices / choice.stages
     if choice.schedule is ScheduleKind.GPIPE and choice.remat is RematChoice.NONE:
         held = work.saved_bytes * choice.microbatches
     return max(int((work.kept_bytes + held) / choice.devices), work.most_kept_bytes)

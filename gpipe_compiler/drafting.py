@@ -211,8 +211,9 @@ class Drafting:
             other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
         )
         free = self._unlimited()
-        found = cut(heavier, free.setting, self.most_down_sets, work=self.work)
-        return free._cut_of(self.problem, (False,) * self.setting.stages, hint=found.stage_of)
+        stage_of = cut(heavier, free.setting, self.most_down_sets, work=self.work).stage_of
+        judged = cut(self.problem, free.setting, 0, work=self.work, hint=stage_of)
+        return free._cut_so(judged, (False,) * self.setting.stages)
 
     def _unlimited(self) -> Drafting:
         """The same on devices that hold anything."""
@@ -309,17 +310,11 @@ class Drafting:
             if name in graph.op_of[node.name].states(graph.modules)
         )
 
-    def _cut_of(
-        self, problem: CutProblem, recompute: tuple[bool, ...], hint: Sequence[int] = ()
-    ) -> Draft:
-        """The cut, or where there is a hint, just that."""
-        found = cut(
-            problem,
-            dataclasses.replace(self.setting, recompute=recompute),
-            0 if hint else self.most_down_sets,
-            work=self.work,
-            hint=hint,
-        )
+    def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
+        setting = dataclasses.replace(self.setting, recompute=recompute)
+        return self._cut_so(cut(problem, setting, self.most_down_sets, work=self.work), recompute)
+
+    def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Draft:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
         table = tabulate(self.facts, stage_of, self.setting.stages)
