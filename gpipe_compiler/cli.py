@@ -223,9 +223,8 @@ def _print_compiled(compiled: Compiled) -> None:
     work = "train" if plan.training else "infer"
     _say(f"written to {directory}. To run it here, and with one process per device:")
     _say(f"  python {directory}/run.py {work}")
-    replicas = f" --data-parallel {plan.replicas}" if plan.replicas > 1 else ""
-    count = len(plan.orders) * plan.replicas
-    _say(f"  torchrun --nproc-per-node {count} {directory}/run.py {work}{replicas}")
+    count = len(plan.orders) * (plan.replicas if plan.training else 1)
+    _say(f"  torchrun --nproc-per-node {count} {directory}/run.py {work}")
     _say(f"For people: {directory}/README.md, {directory}/report.html; gpipe-inspect {directory}")
 
 

@@ -30,7 +30,7 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if spec.loss is not None:
         train = commands.add_parser("train", help="train on your data, or the example batch")
-        _add_train(train)
+        _add_train(train, spec)
         _add_rate(train)
         _add_checkpoints(train)
         _add_common(train, spec)
@@ -132,7 +132,7 @@ def _contradictions(
     }
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
+def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
         "--steps", type=_positive, metavar="N", help=f"of the optimizer ({STEPS}, or --epochs)"
     )
@@ -146,9 +146,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-parallel",
         type=_positive,
-        default=1,
         metavar="R",
-        help="replicas of the pipeline that share every batch, under torchrun (1)",
+        help=f"replicas of the pipeline that share every batch, under torchrun "
+        f"({_replicas(spec)})",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="safetensors to train on")
     parser.add_argument(
@@ -214,7 +214,8 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
         "--remat",
         choices=[kind.value for kind in Remat],
-        help="compute every stage's forward again in its backward (as planned)",
+        help="compute every stage's forward again in its backward, all at once or in the segments "
+        "that a stage has (as planned)",
     )
     parser.add_argument(
         "--batchnorm",
@@ -253,6 +254,14 @@ def _processes(spec: PipelineSpec) -> str:
         if own not in ("", usual):
             parts.append(f"{own} with --schedule {kind.value}")
     return f"Processes under torchrun: {'; '.join(parts)}."
+
+
+def _replicas(spec: PipelineSpec) -> str:
+    """How many replicas there are by default."""
+    if spec.replicas == 1:
+        return "1"
+    devices = devices_by_default(spec, spec.schedule)
+    return f"{spec.replicas} with {spec.replicas * devices} processes, else 1"
 
 
 def _names(text: str) -> list[str]:

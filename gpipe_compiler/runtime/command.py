@@ -20,6 +20,7 @@ from .inference import bench, infer
 from .memory import keep_memory
 from .model_files import load_weights, save
 from .pipeline import Pipeline
+from .programs import replicas_by_default
 from .spec import PipelineSpec
 from .stage_clock import clock
 from .stopping import exit_code
@@ -102,12 +103,17 @@ def _run(
         batchnorm=arguments.batchnorm,
         precision=arguments.precision,
         seed=arguments.seed,
-        data_parallel=1 if options is None else arguments.data_parallel,
+        data_parallel=1 if options is None else _replicas(spec, arguments),
         timeout_s=arguments.timeout,
     ) as pipe:
         if options is not None:
             return _telling(arguments, lambda: _train(pipe, directory, user, options, arguments))
         return _telling(arguments, lambda: _work(pipe, stored, directory, arguments))
+
+
+def _replicas(spec: PipelineSpec, arguments: argparse.Namespace) -> int:
+    asked: int | None = arguments.data_parallel
+    return asked or replicas_by_default(spec, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def _train(

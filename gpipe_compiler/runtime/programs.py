@@ -90,6 +90,15 @@ def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
         raise UsageError(str(error), hint="use another --schedule") from error
 
 
+def replicas_by_default(spec: PipelineSpec, processes: int) -> int:
+    """How many replicas train, unless somebody says otherwise.
+
+    As planned where just the processes are there that these need; one otherwise.
+    """
+    planned = spec.replicas * (max(planned_placement(spec)) + 1)
+    return spec.replicas if processes == planned else 1
+
+
 def device_counts(stages: int, schedule: ScheduleKind) -> str:
     """The numbers of devices that a schedule can have so many stages on, as "1, 2 or 4"."""
     possible = []

@@ -205,6 +205,7 @@ class PipelineSpec:
         microbatch_size: samples in a micro-batch, as planned; the shapes of crossings are for it.
         aliases: further names of tied parameters to the canonical ones.
         precision: as planned; the dtypes of crossings are those under it.
+        replicas: of the pipeline, as planned for training.
     """
 
     name: str
@@ -222,3 +223,4 @@ class PipelineSpec:
     aliases: Mapping[str, str] = field(default_factory=dict)
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
+    replicas: int = 1
