@@ -12,18 +12,22 @@ from gpipe_compiler.report.units import format_seconds
 
 WORTH_TELLING_S = 1.0
 
+BETWEEN_WORDS_S = 15.0
+"""Where nobody watches, how long a step that goes on says nothing, at least."""
+
 
 class Progress:
     """A spinner with the current step; steps that took over a second stay as a line.
 
     A context manager that is called with the name of every step as it begins. Where nobody watches
-    (the console is no terminal) there is no spinner, only the lines.
+    (the console is no terminal) there is no spinner, only the lines, and a word now and then.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._step = ""
         self._began = 0.0
+        self._told = 0.0
         self._status: Status | None = None
 
     def __enter__(self) -> Progress:
@@ -47,9 +51,13 @@ class Progress:
             self._step = step
             if self._status is not None:
                 self._status.update(step)
+            elif time.monotonic() - self._told >= BETWEEN_WORDS_S:
+                self._told = time.monotonic()
+                self._console.print(step, markup=False)
             return
         self._finish()
         self._step, self._began = step, time.monotonic()
+        self._told = self._began
         if self._console.is_terminal:
             self._status = self._console.status(step)
             self._status.start()
