@@ -32,7 +32,7 @@ from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate import Validation
 from gpipe_compiler.validate_onnx import random_inputs, validate_onnx
-from gpipe_compiler.workbench import Prepared, Workbench
+from gpipe_compiler.workbench import MICROBATCHES_PER_STAGE, Prepared, Workbench
 
 
 def compile_onnx(
@@ -64,6 +64,7 @@ def compile_onnx(
     model = read_model(path)
     sizes = input_sizes(model, inputs)
     progress("planning")
+    options = _microbatches(options, sizes)
     bench = workbench_of(model, sizes, options)
     made, frontier = plan_on(bench, options, progress)
     if directory is None:
@@ -92,6 +93,18 @@ def compile_onnx(
     return Compiled(None, made, placed, found[0] if found else None, frontier=frontier)
 
 
+def _microbatches(options: CompileOptions, sizes: InputSizes) -> CompileOptions:
+    """The options, with a number of micro-batches where the model itself gives their size.
+
+    A mini-batch of such a model is as many micro-batches as are asked for, not a given number of
+    samples.
+    """
+    if not sizes.fixed or isinstance(options.microbatches, int):
+        return options
+    stages = options.stages if isinstance(options.stages, int) else 1
+    return dataclasses.replace(options, microbatches=MICROBATCHES_PER_STAGE * stages)
+
+
 def workbench_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Workbench:
     """What plans an ONNX model."""
     kinds = options.cluster.kinds
@@ -106,6 +119,9 @@ def workbench_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -
         return Prepared(graph, costs, onnx_facts(graph, costs[0]))
 
     whole = graph_of(model, sizes, sizes.batch)
+    if sizes.fixed:
+        assert isinstance(options.microbatches, int)
+        whole = whole.replace(batch_size=sizes.batch * options.microbatches)
     return Workbench(whole, options.cluster, options.measured, options.constraints, analysed)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ import onnxruntime
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.sizes import InputSizes
+from gpipe_compiler.passes.onnx_constants import is_quantised
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime_onnx.arrays import write_arrays
+from gpipe_compiler.runtime_onnx.check import compare
 from gpipe_compiler.validate import Validation, run_check
 
 
@@ -43,7 +45,7 @@ def validate_onnx(
         ValidationError: when the package cannot be run. Differences are reported, not raised.
     """
     batches = [plan.batch_size]
-    if not sizes.fixed:
+    if not sizes.fixed and plan.microbatches > 1:
         batches += [plan.microbatch_size, plan.batch_size + 1]
     calls = {
         samples: random_inputs(sizes, samples, seed + number)
@@ -93,15 +95,66 @@ def _run_whole(
             hint="it has to run in one piece before it can run in stages",
         ) from error
     names = [output.name for output in session.get_outputs()]
-    for samples, inputs in calls.items():
+
+    def run(inputs: Mapping[str, np.ndarray], samples: int) -> dict[str, np.ndarray]:
         try:
-            found = dict(zip(names, session.run(names, dict(inputs)), strict=True))
+            return dict(zip(names, session.run(names, dict(inputs)), strict=True))
         except Exception as error:
             raise ModelError(
                 f"the model fails in ONNX Runtime on {samples} samples: {error}",
                 hint="give it inputs of other sizes with --input",
             ) from error
-        write_arrays(folder / f"{samples}.npz", found)
+
+    size = plan.microbatch_size
+    for samples, inputs in calls.items():
+        parts = [run(part, size) for part in _parts(sizes, inputs, samples, size)]
+        joined = _joined(plan, parts)
+        if not sizes.fixed:
+            _check_apart(plan, run(inputs, samples), joined)
+        write_arrays(folder / f"{samples}.npz", joined)
+
+
+def _parts(
+    sizes: InputSizes, inputs: Mapping[str, np.ndarray], samples: int, size: int
+) -> list[dict[str, np.ndarray]]:
+    """The inputs of each micro-batch."""
+    return [
+        {
+            name: array[start : start + size] if name in sizes.batched else array
+            for name, array in inputs.items()
+        }
+        for start in range(0, samples, size)
+    ]
+
+
+def _joined(plan: Plan, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    assert plan.graph is not None
+    whole = {}
+    for name in plan.graph.output_values:
+        dim = plan.graph.values[name].batch_dim
+        arrays = [part[name] for part in parts]
+        whole[name] = arrays[0] if dim is None else np.concatenate(arrays, axis=dim)
+    return whole
+
+
+def _check_apart(
+    plan: Plan, whole: Mapping[str, np.ndarray], joined: Mapping[str, np.ndarray]
+) -> None:
+    """Makes sure that samples do not meet in the model.
+
+    Raises:
+        ModelError: naming the outputs in which they do.
+    """
+    assert plan.graph is not None
+    quantised = is_quantised(plan.graph)
+    rows = compare(whole, joined, quantised=quantised)
+    mixed = [row.name for row in rows if row.fault]
+    if mixed:
+        raise ModelError(
+            f"{', '.join(mixed)} of a batch is not put together from that of its micro-batches: "
+            "somewhere in the model the samples of a batch meet",
+            hint="compile with --microbatches 1",
+        )
 
 
 def _held(

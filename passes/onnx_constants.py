@@ -24,6 +24,15 @@ def node_of(op: Op) -> NodeProto:
     return proto
 
 
+_QUANTISED = ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinear")
+"""How operators begin that round to integers."""
+
+
+def is_quantised(graph: Graph) -> bool:
+    """Whether some node rounds to integers."""
+    return any(node_of(op).op_type.startswith(_QUANTISED) for op in graph.ops)
+
+
 def constant_ops(graph: Graph) -> frozenset[str]:
     """Names of the ops that follow from constants and weights alone.
 

@@ -16,13 +16,10 @@ from gpipe_compiler.codegen.onnx.staged import staged_file
 from gpipe_compiler.codegen.onnx.stages import stage_file
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
-from gpipe_compiler.passes.onnx_constants import node_of
+from gpipe_compiler.passes.onnx_constants import is_quantised
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.schedule.actions import format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
-
-_QUANTISED = ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinear")
-"""How operators begin that round to integers."""
 
 
 def write_onnx_schedule(plan: Plan, *, fixed: bool) -> str:
@@ -85,7 +82,7 @@ def _pipeline(plan: Plan, graph: Graph, *, fixed: bool) -> Expression:
     }
     if fixed:
         options["fixed"] = name("True")
-    if any(node_of(op).op_type.startswith(_QUANTISED) for op in graph.ops):
+    if is_quantised(graph):
         options["quantised"] = name("True")
     items = [value.prefixed(f"{key}=") for key, value in options.items()]
     return call("PipelineSpec", items, exploded=True)

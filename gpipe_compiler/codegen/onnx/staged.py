@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto, TensorProto
 
+from gpipe_compiler.codegen.onnx.stages import boundary
 from gpipe_compiler.codegen.onnx.weights import Place, point_to, save, write_weights
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
@@ -38,6 +39,7 @@ def write_staged(plan: Plan, model: OnnxModel, folder: Path, places: Mapping[str
     Raises:
         EmitError: when the checker refuses it.
     """
+    assert plan.graph is not None
     proto = ModelProto()
     proto.CopyFrom(model.proto)
     for tensor in proto.graph.initializer:
@@ -51,6 +53,9 @@ def write_staged(plan: Plan, model: OnnxModel, folder: Path, places: Mapping[str
     else:
         onnx.external_data_helper.load_external_data_for_model(proto, str(model.path.parent))
     _annotate(proto, plan)
+    for output in proto.graph.output:
+        if not output.type.tensor_type.HasField("shape"):
+            output.CopyFrom(boundary(plan.graph, output.name, free=True))
     save(proto, path)
     try:
         onnx.checker.check_model(path)

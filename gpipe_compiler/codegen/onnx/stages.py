@@ -91,8 +91,15 @@ def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
 
 
 def _declared(whole: ModelProto) -> Mapping[str, ValueInfoProto]:
-    """The inputs and outputs of the model, which stages take and give as the model does."""
-    return {value.name: value for value in (*whole.graph.input, *whole.graph.output)}
+    """The inputs and outputs of the model, which stages take and give as the model does.
+
+    Without those whose shape the model leaves out.
+    """
+    return {
+        value.name: value
+        for value in (*whole.graph.input, *whole.graph.output)
+        if not value.type.HasField("tensor_type") or value.type.tensor_type.HasField("shape")
+    }
 
 
 def _free_sizes(whole: ModelProto) -> bool:

@@ -116,7 +116,7 @@ _MOST = 10
 def _check(model: OnnxModel) -> None:
     """What ONNX itself finds wrong; of a node, it is named."""
     try:
-        onnx.checker.check_model(model.path)
+        onnx.checker.check_model(_complete(model.proto))
     except onnx.checker.ValidationError as error:
         faulty = _faulty_node(model)
         where = f" at {title(faulty)}" if faulty is not None else ""
@@ -124,6 +124,36 @@ def _check(model: OnnxModel) -> None:
             f"{model.path} is no legal ONNX model{where}: {_first(str(error))}",
             hint="export it again, or look at it with onnx.checker.check_model",
         ) from error
+
+
+def _complete(proto: ModelProto) -> ModelProto:
+    """The model with inputs in place of its weights, and with some shape for every output.
+
+    Weights are looked at elsewhere, and may be too large for the checker; outputs without a shape
+    are against the rules, but ONNX Runtime does not mind.
+    """
+    found = ModelProto(
+        ir_version=proto.ir_version,
+        opset_import=proto.opset_import,
+        functions=proto.functions,
+        producer_name=proto.producer_name,
+    )
+    graph = found.graph
+    graph.name = proto.graph.name
+    graph.node.extend(proto.graph.node)
+    graph.input.extend(proto.graph.input)
+    graph.output.extend(proto.graph.output)
+    graph.sparse_initializer.extend(proto.graph.sparse_initializer)
+    known = {source.name for source in graph.input}
+    graph.input.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in proto.graph.initializer
+        if tensor.name not in known
+    )
+    for output in graph.output:
+        if output.type.HasField("tensor_type"):
+            output.type.tensor_type.shape.SetInParent()
+    return found
 
 
 def _faulty_node(model: OnnxModel) -> NodeProto | None:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx
-from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
+import onnxruntime
+from onnx import GraphProto, ModelProto, TensorProto, TypeProto, ValueInfoProto
 from onnxruntime.tools.symbolic_shape_infer import (
     SymbolicShapeInference,
 )
@@ -21,6 +22,9 @@ from gpipe_compiler.frontend.onnx.types import torch_dtype
 
 _SMALL = 1024
 """Elements up to which a weight may hold a shape, so that its numbers are looked at."""
+
+
+_INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,20 @@ def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[
     light = light_copy(model.proto, sizes)
     inferred = onnx.shape_inference.infer_shapes(light, check_type=False, data_prop=True)
     found = dict(_described(inferred.graph))
-    made = {name for node in light.graph.node for name in node.output if name}
-    if any(name not in found or found[name].shape is None for name in made):
-        for name, known in _by_runtime(light):
+    for further in (_by_runtime, _by_whole_runtime):
+        if not _unknown(light, found):
+            break
+        for name, known in further(light):
             if known.shape is not None or name not in found:
                 found[name] = known
     for tensor in model.proto.graph.initializer:
         found[tensor.name] = Described(tensor.data_type, tuple(tensor.dims))
     return found
+
+
+def _unknown(light: ModelProto, found: Mapping[str, Described]) -> bool:
+    made = (name for node in light.graph.node for name in node.output if name)
+    return any(name not in found or found[name].shape is None for name in made)
 
 
 def light_copy(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> ModelProto:
@@ -121,3 +131,40 @@ def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
         return
     if inferred is not None:
         yield from _described(inferred.graph)
+
+
+def _by_whole_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
+    """What ONNX Runtime knows of a model when it loads it: of its own operators too."""
+    asked = ModelProto()
+    asked.CopyFrom(light)
+    del asked.graph.output[:]
+    asked.graph.output.extend(
+        ValueInfoProto(name=name) for node in asked.graph.node for name in node.output if name
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(
+            asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception:  # noqa: BLE001  # as above: that the model does not load is told elsewhere
+        return
+    for output in session.get_outputs():
+        element = _ELEMENTS.get(output.type)
+        if element is not None and all(isinstance(size, int) for size in output.shape):
+            yield output.name, Described(element, tuple(output.shape))
+
+
+_ELEMENTS: Mapping[str, int] = {
+    f"tensor({name})": element
+    for name, element in (
+        ("float", TensorProto.FLOAT),
+        ("float16", TensorProto.FLOAT16),
+        ("bfloat16", TensorProto.BFLOAT16),
+        ("double", TensorProto.DOUBLE),
+        *((kind.lower(), TensorProto.DataType.Value(kind)) for kind in _INTEGERS),
+        ("bool", TensorProto.BOOL),
+    )
+}
+"""Types as ONNX Runtime names them."""
