@@ -30,6 +30,7 @@ from gpipe_compiler.policy import Auto, RematChoice
 from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.progress import Progress
+from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.text import (
     boundary_table,
     headline,
@@ -39,7 +40,7 @@ from gpipe_compiler.report.text import (
 )
 from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.report.units import format_source
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.search_arguments import constraints_of, schedule_of
 
 _PIPE_WIDTH = 120
@@ -212,6 +213,8 @@ def _print_compiled(compiled: Compiled) -> None:
     console.print(stage_table(plan))
     if directory is None and plan.crossings:
         console.print(boundary_table(plan))
+    if directory is None and any(stage.remat is not Remat.NONE for stage in plan.stages):
+        console.print(remat_table(plan))
     held, refused = compiled.validation, compiled.not_validated
     frontend = compiled.frontend.value if compiled.frontend else "onnx"
     console.print(summary_table(plan, frontend, held, refused))

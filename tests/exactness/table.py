@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from segmenting import in_segments
 from train_packages import REMATS, train_all
 from training_cases import BATCH, CASES, MICROBATCHES, Case, Trained, train_plain
 
@@ -60,6 +61,7 @@ def write_package(case: Case, stages: int, folder: Path) -> Plan:
     assert len(inputs) == BATCH
     graph = trace(model, (inputs,), target=target, loss_fn=case.loss)
     made = plan(graph, stages=stages, microbatches=MICROBATCHES, cluster=FREE_LINKS)
+    made = in_segments(made, 2)
     emit(made, folder)
     return made
 

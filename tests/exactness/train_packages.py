@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from training_cases import CASES, FIRST_SCALE, SEED, Case, Trained, optimizer_of
 
-REMATS = ("none", "full")
+REMATS = ("none", "full", "segments")
 
 
 def train_all(
