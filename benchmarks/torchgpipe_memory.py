@@ -39,7 +39,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 COPY_STREAMS = 32
 """That PyTorch makes on a device; asking for more hands out the same again."""
 MICRO_BATCHES = 128
-IMAGE = (1, 3, 224, 224)
+"""And images of a mini-batch."""
+IMAGE = (3, 224, 224)
 CLASSES = 1000
 
 
@@ -49,9 +50,10 @@ class Published:
 
     Attributes:
         balance: cells of each stage.
-        activations_gib: what torchgpipe prints.
+        activations_gib: what torchgpipe prints; None where it was out of memory.
         live_gib: what lives of it, as recomputed when torchgpipe was looked into: not published.
         gpipe_gb: parameter memory and activation memory as GPipe prints them.
+        micro_batches: of the 128 images.
     """
 
     name: str
@@ -59,11 +61,13 @@ class Published:
     filters: int
     balance: tuple[int, ...]
     parameters: int
-    activations_gib: float
-    live_gib: float
+    activations_gib: float | None
+    live_gib: float | None
     gpipe_gb: tuple[float, float]
+    micro_batches: int = 128
 
 
+BASELINE = Published("Naive-1", 18, 208, (24,), 81_505_540, None, None, (1.05, 6.26), 1)
 PUBLISHED = (
     Published("Pipeline-1", 18, 416, (24,), 319_024_120, 0.91, 0.776, (3.8, 3.46)),
     Published("Pipeline-2", 18, 544, (16, 8), 542_734_840, 3.39, 1.836, (6.45, 8.11)),
@@ -267,7 +271,7 @@ def _own(recorder: Recorder, tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 def _differentiable(tensor: Tensor) -> bool:
     """Whether a stage's input needs a gradient: the images do not."""
-    return tensor.shape != IMAGE
+    return tensor.shape[1:] != IMAGE
 
 
 @dataclass(frozen=True)
@@ -288,7 +292,7 @@ def play(tape: StageTape, place: Place, micro_batches: int, *, streams: bool = T
     for size in tape.state:
         allocator.allocate(size)
     if place.first:
-        allocator.allocate(micro_batches * 4 * torch.Size(IMAGE).numel())
+        allocator.allocate(micro_batches * sum(tape.takes))
     player = _Player(allocator, tape, place, micro_batches, streams)
     player.iterate(tape.first)
     for size in tape.parameters:
@@ -349,7 +353,7 @@ class _Player:
 
     def _gathered(self) -> int:
         """Bytes of the outputs of all micro-batches, of their probabilities and gradients."""
-        return self.micro_batches * 4 * CLASSES if self.place.last else 0
+        return MICRO_BATCHES * 4 * CLASSES if self.place.last else 0
 
     def _copied(self, index: int, sizes: Sequence[int]) -> list[int]:
         stream = 1 + index % COPY_STREAMS if self.streams else 0
@@ -377,21 +381,16 @@ def stages(model: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
 
 
 def footprints(
-    layers: int,
-    filters: int,
-    balance: Sequence[int],
-    *,
-    micro_batches: int = MICRO_BATCHES,
-    streams: bool = True,
-    relu_keeps_input: bool = True,
+    row: Published, *, streams: bool = True, relu_keeps_input: bool = True
 ) -> list[Footprint]:
     """What every device holds."""
-    model = network(layers, filters)
-    passed: tuple[Tensor, ...] = (torch.empty(IMAGE, device="meta"),)
+    model = network(row.layers, row.filters)
+    samples = MICRO_BATCHES // row.micro_batches
+    passed: tuple[Tensor, ...] = (torch.empty(samples, *IMAGE, device="meta"),)
     found = []
     with ReluKeepsInput() if relu_keeps_input else nullcontext():
-        for number, stage in enumerate(stages(model, balance)):
+        for number, stage in enumerate(stages(model, row.balance)):
             tape, passed = record(stage, passed)
-            place = Place(number == 0, number == len(balance) - 1)
-            found.append(play(tape, place, micro_batches, streams=streams))
+            place = Place(number == 0, number == len(row.balance) - 1)
+            found.append(play(tape, place, row.micro_batches, streams=streams))
     return found

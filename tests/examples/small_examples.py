@@ -72,6 +72,7 @@ SMALL = (
           needs="transformers"),
     Small("inception", {"width": 8}),
     Small("amoebanet", {"layers": 3, "filters": 16}),
+    Small("deep_chain", {"layers": 6, "width": 8}, {"batch": 16}, {"batch": 16}),
     Small("inputs"),
 )  # fmt: skip
 

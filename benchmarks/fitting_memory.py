@@ -1,0 +1,153 @@
+"""Models of growing size, and the largest that fits devices of so much memory: for
+`memory_tables.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gpipe_compiler.cluster import PCIE3, Cluster, Device
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.symbolic import trace_fx
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.workbench import Workbench
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+BYTES_EACH = 12
+"""Of a parameter, its gradient and what RMSProp remembers; as much as SGD with momentum."""
+
+MEMORY = 8 * 10**9
+"""Of a device, in GPipe's Table 1."""
+
+ENDLESS = 10**15
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model of a size, with its mini-batch, without numbers.
+
+    Attributes:
+        name: of the size, as (18, 416).
+        batch: samples of a mini-batch.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: torch.Tensor
+    target: torch.Tensor
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @property
+    def parameters(self) -> int:
+        """How many."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def batch(self) -> int:
+        """Samples of a mini-batch."""
+        return len(self.inputs)
+
+
+def amoebanet(layers: int, filters: int, batch: int = 128) -> Sized:
+    """AmoebaNet-D for 224 x 224 images."""
+    import amoebanet as example
+
+    with torch.device("meta"):
+        model = example.amoebanet_d(layers, filters)
+        images, labels = torch.empty(batch, 3, 224, 224), torch.empty(batch).long()
+    return Sized(f"({layers}, {filters})", model, images, labels, example.loss_fn)
+
+
+def transformer(layers: int, batch: int = 32) -> Sized:
+    """Transformer-L for sequences of 1024 words."""
+    import transformer_l as example
+
+    inputs, target = example.example_inputs(batch), example.example_target(batch)
+    model = example.build_model(layers=layers)
+    return Sized(str(layers), model, inputs.to("meta"), target.to("meta"), example.loss_fn)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the devices of a plan take.
+
+    Attributes:
+        parameters: of the model.
+        bytes: of every device at its peak.
+    """
+
+    name: str
+    parameters: int
+    bytes: tuple[int, ...]
+    plan: Plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device takes more than it has."""
+        return max(self.bytes) <= MEMORY
+
+    @property
+    def activations(self) -> int:
+        """Bytes of all devices, less those of parameters, gradients and optimizer."""
+        return sum(self.bytes) - BYTES_EACH * self.parameters
+
+
+def planned(
+    sized: Sized,
+    devices: int,
+    *,
+    microbatches: int,
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
+    remat: RematChoice = RematChoice.AUTO,
+    memory: int = MEMORY,
+    balance: Sequence[int] = (),
+) -> Fit:
+    """The model in a pipeline over devices of so much memory, as this compiler plans it.
+
+    Args:
+        balance: how many of the model's parts each stage has; empty for our own cut.
+    """
+    subject = Subject(
+        "model", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
+    )
+    graph = trace_fx(subject, training=True)
+    device = Device("8 GB", 10e12, 500e9, memory, 0.0)
+    bench = Workbench(graph, Cluster.of(device, PCIE3), constraints=pinned(balance))
+    policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM)
+    plan = bench.plan(bench.choose(devices, microbatches, policy), policy)
+    return Fit(sized.name, sized.parameters, plan.prediction.device_bytes, plan)
+
+
+def pinned(balance: Sequence[int]) -> Constraints:
+    """So many consecutive parts of a sequence in every stage."""
+    stages = [stage for stage, parts in enumerate(balance) for _ in range(parts)]
+    pins = tuple((str(part), stage) for part, stage in enumerate(stages))
+    return Constraints(pins=pins) if pins else NO_CONSTRAINTS
+
+
+def largest(sizes: Sequence[int], fit: Callable[[int], Fit]) -> Fit | None:
+    """The last of growing sizes that fits, by bisection; None where the first does not."""
+    found: Fit | None = None
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        tried = fit(sizes[middle])
+        if tried.fits:
+            found, low = tried, middle + 1
+        else:
+            high = middle
+    return found
+
+
+def most_parameters(devices: int) -> int:
+    """That so many devices hold, with nothing else."""
+    return devices * MEMORY // BYTES_EACH
