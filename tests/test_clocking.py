@@ -128,7 +128,7 @@ def test_a_package_times_its_stages_under_torchrun(tmp_path):
 
     assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in found.alone)
     assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in found.together)
-    assert found.receive_s[1] > 0 < found.gradient_s[1]
+    assert found.receive_s[0] == found.gradient_s[0] == 0.0
 
 
 def test_the_figures_survive_json():

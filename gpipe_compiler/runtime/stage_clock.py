@@ -1,19 +1,19 @@
 """How long the stages take: each by itself, and all of them side by side.
 
-Stages run here as they do in training: by the engine, in the order of the schedule, in threads or
-in processes of their own. But nobody waits for anybody: what comes from another device was kept
-from a real step. What is left is what a simulation of the schedule starts from.
+Stages run here as they do in training: in whole steps, by the engine, in the order of the schedule,
+in threads or in processes of their own. But nobody waits for anybody: what comes from another
+device was kept from a real step. What is left is what a simulation of the schedule starts from.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
+from enum import Enum
 from typing import overload
 
 import torch
@@ -22,7 +22,7 @@ from .clocked import Clocked, StageSeconds
 from .engine import Engine, Outcome
 from .job import Job
 from .pipeline import Pipeline
-from .runners import DistributedRunner, LocalRunner
+from .runners import DistributedRunner
 from .schedule.actions import Compute, Phase, SharedSum, Transfer
 from .spec import Remat
 from .stage_links import LinkSeconds, link_seconds
@@ -30,13 +30,13 @@ from .transport import Endpoint
 from .wiring import StageWiring, Step
 
 PHASE_S = 0.4
-"""Seconds, about, for which each device is timed alone, and as long all side by side."""
+"""Seconds, about, for which each device is timed alone, and as long all side by side.
+
+They take turns, step by step: the speed of a machine may change.
+"""
 
 LEAST_ROUNDS = 3
 """Steps in that time at least, however long they take."""
-
-TURNS = 3
-"""In which all that is measured takes turns: the speed of a machine may change in between."""
 
 
 def clock(pipe: Pipeline, inputs: object, target: object, phase_s: float = PHASE_S) -> Clocked:
@@ -118,18 +118,27 @@ class _Replay:
         """Nothing is under way."""
 
 
+class Turn(Enum):
+    """What a device does in a step."""
+
+    WAITING = "its work, as in training"
+    BESIDE_OTHERS = "its work, on what it received once, while the others do theirs"
+    ALONE = "the same while the others rest"
+    RESTING = "nothing"
+
+
 class _Watched(Engine):
     """An engine that, once it has seen a real run, can make it again without waiting."""
 
     def __init__(self, engine: Engine) -> None:
         vars(self).update(vars(engine))
-        self.record: dict[Transfer, torch.Tensor | None] = {}
-        self.waits = True
+        self.turn = Turn.WAITING
         self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
-        self.rounds: dict[bool, list[list[float]]] = {False: [], True: []}
-        self.beside_others = False
+        self.rounds: dict[Turn, list[list[float]]] = {turn: [] for turn in Turn}
         self.sums_s: list[float] = []
         self.run_s: list[float] = []
+        self._record: dict[Transfer, torch.Tensor | None] = {}
+        self._outcome = Outcome()
 
     def run(
         self,
@@ -139,36 +148,24 @@ class _Watched(Engine):
         endpoint: Endpoint,
         ended: Callable[[int], None] | None = None,
     ) -> Outcome:
-        if self.waits:
+        if self.turn is Turn.RESTING:
+            return self._outcome
+        if self.turn is Turn.WAITING:
             self.asked = steps, wiring, job
-            recorder = _Recorder(endpoint, self.record)
-            outcome = super().run(steps, wiring, job, recorder, ended)
+            recorder = _Recorder(endpoint, self._record)
+            self._outcome = super().run(steps, wiring, job, recorder, ended)
             if recorder.sum_s is not None:
                 self.sums_s.append(recorder.sum_s)
-            return outcome
-        return self.again()
-
-    def again(self) -> Outcome:
-        """The last run once more, on what it received."""
-        assert self.asked is not None
-        steps, wiring, job = self.asked
+            return self._outcome
         timed = _TimedSteps(steps, self.device)
         start = time.perf_counter()
-        outcome = super().run(timed, wiring, job, _Replay(self.record))
+        outcome = super().run(timed, wiring, job, _Replay(self._record))
         self.run_s.append(time.perf_counter() - start)
-        self.rounds[self.beside_others].append(timed.seconds)
+        self.rounds[self.turn].append(timed.seconds)
         return outcome
 
-    def keep_running(self, rounds: int, meet: Callable[[], None]) -> None:
-        """Runs so often, each time after `meet` has returned."""
-        for _ in range(rounds):
-            for module in self.modules.values():
-                module.zero_grad()
-            meet()
-            self.again()
-
-    def stage_seconds(self, *, beside_others: bool) -> dict[int, StageSeconds]:
-        """The medians over the runs by itself, or beside the other devices."""
+    def stage_seconds(self, turn: Turn) -> dict[int, StageSeconds]:
+        """The medians over all runs of a kind."""
         assert self.asked is not None
         steps, _, job = self.asked
         again = {
@@ -178,7 +175,7 @@ class _Watched(Engine):
             and step.waits
             and self.manner.remat[step.action.stage] is Remat.FULL
         }
-        rounds = self.rounds[beside_others]
+        rounds = self.rounds[turn]
         found: dict[int, dict[str, float]] = {stage: {"forward_s": 0.0} for stage in self.modules}
         for (stage, name), places in _places(steps, again).items():
             totals = [sum(seconds[place] for place in places) for seconds in rounds]
@@ -230,20 +227,21 @@ class _Clock:
             for _ in range(1 + LEAST_ROUNDS):
                 self._step()
             sums_s = self._sums()
-            for engine in self.engines:
-                engine.waits = False
-            (first_s,) = self._agreed([self._step()], max)
-            rounds = math.ceil(max(LEAST_ROUNDS, phase_s / first_s) / TURNS)
             devices = range(max(self.pipe.placement) + 1)
+            self._turns(devices)
+            (first_s,) = self._agreed([self._step()], max)
+            for engine in self.engines:
+                engine.rounds[Turn.BESIDE_OTHERS].clear()
             around_s: list[float] = []
-            self._forget()
-            for _ in range(TURNS):
-                for device in devices:
-                    self._run_rounds([device], rounds)
-                self._run_rounds(devices, rounds)
-                around_s += self._around(rounds)
-            alone = self._found(beside_others=False)
-            together = self._found(beside_others=True) if len(devices) > 1 else alone
+            for _ in range(math.ceil(max(LEAST_ROUNDS, phase_s / first_s))):
+                for device in devices if len(devices) > 1 else ():
+                    self._turns([device])
+                    self._step()
+                self._turns(devices)
+                step_s = self._step()
+                around_s.append(step_s - max(engine.run_s[-1] for engine in self.engines))
+            together = self._found(Turn.BESIDE_OTHERS)
+            alone = self._found(Turn.ALONE) if len(devices) > 1 else together
         finally:
             runner.engines = own
         links = link_seconds(self.pipe)
@@ -271,52 +269,25 @@ class _Clock:
         (least,) = self._agreed([min(found, default=math.inf)], min)
         return least if math.isfinite(least) else 0.0
 
-    def _around(self, rounds: int) -> list[float]:
-        """Seconds of steps beside the work of the device that works the longest, on this rank."""
-        found = []
-        for _ in range(rounds):
-            step_s = self._step()
-            found.append(step_s - max(engine.run_s[-1] for engine in self.engines))
-        return found
-
-    def _forget(self) -> None:
+    def _turns(self, devices: Sequence[int]) -> None:
+        """In the steps to come these devices work, and the others rest."""
         for engine in self.engines:
-            for rounds in engine.rounds.values():
-                rounds.clear()
+            place = self.pipe.placement[min(engine.modules)]
+            if place not in devices:
+                engine.turn = Turn.RESTING
+            elif len(devices) > max(self.pipe.placement):
+                engine.turn = Turn.BESIDE_OTHERS
+            else:
+                engine.turn = Turn.ALONE
 
-    def _run_rounds(self, devices: Sequence[int], rounds: int) -> None:
-        """Let these devices work, while the others rest.
-
-        They begin every round at the same time: how much they slow each other down depends on
-        whether forwards meet forwards, as the schedule has it, or backwards.
-        """
-        runner = self.pipe.runner
-        for engine in self.engines:
-            engine.beside_others = len(devices) > 1
-        if isinstance(runner, LocalRunner):
-            barrier = threading.Barrier(len(devices))
-            tasks: list[Callable[[], Outcome]] = [Outcome for _ in self.engines]
-            for device in devices:
-                tasks[device] = _kept_running(self.engines[device], rounds, barrier)
-            runner.workers.run(tasks, barrier.abort)
-            return
-        self._meet()
-        meet = self._meet if len(devices) > 1 else _at_once
-        for engine in self.engines if self.pipe.rank in devices else ():
-            engine.keep_running(rounds, meet)
-
-    def _found(self, *, beside_others: bool) -> list[StageSeconds]:
+    def _found(self, turn: Turn) -> list[StageSeconds]:
         """Of every stage, from whichever rank has it."""
         table = [[0.0] * 4 for _ in self.pipe.placement]
         for engine in self.engines:
-            for stage, found in engine.stage_seconds(beside_others=beside_others).items():
+            for stage, found in engine.stage_seconds(turn).items():
                 table[stage] = list(asdict(found).values())
         flat = self._agreed([number for row in table for number in row], max)
         return [StageSeconds(*flat[4 * stage : 4 * stage + 4]) for stage in range(len(table))]
-
-    def _meet(self) -> None:
-        """Wait for all ranks."""
-        self._agreed([0.0], max)
 
     def _agreed(self, numbers: list[float], choose: Callable[[list[float]], float]) -> list[float]:
         """The largest or smallest over all ranks, which all wait here for one another."""
@@ -341,23 +312,6 @@ def _with_transfers(stages: Sequence[StageSeconds], links: LinkSeconds) -> tuple
             stages, links.forward_s, links.backward_s, strict=True
         )
     )
-
-
-def _kept_running(
-    engine: _Watched, rounds: int, barrier: threading.Barrier
-) -> Callable[[], Outcome]:
-    def meet() -> None:
-        barrier.wait()
-
-    def work() -> Outcome:
-        engine.keep_running(rounds, meet)
-        return Outcome()
-
-    return work
-
-
-def _at_once() -> None:
-    """Nobody is waited for."""
 
 
 def _settle(device: torch.device) -> None:

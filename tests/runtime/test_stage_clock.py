@@ -89,7 +89,6 @@ def test_devices_are_timed_alone_and_together(one_thread):
             assert seconds.forward_s >= FORWARD_S * (number + 1)
             assert seconds.backward_s >= BACKWARD_S * (number + 1)
     assert found.receive_s[0] == found.gradient_s[0] == 0.0
-    assert all(seconds > 0 for seconds in (*found.receive_s[1:], *found.gradient_s[1:]))
 
 
 def test_timing_leaves_weights_and_later_steps_as_they_are(one_thread):
