@@ -17,7 +17,7 @@ from gpipe_compiler.cluster.catalogue import (
     built_in,
 )
 from gpipe_compiler.cluster.file import read_cluster
-from gpipe_compiler.cluster.local import is_here, local_cluster, this_machine
+from gpipe_compiler.cluster.local import is_here, is_host, local_cluster, this_machine
 from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device, Link
 from gpipe_compiler.cluster.timing import timed_link
 from gpipe_compiler.cluster.words import devices_named
@@ -44,6 +44,7 @@ __all__ = [
     "built_in",
     "devices_named",
     "is_here",
+    "is_host",
     "local_cluster",
     "read_cluster",
     "this_machine",

@@ -38,6 +38,11 @@ def local_card() -> Card:
     return Card(this_machine(), link, link)
 
 
+def is_host(device: Device) -> bool:
+    """Whether a device is the processor of a machine like this one, as it was measured here."""
+    return device.name == _HOST
+
+
 def this_machine() -> Device:
     """One device of this machine, measured.
 

@@ -87,7 +87,8 @@ class DeviceMemory:
         sizes: the bytes of each category at that moment.
         points: every action, in order; in a plan shortened to `MOST_POINTS`.
         holders: what is in memory at the peak, the largest first; in a plan the first of them.
-        stage_peaks: for each stage of the device, in order, what is of it at its own peak.
+        stages: that it runs.
+        stage_peaks: for each of them, what is of it at its own peak.
     """
 
     peak: int
@@ -95,6 +96,7 @@ class DeviceMemory:
     sizes: Sizes
     points: tuple[Point, ...] = ()
     holders: tuple[Holder, ...] = ()
+    stages: tuple[int, ...] = ()
     stage_peaks: tuple[int, ...] = ()
 
     def of(self, category: Category) -> int:
@@ -118,6 +120,7 @@ class DeviceMemory:
                 dataclasses.asdict(holder) | {"category": holder.category.value}
                 for holder in self.holders
             ],
+            "stages": list(self.stages),
             "stage_peaks": list(self.stage_peaks),
         }
 
@@ -137,6 +140,7 @@ class DeviceMemory:
                 Holder(**holder | {"category": Category(holder["category"])})
                 for holder in fields["holders"]
             ),
+            stages=tuple(fields["stages"]),
             stage_peaks=tuple(fields["stage_peaks"]),
         )
 

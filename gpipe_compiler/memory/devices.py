@@ -180,6 +180,7 @@ class Pipeline:
             sizes=tuple(sizes.values()),
             points=tuple(points),
             holders=tuple(sorted(everything, key=lambda holder: -holder.bytes)),
+            stages=tuple(self.jobs[device].stages),
             stage_peaks=tuple(
                 played.stage_peaks[stage] + state[stage] for stage in self.jobs[device].stages
             )

@@ -1,0 +1,157 @@
+"""Drafts whose devices hold what the tapes tell, and not only what the quick model counts.
+
+The search for cuts counts what autograd keeps (`holding`). What a device truly takes may be more
+(temporaries, boundary values) or less (its gradients are not there yet when most activations are).
+So the limits that the search keeps to are moved by the difference, and the cut is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.cluster import is_host
+from gpipe_compiler.drafting import Draft, Drafting
+from gpipe_compiler.memory.curve import DeviceMemory
+from gpipe_compiler.memory.devices import Layout, device_memories
+from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.prediction import shared
+from gpipe_compiler.runtime.spec import OptimizerKind, Remat
+
+_ROUNDS = 3
+"""Times that a cut is made again with other limits."""
+
+_WORTH_A_CUT = 0.01
+"""The share of a device's memory by which limits must move for a fitting cut to be made again."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A draft with the memory of its devices.
+
+    Attributes:
+        over: bytes that its devices take more than they have, together.
+    """
+
+    draft: Draft
+    memory: tuple[DeviceMemory, ...]
+    over: float
+
+    @property
+    def merit(self) -> tuple[float, float, int]:
+        """The less the better: how far from fitting, its step, how many stages recompute."""
+        again = sum(stage.remat is not Remat.NONE for stage in self.draft.stages)
+        return self.over, self.draft.prediction.step_s, again
+
+
+def choose_exactly(
+    drafting: Drafting, choice: RematChoice, replicas: int
+) -> tuple[Draft, tuple[DeviceMemory, ...]]:
+    """The draft with the shortest step that was found to fit, and the memory of its devices.
+
+    Where none fits, that which is the nearest to it.
+
+    Raises:
+        ModelError: naming an op that cannot run.
+    """
+    rehearsals = Rehearsals(drafting.facts.graph)
+    first = best = _exact(drafting, drafting.choose(choice), replicas, rehearsals)
+    limits = [seat.memory for seat in drafting.setting.seats]
+    latest = first
+    for _ in range(_ROUNDS):
+        moved = _moved(drafting, latest, limits)
+        if moved is None:
+            break
+        limits = moved
+        draft = _limited(drafting, limits).choose(choice)
+        if draft.stages == latest.draft.stages:
+            break
+        latest = _exact(drafting, draft.bounded_by(first.draft), replicas, rehearsals)
+        best = min(best, latest, key=lambda exact: exact.merit)
+    return best.draft, best.memory
+
+
+def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:
+    """A prediction that tells what the devices truly take.
+
+    Args:
+        stages: how many there are.
+    """
+    peaks = [0] * stages
+    for device in memory:
+        for stage, peak in zip(device.stages, device.stage_peaks, strict=True):
+            peaks[stage] = peak
+    return dataclasses.replace(
+        prediction,
+        peak_bytes=tuple(peaks),
+        device_bytes=tuple(device.peak for device in memory),
+        memory=tuple(device.shortened() for device in memory),
+    )
+
+
+def remeasured(plan: Plan, optimizer: OptimizerKind) -> Plan:
+    """A plan with its graph, told by the quick model so far, with what its devices truly take."""
+    assert plan.graph is not None
+    layout = Layout(
+        stages=plan.stages,
+        crossings=plan.crossings,
+        orders=plan.orders,
+        placement=plan.placement or tuple(range(len(plan.stages))),
+        joint=plan.joint,
+        shared=dict(shared(plan.graph, plan.stages)),
+        microbatches=plan.microbatches,
+        replicas=plan.replicas,
+        optimizer=optimizer,
+        on_host=is_host(plan.devices[0]),
+    )
+    memory = device_memories(plan.graph, layout)
+    told = with_memory(plan.prediction, memory, len(plan.stages))
+    return dataclasses.replace(plan, prediction=told)
+
+
+def _exact(drafting: Drafting, draft: Draft, replicas: int, rehearsals: Rehearsals) -> Exact:
+    graph, setting = drafting.facts.graph, drafting.setting
+    stages: tuple[Stage, ...] = draft.stages
+    layout = Layout(
+        stages=stages,
+        crossings=draft.table.crossings,
+        orders=draft.orders,
+        placement=setting.placement,
+        joint=draft.joint,
+        shared=dict(shared(graph, stages)),
+        microbatches=setting.microbatches,
+        replicas=replicas,
+        optimizer=drafting.optimizer,
+        on_host=is_host(drafting.cluster.devices[draft.found.seats[0]]),
+    )
+    memory = device_memories(graph, layout, rehearsals)
+    over = sum(
+        max(0.0, device.peak - setting.seats[seat].memory)
+        for device, seat in zip(memory, draft.found.seats, strict=True)
+    )
+    return Exact(draft, memory, over)
+
+
+def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[float] | None:
+    """Limits under which the quick model counts what fits exactly; None where these will do."""
+    moved = list(limits)
+    worth = exact.over > 0
+    recomputes = any(stage.remat is not Remat.NONE for stage in exact.draft.stages)
+    pairs = zip(exact.memory, exact.draft.prediction.device_bytes, strict=True)
+    for (device, quick), seat in zip(pairs, exact.draft.found.seats, strict=True):
+        memory = drafting.setting.seats[seat].memory
+        moved[seat] = max(0.0, memory + quick - device.peak)
+        worth |= recomputes and moved[seat] - limits[seat] > _WORTH_A_CUT * memory
+    return moved if worth else None
+
+
+def _limited(drafting: Drafting, limits: Sequence[float]) -> Drafting:
+    """The same on devices that hold so much."""
+    seats = tuple(
+        dataclasses.replace(seat, memory=limit)
+        for seat, limit in zip(drafting.setting.seats, limits, strict=True)
+    )
+    return dataclasses.replace(drafting, setting=dataclasses.replace(drafting.setting, seats=seats))
