@@ -1,20 +1,45 @@
-"""What autograd keeps of each op's forward for its backward."""
+"""What autograd keeps of each op's forward for its backward.
+
+It is seen, not guessed: hooks take every tensor that real autograd saves in one forward on fake
+tensors (a block that repeats is asked once, `repeats`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.ir import Graph, ModuleCall, Op
 from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
 from gpipe_compiler.passes.repeats import BlockNames, Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor that autograd keeps of an op.
+
+    Attributes:
+        op: the op whose backward asks for it.
+        storage: the number of the storage that it looks into; that may be larger, and kept by other
+            ops too.
+        module: path of the module whose forward makes the call.
+        source: the user's line, where it is known.
+    """
+
+    op: str
+    storage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    module: str
+    source: SourceLocation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +62,15 @@ class SavedTensors:
         early: the ops that save all they save before their kernel runs, as products of matrices and
             convolutions do. Made again for what it saves (and that need not be), such an op need
             not run.
+        tensors: all that is kept, tensor by tensor, in the order of the ops; what an op saves twice
+            alike is told once.
     """
 
     by_op: Mapping[str, frozenset[int]] = field(default_factory=dict)
     bytes: Mapping[int, int] = field(default_factory=dict)
     by_value: Mapping[str, frozenset[int]] = field(default_factory=dict)
     early: frozenset[str] = frozenset()
+    tensors: tuple[SavedTensor, ...] = ()
 
     def saved_bytes(self, ops: Iterable[str]) -> int:
         """Bytes that a stage of these ops keeps for one micro-batch; a shared storage once."""
@@ -114,7 +142,20 @@ def _by_blocks(blocks: Blocks, known: SavedTensors) -> SavedTensors:
             if other in known.by_value:
                 by_value[value] = told_as(known.by_value[other], meaning)
     early = frozenset(op.name for op, told, _ in blocks.known() if told in known.early)
-    return SavedTensors(by_op, sizes, by_value, early)
+    tensors = []
+    of_op: dict[str, list[SavedTensor]] = {}
+    for tensor in known.tensors:
+        of_op.setdefault(tensor.op, []).append(tensor)
+    for op, told, meaning in blocks.known():
+        for tensor in of_op.get(told, ()):
+            (storage,) = told_as(frozenset((tensor.storage,)), meaning)
+            tensors.append(_saved(op, storage, tensor.shape, tensor.dtype))
+    return SavedTensors(by_op, sizes, by_value, early, tuple(tensors))
+
+
+def _saved(op: Op, storage: int, shape: tuple[int, ...], dtype: torch.dtype) -> SavedTensor:
+    module = op.call.module if isinstance(op.call, ModuleCall) else op.module
+    return SavedTensor(op.name, storage, shape, dtype, module, op.source)
 
 
 def _saved_tensors(graph: Graph) -> SavedTensors:
@@ -122,7 +163,7 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
     own = _OwnStorages(run.states.values())
     # Every storage is kept to the end, for its key to stay its own. It holds no memory.
     storages: dict[int, torch.UntypedStorage] = {}
-    saved: set[int] = set()
+    saved: dict[int, None] = {}
 
     def note(tensor: torch.Tensor) -> frozenset[int]:
         key = storage_key(tensor)
@@ -131,20 +172,27 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
         storages[key] = tensor.untyped_storage()
         return frozenset((key,))
 
+    forms: dict[tuple[int, tuple[int, ...], torch.dtype], None] = {}
+
     def pack(tensor: torch.Tensor) -> None:
-        saved.update(note(tensor))
+        keys = note(tensor)
+        saved.update(dict.fromkeys(keys))
+        forms.update(dict.fromkeys((key, tuple(tensor.shape), tensor.dtype) for key in keys))
         own.kernels_before = own.kernels
 
-    by_op: dict[str, frozenset[int]] = {}
+    by_op: dict[str, tuple[int, ...]] = {}
     early: set[str] = set()
+    tensors: list[SavedTensor] = []
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
         saved.clear()
+        forms.clear()
         own.kernels = own.kernels_before = 0
         with own, torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked):
             returned = execute()
         if saved:
-            by_op[op.name] = frozenset(saved)
+            by_op[op.name] = tuple(saved)
+            tensors.extend(_saved(op, *form) for form in forms)
             if not own.kernels_before:
                 early.add(op.name)
         return returned
@@ -154,15 +202,29 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
     by_value = {
         name: _NOTHING.union(*map(note, tensors_in(value))) for name, value in environment.items()
     }
-    number = {key: index for index, key in enumerate(storages)}
+    # As the storages of a whole graph are numbered after its short one (`_by_blocks`).
+    number: dict[int, int] = {}
+    seen = list(storages)
+    for source in graph.inputs:
+        _number_in_turn(number, by_value[source.name])
+    for op in graph.ops:
+        _number_in_turn(number, by_op.get(op.name, ()))
+        for name in op.outputs:
+            _number_in_turn(number, sorted(by_value.get(name, _NOTHING), key=seen.index))
     table = SavedTensors(
         {name: frozenset(number[key] for key in keys) for name, keys in by_op.items()},
         {number[key]: storage.nbytes() for key, storage in storages.items()},
         {name: frozenset(number[key] for key in keys) for name, keys in by_value.items() if keys},
         frozenset(early),
+        tuple(replace(tensor, storage=number[tensor.storage]) for tensor in tensors),
     )
     del environment
     return table
+
+
+def _number_in_turn(number: dict[int, int], keys: Iterable[int]) -> None:
+    for key in keys:
+        number.setdefault(key, len(number))
 
 
 class _OwnStorages(DispatchWatch):

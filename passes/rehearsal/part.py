@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Part:
         segments: runs of ops that are recomputed in the backward, as ranges of positions.
         writes: the buffers that they write to in training.
         loss: the value that is the loss, where it is made here.
+        draws: whether any op draws random numbers, which the runtime sees to by a dispatch mode
+            around the forward.
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class Part:
     segments: tuple[range, ...] = ()
     writes: tuple[str, ...] = ()
     loss: str | None = None
+    draws: bool = False
 
     @property
     def training(self) -> bool:
@@ -88,10 +91,36 @@ class Part:
             position = step.stop if isinstance(step, range) else position + 1
         return tuple(found)
 
+    def ends(self, segment: range) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The values that a segment reads, and those of its own that are read after it."""
+        ops = self.ops[segment.start : segment.stop]
+        made = dict.fromkeys(name for op in ops for name in op.outputs)
+        done = {name for position in segment for name in self.done[position]}
+        read = dict.fromkeys(name for op in ops for name in op.inputs)
+        return (
+            tuple(name for name in read if name not in made),
+            tuple(name for name in made if name not in done),
+        )
+
+    def _written_in(self, segment: range) -> tuple[str, ...]:
+        """The buffers that a segment uses, of those that the part writes to."""
+        ops = self.ops[segment.start : segment.stop]
+        used = {name for op in ops for name in op.states(self.graph.modules)}
+        return tuple(_key(self.states.index(name)) for name in self.writes if name in used)
+
     def wiring(self, needs_gradient: Collection[str], *, split: bool) -> StageWiring:
         """How its stage hangs in a pipeline."""
         writes = [_key(self.states.index(name)) for name in self.writes]
-        spec = StageSpec(nn.Module, self.inputs, self.results, writes=tuple(writes))
+        spec = StageSpec(
+            nn.Module,
+            self.inputs,
+            self.results,
+            writes=tuple(writes),
+            segments={
+                _method(number): self._written_in(segment)
+                for number, segment in enumerate(self.segments)
+            },
+        )
         return StageWiring(
             index=0,
             spec=spec,
@@ -113,8 +142,25 @@ def stage_run(part: Part, module: PartModule, wiring: StageWiring) -> StageRun:
         kept=frozenset(),
         random=RandomKey(0, 0),
     )
-    manner = Manner(BatchNorm.MICRO, part.graph.precision, (Remat.NONE,))
+    remat = Remat.SEGMENTS if part.segments else Remat.NONE
+    manner = Manner(BatchNorm.MICRO, part.graph.precision, (remat,))
     return StageRun(wiring, module, job, part.loss, manner, torch.device("cpu"))
+
+
+def part_module(
+    part: Part,
+    tensors: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, object],
+    started: Started,
+) -> PartModule:
+    """A part as a module, with a method for each of its segments, as the runtime asks for it."""
+    methods = {
+        _method(number): partialmethod(PartModule._segment, segment)
+        for number, segment in enumerate(part.segments)
+    }
+    kind = type("PartModule", (PartModule,), methods)
+    made: PartModule = kind(part, tensors, sizes, started)
+    return made
 
 
 class PartModule(nn.Module):
@@ -167,28 +213,25 @@ class PartModule(nn.Module):
             environment.pop(name, None)
 
     def _recomputed(self, segment: range, environment: dict[str, Any]) -> None:
-        """Runs ops as a segment of which autograd keeps what it reads alone."""
-        ops = self.part.ops[segment.start : segment.stop]
-        made = dict.fromkeys(name for op in ops for name in op.outputs)
-        done = {name for position in segment for name in self.part.done[position]}
-        needed = dict.fromkeys(name for op in ops for name in op.inputs)
-        taken = [name for name in needed if name not in made]
-        given = [name for name in made if name not in done]
-
-        def run(*values: Any) -> tuple[Any, ...]:
-            inner = dict(zip(taken, values, strict=True))
-            try:
-                for position in segment:
-                    self._run(position, inner)
-            finally:  # a recomputation ends with an exception once it has all that it needs
-                self.started(None)
-            return tuple(inner[name] for name in given)
-
+        """Runs a segment as emitted code does."""
+        taken, given = self.part.ends(segment)
         values = [environment[name] for name in taken]
-        for name in done:
+        for name in (name for position in segment for name in self.part.done[position]):
             environment.pop(name, None)
-        returned = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
+        method = getattr(self, _method(self.part.segments.index(segment)))
+        # The numbers that the pipeline draws are not torch's.
+        returned = checkpoint(method, *values, use_reentrant=False, preserve_rng_state=False)
         environment.update(zip(given, returned, strict=True))
+
+    def _segment(self, segment: range, *values: Any) -> tuple[Any, ...]:
+        taken, given = self.part.ends(segment)
+        environment = dict(zip(taken, values, strict=True))
+        try:
+            for position in segment:
+                self._run(position, environment)
+        finally:  # a second run ends with an exception once it has made all that it is to make
+            self.started(None)
+        return tuple(environment[name] for name in given)
 
 
 class _State(Mapping[str, torch.Tensor]):
@@ -216,3 +259,7 @@ class _State(Mapping[str, torch.Tensor]):
 
 def _key(index: int) -> str:
     return f"state_{index}"
+
+
+def _method(number: int) -> str:
+    return f"segment_{number}"

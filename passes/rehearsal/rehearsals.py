@@ -12,6 +12,7 @@ import torch
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
 from gpipe_compiler.passes.repeats import Blocks, OpForms, refs_of, shortest
@@ -112,6 +113,7 @@ class Rehearsals:
                 )
             ),
             loss=loss,
+            draws=any(name in self._random_ops for name in ops),
         )
 
     def _form(self, part: Part) -> Hashable:
@@ -137,7 +139,7 @@ class Rehearsals:
         ends = (part.results, part.returned, () if part.loss is None else (part.loss,))
         writes = tuple(states[name] for name in part.writes)
         handed = tuple(tuple(map(read, names)) for names in ends)
-        return ops, received, handed, part.segments, writes
+        return ops, received, handed, part.segments, writes, part.draws
 
     def _alone(self, part: Part) -> Graph:
         """The graph with no more state and modules than the part has."""
@@ -187,6 +189,10 @@ class Rehearsals:
         names = {source.name: source.name for source in short.inputs}
         names.update({name: name for op in short.ops for name in op.outputs})
         return blocks.per_value(names)
+
+    @cached_property
+    def _random_ops(self) -> Mapping[str, int]:
+        return random_ops(self.graph)
 
     @cached_property
     def _effects(self) -> Effects:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.rehearsal.part import Part, PartModule, stage_run
+from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
+from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
 from gpipe_compiler.passes.rehearsal.watch import StorageWatch
 from gpipe_compiler.passes.tapes import NO_OP, Block, BlockKind, Event, StageTapes, Tape
 from gpipe_compiler.quiet import quiet
@@ -81,18 +82,18 @@ class _Stage:
         self.watch = StorageWatch()
         self.states = [run.states[name] for name in part.states]
         self.watch.own(self.states)
-        self.module = PartModule(part, run.states, given.sizes, self._started)
+        self.module = part_module(part, run.states, given.sizes, self._started)
         needs = {name for name, tensor in given.tensors.items() if tensor.requires_grad}
         self.wiring = part.wiring(needs, split=split)
+        self._adds = [not part.draws and adds_in_place(part.graph, op) for op in part.ops]
         self._forwards = False
-        self._told = 0
 
     def _started(self, position: int | None) -> None:
         if position is None:
             # Within a forward the next op tells; in a backward the nodes do.
             self.watch.op = self.watch.op if self._forwards else None
         elif self._forwards:
-            self.watch.start(position)
+            self.watch.start(position, adds_in_place=self._adds[position])
         else:
             self.watch.start_again(position)
 

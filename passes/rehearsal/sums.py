@@ -8,7 +8,7 @@ watched takes more memory than one that is not. So the watch does what the engin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,13 @@ from torch.autograd.graph import GradientEdge, Node
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _ADD = torch.ops.aten.add.Tensor
+
+_ENDS = 2**63
+"""Nodes that add to the gradient of a leaf have a sequence number from here on; others have one of
+their own below it."""
+
+Slot = tuple[Hashable, int]
+"""A node, by what tells it from all others, and the number of one of its gradients."""
 
 Counts = tuple[int, int]
 """How often a tensor is held, and how often its storage."""
@@ -34,42 +41,44 @@ class EngineSums:
 
     def __init__(self) -> None:
         self._held_once = _held_once()
-        self._slots: dict[Node, tuple[tuple[int, int], ...]] = {}
-        self._filled: set[tuple[int, int]] = set()
-        self._task = -1
-        self._node: Node | None = None
+        self._slots: dict[int, tuple[Slot, ...]] = {}
+        self._filled: set[Slot] = set()
+        self._task = self._node = -1
         self._expected = 0
         self._doubled = False
         self._made: set[int] = set()
 
     def walk(self, roots: Iterable[GradientEdge]) -> None:
-        """Learn the graph of the backward that is to come."""
+        """Learn the graph of the backward that is to come; none of it is held."""
         pending = [root.node for root in roots]
         while pending:
             node = pending.pop()
-            if node in self._slots:
+            number = node._sequence_nr()
+            if number in self._slots or number >= _ENDS:
                 continue
-            edges = [(target, number) for target, number in node.next_functions if target]
-            self._slots[node] = tuple((id(target), number) for target, number in edges)
+            edges = [(target, place) for target, place in node.next_functions if target]
+            self._slots[number] = tuple((_key(target), place) for target, place in edges)
             pending.extend(target for target, _ in edges)
 
     def forget(self) -> None:
-        """The backward is over: hold nothing of it."""
-        self.__init__()  # type: ignore[misc]  # all of it is of one backward
+        """The backward is over."""
+        self._slots.clear()
+        self._filled.clear()
 
     def enter(self, node: Node) -> bool:
         """A node is at work; whether it is another one than when last told."""
-        if node is self._node:
+        number = node._sequence_nr()
+        if number == self._node:
             return False
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             self._filled.clear()
-        self._node = node
+        self._node = number
         self._made.clear()
         self._expected, self._doubled = 0, False
-        fresh: set[tuple[int, int]] = set()
-        for slot in self._slots.get(node, ()):
+        fresh: set[Slot] = set()
+        for slot in self._slots.get(number, ()):
             self._expected += slot in self._filled or slot in fresh
             self._doubled |= slot in fresh
             fresh.add(slot)
@@ -90,7 +99,26 @@ class EngineSums:
         if id(total) in self._made and not self._doubled:
             return False
         self._expected -= 1
-        return _counts(total) == self._held_once and is_non_overlapping_and_dense_or_false(total)
+        return self.held_once(total)
+
+    def is_own(self, tensor: object) -> bool:
+        """Whether the node at work, or the op, has made a tensor that nobody else holds."""
+        return (
+            isinstance(tensor, torch.Tensor) and id(tensor) in self._made and self.held_once(tensor)
+        )
+
+    def held_once(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that torch's own code holds is dense, and held by nobody else."""
+        return _counts(tensor) == self._held_once and is_non_overlapping_and_dense_or_false(tensor)
+
+    def begin(self) -> None:
+        """An op of a forward begins, which has made nothing yet."""
+        self._made.clear()
+
+
+def _key(node: Node) -> Hashable:
+    number = node._sequence_nr()
+    return number if number < _ENDS else ("leaf", id(getattr(node, "variable", node)))
 
 
 def _counts(tensor: torch.Tensor) -> Counts:

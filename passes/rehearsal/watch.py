@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_compiler.passes.rehearsal.sums import EngineSums
+from gpipe_compiler.passes.rehearsal.unwatched import REPLAYED, formula_in_place, storage_bytes
 from gpipe_compiler.passes.tapes import NO_OP, Event
 
 _aten = torch.ops.aten
@@ -66,9 +67,19 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._starts: list[int] = []
         self._positions: list[int] = []
         self._blind: bool = False
+        self._adds_in_place = False
+        self._written: list[weakref.ref[torch.Tensor]] = []
+        self._node = ""
 
-    def start(self, position: int) -> None:
-        """An op of a forward begins: the nodes that autograd makes from here on are its own."""
+    def start(self, position: int, *, adds_in_place: bool = False) -> None:
+        """An op of a forward begins: the nodes that autograd makes from here on are its own.
+
+        Args:
+            adds_in_place: see `unwatched.adds_in_place`.
+        """
+        self._settle_views()
+        self.sums.begin()
+        self._adds_in_place = adds_in_place
         self.op = self._now = position
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._positions.append(position)
@@ -79,7 +90,17 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def rest(self) -> None:
         """No op is at work."""
+        self._settle_views()
         self.op = self._now = NO_OP
+
+    def _settle_views(self) -> None:
+        """Has the gradients of views that were written to copied, as those of real tensors are."""
+        written, self._written = self._written, []
+        for reference in written:
+            view = reference()
+            node = None if view is None or not view.requires_grad else view.grad_fn
+            if node is not None and node.name() in REPLAYED:
+                node.register_prehook(_copied)
 
     def follow_nodes(self) -> None:
         """A backward runs: the nodes tell for which op."""
@@ -104,7 +125,8 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """A tensor of this form that comes from elsewhere: a block whose beginning is no event."""
         with self._unseen():
             tensor = torch.empty_like(form, device="cpu", requires_grad=False)
-        self._add(tensor.untyped_storage(), tensor, event=False)
+        storage = tensor.untyped_storage()
+        self._add(storage, tensor, storage.nbytes(), event=False)
         return tensor
 
     def number(self, tensor: torch.Tensor) -> int | None:
@@ -132,8 +154,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self._look_at_node()
         if func is torch.ops.prim.device.default:
             return func(*args)
-        if self.op is None and self.sums.is_in_place(func, args, kwargs):
-            func, kwargs = _aten.add_.Tensor, None
+        func, kwargs = self._unwatched(func, args, kwargs)
         returned: object = func(*args, **kwargs) if kwargs else func(*args)
         if self._blind:
             return returned
@@ -141,7 +162,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if mask is not None:
             returned = _wanted(returned, args[mask])
         if isinstance(returned, torch.Tensor):
-            self._saw(returned)
+            self._saw(returned, storage_bytes(func, args))
         elif isinstance(returned, list | tuple):
             for item in returned:
                 if isinstance(item, torch.Tensor):
@@ -156,17 +177,33 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         finally:
             self._blind = False
 
-    def _saw(self, tensor: torch.Tensor) -> None:
+    def _unwatched(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """The call that torch would make if nobody looked on."""
         if self.op is None:
-            self.sums.made(tensor)
+            if self.sums.is_in_place(func, args, kwargs):
+                return _aten.add_.Tensor, None
+            instead = formula_in_place(self._node, func)
+            if instead is not None and self.sums.is_own(args[0]):
+                return instead, kwargs
+        elif func is _aten.add.Tensor and self._adds_in_place and self.sums.is_own(args[0]):
+            return _aten.add_.Tensor, kwargs
+        elif _writes(func) and args and args[0]._is_view():
+            self._written.append(weakref.ref(args[0]))
+        return func, kwargs
+
+    def _saw(self, tensor: torch.Tensor, size: int | None = None) -> None:
+        self.sums.made(tensor)
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
-            self._add(storage, tensor, event=True)
+            self._add(storage, tensor, storage.nbytes() if size is None else size, event=True)
 
-    def _add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, *, event: bool) -> None:
-        size = storage.nbytes()
+    def _add(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, size: int, *, event: bool
+    ) -> None:
         if not size:
             return
         number = len(self.born)
@@ -194,7 +231,10 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if node is None:
             self._now = NO_OP
             return
-        if self.sums.enter(node) and node.name() != "torch::autograd::AccumulateGrad":
+        if not self.sums.enter(node):
+            return
+        self._node = node.name()
+        if self._node != "torch::autograd::AccumulateGrad":
             # What adds to the gradient of a parameter works for the op that made it just before.
             place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
             self._now = self._positions[place] if place >= 0 else NO_OP
@@ -205,6 +245,17 @@ def _masked(func: Any) -> int | None:
     """The place of the argument that tells which results are wanted, where there is one."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("output_mask") if "output_mask" in names else None
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Whether an op writes to its first argument and returns it."""
+    first = next(iter(func._schema.arguments), None)
+    return bool(first and first.alias_info and first.alias_info.is_write and func._schema.returns)
+
+
+def _copied(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if item is None else torch.empty_like(item) for item in gradients)
 
 
 def _wanted(returned: object, mask: Sequence[bool]) -> object:
