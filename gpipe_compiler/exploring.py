@@ -15,6 +15,7 @@ from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_f
 from gpipe_compiler.cluster import Cluster, is_here
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
+from gpipe_compiler.memory.fit import remeasured
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
@@ -34,6 +35,9 @@ STAGES_A_DEVICE = (2, 4)
 
 MOST_TOO_LARGE = 24
 """Settings that are planned, at most, to find the one nearest to fitting where none can fit."""
+
+MOST_IN_FULL = 4
+"""Settings that are planned in full, at most: the best, and others where that does not fit then."""
 
 SECONDS = 300.0
 """After so long no further setting is looked at, unless the user says otherwise."""
@@ -384,14 +388,33 @@ class _Exploration:
                 del self.plans[point.choice]
 
     def _explored(self) -> Explored:
-        frontier = Frontier.of(self.points.values(), self.bench.batch_size)
-        choice = frontier.points[0].choice
+        """The best, planned in full: what its devices truly take may make another one the best."""
         self.progress("exploring: planning the best settings in full")
-        plan = self.bench.plan(choice, self._policy(choice))
-        if _merit(planned(choice, plan)) <= _merit(self.points[choice]):
-            self.points[choice], self.plans[choice] = planned(choice, plan), plan
+        full: set[Choice] = set()
+        while True:
             frontier = Frontier.of(self.points.values(), self.bench.batch_size)
-        return Explored(frontier, self.plans[frontier.points[0].choice])
+            choice = frontier.points[0].choice
+            if choice not in full and len(full) < MOST_IN_FULL:
+                full.add(choice)
+                self._plan_in_full(choice)
+                continue
+            if choice not in self.plans:
+                self.points[choice], self.plans[choice] = self._made(choice, AT_FIRST)
+            return Explored(frontier, self.plans[choice])
+
+    def _plan_in_full(self, choice: Choice) -> None:
+        found = [self._made(choice, WORK)]
+        rough = self.plans.get(choice)
+        if rough is not None:
+            policy = self._policy(choice)
+            told = rough if self.bench.analysis else remeasured(rough, policy.optimizer)
+            found.append((planned(choice, told), told))
+        point, plan = min(found, key=lambda pair: _merit(pair[0]))
+        self.points[choice], self.plans[choice] = point, plan
+
+    def _made(self, choice: Choice, work: int) -> tuple[Point, Plan]:
+        plan = self.bench.plan(choice, self._policy(choice), work)
+        return planned(choice, plan), plan
 
     def _plan_some(self) -> None:
         """Where all is too large by its bounds: plans, to tell by how much it truly is.

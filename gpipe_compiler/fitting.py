@@ -214,7 +214,7 @@ class _Tries:
                 policy = dataclasses.replace(
                     change.policy, schedule=change.choice.schedule, remat=change.choice.remat
                 )
-                plan = self.bench.plan(change.choice, policy, AT_FIRST)
+                plan = self.bench.plan(change.choice, policy, AT_FIRST, exact_memory=True)
             except (PlanError, UsageError, ModelError):
                 continue
             if not most_over(plan):

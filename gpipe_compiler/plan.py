@@ -340,7 +340,7 @@ def _worded(point: RematPoint) -> dict[str, Any]:
 
 def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
     fields = {f.name: getattr(prediction, f.name) for f in dataclasses.fields(prediction)}
-    fields["memory"] = [device.shortened().to_fields() for device in prediction.memory]
+    fields["memory"] = [device.to_fields() for device in prediction.memory]
     return fields | {"gap": prediction.gap}
 
 

@@ -8,6 +8,7 @@ from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.memory.fit import choose_exactly, with_memory
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import MOST_DOWN_SETS
@@ -37,6 +38,7 @@ def make_plan(
     constraints: Constraints = NO_CONSTRAINTS,
     facts: Facts | None = None,
     devices: int | None = None,
+    exact_memory: bool = True,
 ) -> Plan:
     """The plan with the shortest simulated step that was found.
 
@@ -50,6 +52,8 @@ def make_plan(
         constraints: what the stages are to keep to.
         facts: those of the graph and the first of the costs, where they are known.
         devices: of the pipeline; None for as many as the schedule needs and there are.
+        exact_memory: whether what the devices take is found out by rehearsing the stages, which
+            torch must be able to run; else it is what the search counts (`holding`).
 
     The schedule is lowered and proved free of deadlock.
 
@@ -68,7 +72,13 @@ def make_plan(
         graph, costs, cluster, setting, policy, most_down_sets, work, constraints, facts
     )
     choice = policy.remat if graph.loss is not None else RematChoice.NONE
-    draft = drafting.with_frontiers(drafting.choose(choice))
+    if exact_memory:
+        draft, memory = choose_exactly(drafting, choice, policy.data_parallel)
+        prediction = with_memory(draft.prediction, memory, stages)
+    else:
+        draft = drafting.choose(choice)
+        prediction = draft.prediction
+    draft = drafting.with_frontiers(draft)
     _prove(graph, draft, setting)
     return Plan(
         name=graph.name,
@@ -81,7 +91,7 @@ def make_plan(
         orders=draft.orders,
         cluster=cluster,
         cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
-        prediction=draft.prediction,
+        prediction=prediction,
         batchnorm=policy.batchnorm,
         precision=policy.precision,
         joint=draft.joint,

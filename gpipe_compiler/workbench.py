@@ -114,18 +114,28 @@ class Workbench:
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
         return Prepared(graph, costs, Facts.of(graph, costs[0]))
 
-    def plan(self, choice: Choice, policy: Policy, work: int = WORK) -> Plan:
+    def plan(
+        self,
+        choice: Choice,
+        policy: Policy,
+        work: int = WORK,
+        *,
+        exact_memory: bool | None = None,
+    ) -> Plan:
         """The best plan found for a choice, which says how to schedule and what to recompute.
 
         Args:
             policy: all the rest.
             work: how much every cut may work out (`passes.cut.cut`).
+            exact_memory: whether to tell what devices truly take, and to fit that; by default where
+                a cut may take all the work. Never of a graph that torch cannot run.
 
         Raises:
             PlanError, UsageError: when there can be no such plan.
             ModelError: when the model does not run on so few samples.
         """
         prepared = self.prepare(choice.microbatches, policy)
+        exact = work >= WORK if exact_memory is None else exact_memory
         return make_plan(
             prepared.graph,
             stages=choice.stages,
@@ -138,4 +148,5 @@ class Workbench:
             constraints=self.constraints,
             facts=prepared.facts,
             devices=choice.devices,
+            exact_memory=exact and self.analysis is None,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -12,6 +11,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, placed, timeline
 from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
+from gpipe_compiler.report.memory import CURVE_HEIGHT, CURVE_WIDTH, categories, memory_rows
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
 from gpipe_compiler.report.text import Held, constraint_rows, headline, prediction_rows
@@ -24,30 +24,6 @@ _MOST_DRAWN = 60
 
 _MOST_ACTIONS = 10_000
 """Actions of a step up to which it is drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBar:
-    """The memory of a stage's device at its peak, in parts; each also as a share of the largest.
-
-    Attributes:
-        rest: what autograd keeps of the micro-batches in flight, buffers, and what is received.
-    """
-
-    weights: int
-    gradients: int
-    rest: int
-    largest: int
-
-    @property
-    def parts(self) -> tuple[tuple[str, int, float], ...]:
-        """For every part its name, its bytes and its width in percent."""
-        named = (
-            ("weights", self.weights),
-            ("gradients", self.gradients),
-            ("activations and the rest", self.rest),
-        )
-        return tuple((name, size, 100 * size / max(self.largest, 1)) for name, size in named)
 
 
 def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path:
@@ -81,12 +57,10 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
         split=any(action.phase is Phase.WEIGHT for order in plan.orders for action in order),
         updates=any(stage.update_s > 0 for stage in plan.stages),
         placed=placed(plan),
-        stages=[
-            (stage, modules_of(plan, stage), peak, memory)
-            for stage, peak, memory in zip(
-                plan.stages, plan.prediction.peak_bytes, _memory(plan), strict=True
-            )
-        ],
+        stages=[(stage, modules_of(plan, stage)) for stage in plan.stages],
+        memory=memory_rows(plan),
+        categories=categories(plan),
+        curve=(CURVE_WIDTH, CURVE_HEIGHT),
         slowest=slowest,
         recomputes=any(stage.remat is not Remat.NONE for stage in plan.stages),
         boundaries=boundaries(plan),
@@ -100,16 +74,6 @@ def _gantt(plan: Plan) -> Gantt | None:
     if sum(map(len, plan.orders)) > _MOST_ACTIONS:
         return None
     return gantt(timeline(plan))
-
-
-def _memory(plan: Plan) -> tuple[MemoryBar, ...]:
-    peaks = plan.prediction.peak_bytes
-    bars = []
-    for stage, peak in zip(plan.stages, peaks, strict=True):
-        weights = min(stage.parameter_bytes, peak)
-        gradients = min(stage.parameter_bytes, peak - weights) if plan.training else 0
-        bars.append(MemoryBar(weights, gradients, peak - weights - gradients, max(peaks)))
-    return tuple(bars)
 
 
 def _picture(plan: Plan) -> Markup | None:

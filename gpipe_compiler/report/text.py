@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_compiler.memory.curve import CATEGORIES
 from gpipe_compiler.plan import Plan, Prediction
 from gpipe_compiler.report.facts import (
     boundaries,
@@ -21,6 +22,7 @@ from gpipe_compiler.report.facts import (
     placed,
 )
 from gpipe_compiler.report.frontier import show_frontier
+from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.tables import add_rows, figure_table, pairs_table
 from gpipe_compiler.report.units import (
     format_bytes,
@@ -59,6 +61,8 @@ def show_plan(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [headline(plan), stage_table(plan)]
     if plan.crossings:
         parts.append(boundary_table(plan))
+    if any(stage.remat is not Remat.NONE for stage in plan.stages):
+        parts.append(remat_table(plan))
     parts.append(prediction_table(plan))
     if plan.frontier is not None:
         parts.append(show_frontier(plan.frontier))
@@ -197,6 +201,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         *(sums if prediction.shared_sum_s > 0 else []),
         ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
         ("peak memory", _memory(plan)),
+        *_held(plan),
         ("op times", plan.cost_source),
     ]
 
@@ -220,6 +225,18 @@ def constraint_rows(plan: Plan) -> list[tuple[str, str]]:
     """What the stages were asked to keep to, if anything."""
     words = plan.constraints.words
     return [("as asked", ", ".join(words))] if words else []
+
+
+def _held(plan: Plan) -> list[tuple[str, str]]:
+    """What the fullest device holds at its peak, where that is known."""
+    memory, devices = plan.prediction.memory, plan.devices
+    if not memory:
+        return []
+    rank = max(range(len(memory)), key=lambda rank: memory[rank].peak / devices[rank].memory)
+    fullest = memory[rank]
+    sizes = sorted(zip(fullest.sizes, CATEGORIES, strict=True), key=lambda pair: -pair[0])
+    words = [f"{category.value} {format_bytes(size)}" for size, category in sizes if size]
+    return [("held then", f"{', '.join(words)}; device {rank}, {fullest.action}")]
 
 
 def _memory(plan: Plan) -> str:
