@@ -78,17 +78,21 @@ def test_processes_train_as_threads_do(tmp_path):
 
 
 @pytest.mark.timeout(150)
-def test_replicas_share_every_batch(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "asked"), [("skip", ("--data-parallel", 2)), ("twice", ())], ids=["asked", "planned"]
+)
+def test_replicas_share_every_batch(tmp_path, name, asked):
     """Also the smaller ones, accumulated and clipped, and those of evaluation."""
-    for name in ("ranks", "threads"):
-        (tmp_path / name).mkdir()
+    for folder in ("ranks", "threads"):
+        (tmp_path / folder).mkdir()
     hooks = PLAIN + EVALUATION + METRICS.replace('"samples": len(target)', '"seen": 1')
     ranks = Run(tmp_path / "ranks", skip_spec(), hooks)
     threads = Run(tmp_path / "threads", skip_spec(), hooks)
     words = ("--epochs", 2, "--accumulate", 2, "--clip-norm", 0.2)
 
-    code, _, err = finished(started("skip", ranks, *words, "--data-parallel", 2))
+    code, out, err = finished(started(name, ranks, *words, *asked))
     assert code == 0, err
+    assert "2 replicas of 1 process" in out
     assert threads(*words) == 0
 
     weights, told = plain_loop(skip_spec(), ranks.initial(), passes=2, accumulate=2, clip=0.2)

@@ -348,4 +348,10 @@ def data_for(name, samples, seed=0):
     return (x,), target, {"x": x, "target": target}
 
 
-SPECS = {"skip": skip_spec, "tied": tied_spec, "norm": norm_spec}
+def twice_spec():
+    """The skip pipeline, all of it on one device and planned for two replicas."""
+    spec = skip_spec()
+    return dataclasses.replace(spec, placement=(0,) * len(spec.stages), replicas=2)
+
+
+SPECS = {"skip": skip_spec, "tied": tied_spec, "norm": norm_spec, "twice": twice_spec}
