@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, Mode
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.remat.problem import RematProblem, Step, Storages
 from gpipe_compiler.passes.saved_tensors import SavedTensors
@@ -23,7 +23,8 @@ def stage_problem(
 
     Ops that serve only the loss come last and keep what they save. What an op writes in place is
     not handed into or out of a segment before it is written: it would not be there for the second
-    run as it was for the first.
+    run as it was for the first. Nor is what an op makes in one mode alone: in the other there would
+    be nothing to hand on.
 
     Args:
         seconds: of every op's forward.
@@ -69,6 +70,8 @@ def _places(
     end = sum(name not in graph.loss_only for name in ops)
     barred: set[int] = set()
     for name in ops:
+        if graph.op_of[name].mode is not Mode.ALWAYS:
+            barred.update(range(position[name] + 1, _last_reader(graph, position, name, end) + 1))
         for value in effects.writes.get(name, ()):
             maker = graph.producer.get(value)
             made = position.get(maker.name, -1) if maker is not None else -1
@@ -79,6 +82,15 @@ def _places(
         if place not in barred and not same:
             places.append(place)
     return places
+
+
+def _last_reader(graph: Graph, position: Mapping[str, int], name: str, end: int) -> int:
+    """The place of the last op that reads what an op makes; the end where it is handed on."""
+    values = graph.op_of[name].outputs
+    readers = [op.name for value in values for op in graph.consumers.get(value, ())]
+    if not set(values).isdisjoint(graph.output_values):
+        return end
+    return max((position.get(reader, end) for reader in readers), default=position[name])
 
 
 def _looks_on(graph: Graph, saved: SavedTensors, name: str) -> bool:

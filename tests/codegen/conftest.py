@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from loading import load_package
+from segmenting import in_segments
 from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Device, Link
@@ -183,6 +184,13 @@ class Emitted:
 
         return run
 
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Gives the stages the state of the model."""
+        for stage, module in zip(self.package.SPEC.stages, self.stages, strict=True):
+            for own, tensor in module.state_dict(keep_vars=True).items():
+                if stage.state[own] in state:
+                    tensor.data.copy_(state[stage.state[own]])
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients under the model's names, summed over the stages that share a parameter."""
         found: dict[str, torch.Tensor] = {}
@@ -213,10 +221,13 @@ def _rebuild(structure: Any, values: Mapping[str, object]) -> object:
 
 
 @pytest.fixture
-def emitted(tmp_path: Path) -> Callable[[str, str, int], Emitted]:
-    """Compiles one of the models, cut by hand, and loads the package."""
+def emitted(tmp_path: Path) -> Callable[..., Emitted]:
+    """Compiles one of the models, cut by hand, and loads the package.
 
-    def make(label: str, frontend: str, count: int) -> Emitted:
+    The stages recompute in so many segments, where some are asked for.
+    """
+
+    def make(label: str, frontend: str, count: int, segments: int = 0) -> Emitted:
         torch.manual_seed(0)
         case = models.CASES[label]
         model = case.build()
@@ -229,7 +240,8 @@ def emitted(tmp_path: Path) -> Callable[[str, str, int], Emitted]:
             loss_fn=case.loss_fn,
             name=label,
         )
-        directory = emit(cut(graph, count), tmp_path / "out")
+        plan = cut(graph, count)
+        directory = emit(in_segments(plan, segments) if segments else plan, tmp_path / "out")
         package = load_package(directory)
         build = importlib.import_module(f"{package.__name__}.runtime.weights")
         store = build.Weights.open(directory / "weights")

@@ -17,14 +17,21 @@ GOLDEN = Path(__file__).with_name("golden")
 FILES = ("*.py", "README.md")
 
 
-@pytest.mark.parametrize(("label", "frontend"), [("conv_net", "fx"), ("decoder", "fx")])
+@pytest.mark.parametrize(
+    ("folder_name", "label", "segments"),
+    [("conv_net", "conv_net", 0), ("decoder", "decoder", 0), ("recomputed", "conv_net", 2)],
+)
 def test_the_text_of_a_package(
-    label: str, frontend: str, emitted: Callable[..., Any], request: pytest.FixtureRequest
+    folder_name: str,
+    label: str,
+    segments: int,
+    emitted: Callable[..., Any],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Every emitted source file is, word for word, the one in the golden folder."""
-    directory = emitted(label, frontend, 3).directory
+    directory = emitted(label, "fx", 3, segments).directory
     texts = {path.name: path.read_text() for glob in FILES for path in directory.glob(glob)}
-    folder = GOLDEN / label
+    folder = GOLDEN / folder_name
     if request.config.getoption("--rewrite-golden", default=False):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
