@@ -7,9 +7,8 @@ That takes a tensor less while the op runs, and one less for the backward where 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,8 +16,9 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.repeats import Blocks
+from gpipe_compiler.passes.seen import SeenRun
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.twins import (
     Twin,
@@ -89,63 +89,10 @@ def _twins(graph: Graph, name: str) -> list[Twin]:
 # --- what is seen ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The tensors of a run in one mode.
-
-    Attributes:
-        memory: by value, the key of its storage; `sharing` the other way round.
-        states: the keys of the model's own tensors.
-        saved: by op, the keys of what autograd keeps; empty where it is off.
-        alive: what the keys are of.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    memory: Mapping[str, int]
-    sharing: Mapping[int, frozenset[str]]
-    states: frozenset[int]
-    saved: Mapping[str, frozenset[int]]
-    alive: object
-
-    @classmethod
-    def of(cls, graph: Graph, *, training: bool) -> _Run:
-        run = DryRun.of(graph, training=training)
-        alive: list[torch.UntypedStorage] = []
-        saved: dict[str, set[int]] = {}
-
-        def observer(op: Op, execute: Callable[[], Any]) -> Any:
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                alive.append(tensor.untyped_storage())
-                saved.setdefault(op.name, set()).add(storage_key(tensor))
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
-                return execute()
-
-        environment = run.run(graph.batch_size, observer)
-        tensors = {n: v for n, v in environment.items() if isinstance(v, torch.Tensor)}
-        memory = {name: storage_key(tensor) for name, tensor in tensors.items()}
-        sharing: dict[int, set[str]] = {}
-        for name, key in memory.items():
-            sharing.setdefault(key, set()).add(name)
-        return cls(
-            tensors,
-            memory,
-            {key: frozenset(names) for key, names in sharing.items()},
-            frozenset(map(storage_key, run.states.values())),
-            {name: frozenset(keys) for name, keys in saved.items()},
-            (alive, run.states),
-        )
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _observed(graph: Graph) -> list[_Run]:
+def _observed(graph: Graph) -> list[SeenRun]:
     """The graph in its own mode, and in eval mode too where it trains."""
     training = graph.loss is not None
-    return [_Run.of(graph, training=mode) for mode in ((True, False) if training else (False,))]
+    return [SeenRun.of(graph, training=mode) for mode in ((True, False) if training else (False,))]
 
 
 @dataclass(frozen=True)
@@ -183,7 +130,7 @@ def _asks_for_shape(op: Op) -> bool:
 # --- what is chosen --------------------------------------------------------------------------
 
 
-def _choose(graph: Graph, runs: Iterable[_Run], refused: frozenset[str]) -> Chosen:
+def _choose(graph: Graph, runs: Iterable[SeenRun], refused: frozenset[str]) -> Chosen:
     """The first legal twin of every op."""
     legal = _Legal(graph, tuple(runs), _Readers.of(graph), half_precision(graph))
     chosen: dict[str, int] = {}
@@ -202,7 +149,7 @@ class _Legal:
     """Says what may be written over."""
 
     graph: Graph
-    runs: tuple[_Run, ...]
+    runs: tuple[SeenRun, ...]
     readers: _Readers
     half: frozenset[str]
 
@@ -246,7 +193,7 @@ class _Legal:
         names = {twin.operand, getattr(other, "name", "")}
         return names <= self.half
 
-    def _in_run(self, run: _Run, op: Op, twin: Twin, chain: frozenset[str]) -> bool:
+    def _in_run(self, run: SeenRun, op: Op, twin: Twin, chain: frozenset[str]) -> bool:
         assert isinstance(op.result, str)
         operand, result = run.tensors[twin.operand], run.tensors[op.result]
         key = run.memory[twin.operand]
@@ -306,7 +253,7 @@ def _wrong(graph: Graph, chosen: Chosen) -> frozenset[str]:
     if graph.loss is None:
         return frozenset()
     try:
-        run = _Run.of(graph, training=True)
+        run = SeenRun.of(graph, training=True)
         copying = {name for name in chosen if _keeps_a_copy(run, graph.op_of[name])}
         if not copying:
             _prove(graph)
@@ -315,7 +262,7 @@ def _wrong(graph: Graph, chosen: Chosen) -> frozenset[str]:
     return frozenset(copying)
 
 
-def _keeps_a_copy(run: _Run, op: Op) -> bool:
+def _keeps_a_copy(run: SeenRun, op: Op) -> bool:
     seen = {run.memory[name] for name in (*op.inputs, *op.outputs) if name in run.memory}
     return not run.saved.get(op.name, frozenset()) <= seen | run.states
 

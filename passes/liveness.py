@@ -73,7 +73,7 @@ def liveness(graph: Graph, order: Sequence[str] | None = None) -> Liveness:
     ranges = _ranges(graph, names)
     if ranges.keys() - graph.values.keys():
         raise ValueError("the graph has no table of values: run passes.shapes.annotate first")
-    size = _storage_bytes(graph, ranges)
+    size = storage_bytes(graph, ranges)
     live: list[frozenset[str]] = []
     total: list[int] = []
     starts, ends = _events(ranges)
@@ -112,8 +112,12 @@ def _events(ranges: Mapping[str, LiveRange]) -> tuple[dict[int, set[str]], dict[
     return starts, ends
 
 
-def _storage_bytes(graph: Graph, ranges: Mapping[str, LiveRange]) -> dict[int, int]:
-    """Bytes of every storage: of its first value, or of all that one op makes first (a split)."""
+def storage_bytes(graph: Graph, ranges: Mapping[str, LiveRange]) -> dict[int, int]:
+    """Bytes of every storage: of its first value, or of all that one op makes first (a split).
+
+    Args:
+        ranges: of all values.
+    """
     first: dict[int, int] = {}
     size: dict[int, int] = {}
     for name, span in sorted(ranges.items(), key=lambda item: item[1].born):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.comments import shape_text
 from gpipe_compiler.codegen.constants import UnwritableError
+from gpipe_compiler.codegen.contexts import context_of
 from gpipe_compiler.codegen.expressions import Writer, reads_in_order
 from gpipe_compiler.codegen.functions import AUGMENTED
-from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
+from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, name
+from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
+from gpipe_compiler.codegen.releases import NOTHING, Releases
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
@@ -22,7 +25,6 @@ from gpipe_compiler.codegen.uses import Uses, is_attribute
 from gpipe_compiler.codegen.variables import Run, Variables, find_runs, wishes
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (
-    Autocast,
     Call,
     FunctionCall,
     Graph,
@@ -37,6 +39,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.ops import result_names
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
@@ -51,15 +54,27 @@ class Body:
     returns: tuple[str, ...]
 
 
-def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
+def write_body(
+    graph: Graph,
+    method: Method,
+    writer: Writer,
+    saved: Mapping[str, Collection[str]] | None = None,
+) -> Body:
     """The statements of a method.
+
+    Args:
+        saved: op -> the values whose memory autograd keeps for it; None for a method that need not
+            let go of anything before it ends.
 
     Raises:
         EmitError: naming the user's line, for an op that has no spelling.
     """
     ops = method.ops
     names = Names()
-    uses = Uses.of(ops, method.returns)
+    releases = NOTHING
+    if saved is not None:
+        releases = Releases.of(graph, ops, method.arguments, method.returns, saved)
+    uses = Uses.of(ops, method.returns, releases.asked)
     variables = Variables(
         names, uses.last, lambda value: _kind(graph, value), {*method.arguments, *method.returns}
     )
@@ -68,7 +83,7 @@ def write_body(graph: Graph, method: Method, writer: Writer) -> Body:
     pairs = zip(method.arguments, arguments, strict=True)
     tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
     writer.anchor = next(tensors, "")
-    scribe = _Scribe(graph, writer, variables, names, uses, method.batch_sizes)
+    scribe = _Scribe(graph, writer, variables, names, uses, releases, method.batch_sizes)
     scribe.give(method.given, method.arguments)
     scribe.write(ops)
     returns = tuple(writer.variables[value].flat for value in method.returns)
@@ -102,10 +117,14 @@ class _Scribe:
     variables: Variables
     names: Names
     uses: Uses
+    releases: Releases = NOTHING
     batch_sizes: frozenset[str] = frozenset()
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
     shape: str = ""
+
+    def __post_init__(self) -> None:
+        self.letting_go = LettingGo(self.variables, self.releases)
 
     def give(self, given: Sequence[Given], arguments: Sequence[str]) -> None:
         """Reads batch sizes off the arguments; what they do not change is written as it is."""
@@ -132,6 +151,7 @@ class _Scribe:
     def write(self, ops: Sequence[Op]) -> None:
         """Writes all ops."""
         self.runs = find_runs(ops)
+        self.letting_go.modes = {value: op.mode for op in ops for value in op.outputs}
         for position, op in enumerate(ops):
             try:
                 self._op(op, position)
@@ -148,16 +168,20 @@ class _Scribe:
         if isinstance(made, RegionCall):
             self._flush()
             self._region(op, made)
+            self.letting_go.after(op, position, self.statements)
             return
-        if is_attribute(made) and isinstance(op.result, str) and self._plain(made.args[0]):
+        if is_attribute(made) and self._inlines(op, made.args[0]):
+            assert isinstance(op.result, str)
             self.writer.variables[op.result] = self.writer.call(made)
             return
         if isinstance(made, FunctionCall) and made.function is operator.setitem:
             sources = self._take_only(op, made.args[2])
             target = self.writer.subscript(*made.args[:2])
             self._append(op, f"{target.flat} = ", self.writer.argument(made.args[2]), sources)
+            self.letting_go.after(op, position, self.statements)
             return
         if self._in_place(op, made):
+            self.letting_go.after(op, position, self.statements)
             return
         taken = self._take(op)
         expression = self.writer.call(made)
@@ -165,7 +189,7 @@ class _Scribe:
             self._write_out(taken)
             taken, expression = [], self.writer.call(made)
         sources = tuple(source for pending in taken for source in pending.sources)
-        if self._waits(op):
+        if self._waits(op, position):
             assert isinstance(op.result, str)
             self.writer.variables[op.result] = expression
             self.pending.append(_Pending(op, position, (*sources, op.source)))
@@ -173,8 +197,10 @@ class _Scribe:
         self._flush()
         self._assign(op, expression, position, sources)
 
-    def _plain(self, argument: object) -> bool:
-        """Whether an argument is a variable or a tensor of the module."""
+    def _inlines(self, op: Op, argument: object) -> bool:
+        """Whether an attribute is written where it is used, of a variable or a state."""
+        if not isinstance(op.result, str) or op.result in self.releases.asked:
+            return False
         if isinstance(argument, Ref):
             return self.writer.variables[argument.name].flat.isidentifier()
         return True
@@ -208,7 +234,7 @@ class _Scribe:
         self.pending.extend(taken)
         self._flush()
 
-    def _waits(self, op: Op) -> bool:
+    def _waits(self, op: Op, position: int) -> bool:
         """Whether an op nests into its reader, as the user wrote it."""
         value = op.result
         if not isinstance(value, str) or self.uses.count.get(value) != 1:
@@ -217,6 +243,8 @@ class _Scribe:
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
         if isinstance(reader.call, RegionCall) or _runs_segment(op.call):
+            return False
+        if value in self.releases.asked or self.letting_go.ending(position):
             return False
         if _in_place_call(reader.call) and reader.call.args[0] == Ref(value):
             return False
@@ -261,17 +289,46 @@ class _Scribe:
         sources: tuple[SourceLocation | None, ...],
     ) -> None:
         read = [value for value in op.outputs if value in self.uses.count]
-        if not read:
-            self._append(op, "", expression, sources)
-            return
         asked = dict(zip(op.outputs, wishes(op, self.runs[op.name]), strict=True))
+        freed = self.letting_go.ending(position)
         for value in read:
             wish = self._named(op, value, asked[value])
+            if wish is None and freed and len(read) == 1:
+                wish = self._reused(op, freed)
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
-        target = self._target(op.result)
+            self.letting_go.bound(variable)
+        result, expression = self._read_alone(op.result, expression, position)
+        target = f"{self._target(result)} = " if read else ""
         note = self._note(read[0]) if len(read) == 1 else ""
-        self._append(op, f"{target} = ", expression, sources, note)
+        self._append(op, target, expression, sources, note)
+        self.letting_go.after(op, position, self.statements)
+
+    def _read_alone(
+        self, result: Result, expression: Expression, position: int
+    ) -> tuple[Result, Expression]:
+        """What is bound of a result: no variable is to hold what nobody reads, if it is large."""
+        if not isinstance(result, tuple) or position >= self.releases.busy:
+            return result, expression
+        read = [index for index, item in enumerate(result) if self._is_read(item)]
+        if len(read) != 1 or len(result) == 1:
+            return result, expression
+        end = f"[{read[0]}]"
+        return result[read[0]], replace(
+            expression, flat=expression.within(Binding.ATOM) + end, closing=expression.closing + end
+        )
+
+    def _is_read(self, result: Result) -> bool:
+        return any(value in self.uses.count for value in result_names(result))
+
+    def _reused(self, op: Op, freed: Sequence[str]) -> str:
+        """The name for what a statement of the user makes on the way: that of an operand which is
+        free now, or the one that the statement binds in the end."""
+        operands = {self.writer.variables[value].flat for value in op.inputs}
+        statement = self.runs[op.name].statement
+        targets = statement.targets if statement is not None else ()
+        target = targets[0] if len(targets) == 1 else None
+        return next((name for name in freed if name in operands), target or freed[0])
 
     def _named(self, op: Op, value: str, wish: str | None) -> str | None:
         """The user's name for a value; `batch` for a batch size that the user gave none."""
@@ -320,6 +377,7 @@ class _Scribe:
         sources: tuple[SourceLocation | None, ...] = (),
         note: str = "",
     ) -> None:
+        self.letting_go.before(op, self.statements)
         self.statements.append(
             Statement(target, expression, op.mode, op.module, (*sources, op.source), note)
         )
@@ -350,26 +408,10 @@ class _Scribe:
             variable = self.variables.fresh(target)
             self.writer.variables[target] = name(variable)
             body.append(Statement(f"{variable} = ", expression, Mode.ALWAYS, op.module))
-        context = self._context(made)
+        context = context_of(made.context, self.writer)
         self.statements.append(
             Statement("", context, op.mode, op.module, (op.source,), body=tuple(body))
         )
-
-    def _context(self, made: RegionCall) -> Expression:
-        imports = self.writer.imports
-        imports.torch()
-        match made.context:
-            case Autocast(device_type=device, dtype=dtype, enabled=enabled):
-                followed = device in ("cpu", "meta") and bool(self.writer.anchor)
-                where = f"{self.writer.anchor}.device.type" if followed else f'"{device}"'
-                options = [name(where)]
-                if dtype is not None:
-                    options.append(name(f"dtype={dtype}"))
-                if not enabled:
-                    options.append(name("enabled=False"))
-                return call("torch.autocast", options)
-            case context:
-                return name("torch.enable_grad()" if context.enabled else "torch.no_grad()")
 
 
 def _call_of(op: Op) -> FunctionCall | MethodCall | ModuleCall:

@@ -11,6 +11,7 @@ from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.seen import saved_values
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Facts:
         templates: what non-tensor values are, where that follows from shapes alone.
         randoms: how many random aten ops each op runs.
         mixing: the ops in which samples meet.
+        saved: op -> the values whose memory autograd keeps for its backward.
     """
 
     graph: Graph
@@ -28,11 +30,19 @@ class Facts:
     templates: Mapping[str, Argument]
     randoms: Mapping[str, int]
     mixing: frozenset[str]
+    saved: Mapping[str, frozenset[str]]
 
     @classmethod
     def of(cls, graph: Graph) -> Facts:
         """The facts of an annotated graph."""
-        return cls(graph, effects(graph), shape_values(graph), random_ops(graph), mixing_ops(graph))
+        return cls(
+            graph,
+            effects(graph),
+            shape_values(graph),
+            random_ops(graph),
+            mixing_ops(graph),
+            saved_values(graph),
+        )
 
     @cached_property
     def _first_random(self) -> Mapping[str, int]:

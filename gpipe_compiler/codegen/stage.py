@@ -90,7 +90,8 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     written = []
     for label, method in methods.items():
         writer = Writer(imports, state.places, state.modules)
-        written.append(_Written(label, method, write_body(graph, method, writer)))
+        saved = facts.saved if label in (FORWARD, LOSS) else {}
+        written.append(_Written(label, method, write_body(graph, method, writer, saved)))
     if any(method.arguments for method in methods.values()) or outputs:
         imports.from_torch("Tensor")
     writes = _writes(facts, ops, state.originals) if plan.training else ()

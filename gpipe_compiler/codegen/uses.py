@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.variables import END
@@ -29,8 +29,12 @@ class Uses:
     partner: dict[str, str]
 
     @classmethod
-    def of(cls, ops: Sequence[Op], returns: Sequence[str]) -> Uses:
-        """The uses in a method or region."""
+    def of(cls, ops: Sequence[Op], returns: Sequence[str], asked: Collection[str] = ()) -> Uses:
+        """The uses in a method or region.
+
+        Args:
+            asked: results of `x.shape` and the like that are kept in a variable.
+        """
         count: dict[str, int] = {}
         last: dict[str, int] = {}
         reader: dict[str, Op] = {}
@@ -53,7 +57,7 @@ class Uses:
             count[value] = count.get(value, 0) + 1
             last[value] = END
         for op in reversed(ops):
-            if is_attribute(op.call):
+            if is_attribute(op.call) and not set(asked).issuperset(op.outputs):
                 for value in op.inputs:
                     last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
         return cls(count, last, reader, frozenset(chosen), partner)

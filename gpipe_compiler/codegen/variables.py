@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.names import Names
@@ -39,6 +39,7 @@ class Variables:
         self._own = frozenset(own)
         self._holds: dict[str, set[str]] = {}
         self._of: dict[str, str] = {}
+        self._watched: dict[str, None] = {}
 
     def enter(self, value: str) -> str:
         """The name of a value that the method is given."""
@@ -54,6 +55,24 @@ class Variables:
             if held is None and wish not in self._names:
                 return self._bind(value, self._names.take(wish))
         return self._bind(value, self._names.take(value))
+
+    def dead(self, position: int) -> Iterator[tuple[str, frozenset[str]]]:
+        """The variables of which nothing is read after a position, and what they hold."""
+        for variable in self._watched:
+            held = self._holds[variable]
+            if all(self._last_use.get(old, -1) <= position for old in held):
+                yield variable, frozenset(held)
+
+    def forget(self, variable: str) -> None:
+        """The variable may go on holding what it does."""
+        self._watched.pop(variable, None)
+
+    def release(self, variable: str) -> frozenset[str]:
+        """The variable holds nothing any more; what it held."""
+        held = frozenset(self._holds[variable])
+        self._holds[variable].clear()
+        self.forget(variable)
+        return held
 
     def fresh(self, value: str) -> str:
         """A variable that holds nothing yet, whatever the user called it."""
@@ -72,6 +91,7 @@ class Variables:
     def _bind(self, value: str, variable: str) -> str:
         self._holds.setdefault(variable, set()).add(value)
         self._of[value] = variable
+        self._watched[variable] = None
         return variable
 
     def _dead(self, value: str, old: str, position: int) -> bool:

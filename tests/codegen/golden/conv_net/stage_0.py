@@ -31,6 +31,7 @@ class Stage0(nn.Module):
         x = self.stem_0(images)  # (B, 4, 8, 8)
         x = self.stem_1(x)
         stem_2 = self.stem_2(x)
+        del x
 
         # blocks.0 (models.py:26-27)
         out = self.blocks_0_relu(self.blocks_0_bn1(self.blocks_0_conv1(stem_2)))

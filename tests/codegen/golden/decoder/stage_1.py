@@ -30,10 +30,12 @@ class Stage1(nn.Module):
         # attentions.0 (models.py:58-66)
         batch, length, dim = add.shape
         mixed = F.dropout(softmax, p=0.0, training=self.training) @ transpose_2  # (B, 2, 6, 4)
-        attentions_0_out = self.attentions_0_out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        mixed = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
+        attentions_0_out = self.attentions_0_out(mixed)
 
         # models.py:84
         add_1 = add + attentions_0_out
+        del attentions_0_out
 
         # attentions.1 (models.py:58-63)
         batch, length, dim = add_1.shape

@@ -36,11 +36,14 @@ class Stage2(nn.Module):
         q = dim // 2
         scores = transpose_5 @ transpose_8 / q**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.attentions_1_mask[:length, :length], -math.inf)
-        mixed = F.dropout(scores.softmax(dim=-1), p=0.0, training=self.training) @ transpose_7
-        attentions_1_out = self.attentions_1_out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        scores = scores.softmax(dim=-1)
+        mixed = F.dropout(scores, p=0.0, training=self.training) @ transpose_7  # (B, 2, 6, 4)
+        mixed = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
+        attentions_1_out = self.attentions_1_out(mixed)
 
         # models.py:84-85
         x = add_1 + attentions_1_out
+        del attentions_1_out
         lm_head = self.lm_head(self.norm(x))  # (B, 6, 11)
         return lm_head
 

@@ -1,0 +1,151 @@
+"""What reuse of memory and writing in place save, without any hardware.
+
+    python benchmarks/buffers.py
+
+For each model and mode, one stage of all ops at the batch size that is told, rehearsed on fake
+tensors: the activations and all that ops make on the way, where every block has a place of its own
+(no reuse), where a static plan places them in one arena (greedy by size), and the most that lives
+at a time, below which no arena goes. Gradients of parameters are not among them. Each row is told
+for the model with no op in place, and with all that `passes.inplace` puts in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpipe_compiler.compile import trace_subject
+from gpipe_compiler.frontend.source import load
+from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.passes.inplace import write_in_place
+from gpipe_compiler.passes.offsets import StaticPlan, in_forward, in_training, place
+from gpipe_compiler.passes.rehearsal import rehearse
+from gpipe_compiler.passes.saved_tensors import saved_tensors
+from gpipe_compiler.passes.shapes import annotate
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+MODELS = {"resnet50": 32, "inception": 32, "unet": 8, "amoebanet": 8, "transformer": 8}
+"""Examples and the batch size at which each is looked at."""
+
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model in one mode.
+
+    Attributes:
+        plain, written: with nothing in place, and with all that may be.
+        changed: how many ops are in place.
+    """
+
+    label: str
+    batch: int
+    training: bool
+    plain: StaticPlan
+    written: StaticPlan
+    changed: int
+
+
+def row(label: str, batch: int, *, training: bool) -> Row:
+    """The figures of one example."""
+    subject = load(str(EXAMPLES / f"{label}.py"), input_specs=[], training=training)
+    graph, _ = trace_subject(subject)
+    plain = annotate(out_of_place(graph), batch)
+    written = write_in_place(plain)
+    pairs = zip(plain.ops, written.ops, strict=True)
+    modules = sum(plain.modules[path] != spec for path, spec in written.modules.items())
+    changed = max(modules, sum(old is not new for old, new in pairs))
+    return Row(label, batch, training, _planned(plain), _planned(written), changed)
+
+
+def out_of_place(graph: Graph) -> Graph:
+    """The graph with the activations and additions out of place that its author wrote in place."""
+    modules = {
+        path: dataclasses.replace(spec, kwargs={k: v for k, v in spec.kwargs.items() if k != _FLAG})
+        for path, spec in graph.modules.items()
+    }
+    return graph.replace(ops=tuple(map(_plain, graph.ops)), modules=modules)
+
+
+_FLAG = "inplace"
+
+
+def _plain(op: Op) -> Op:
+    call = op.call
+    if not isinstance(call, FunctionCall):
+        return op
+    function = operator.add if call.function is operator.iadd else call.function
+    kwargs = {key: value for key, value in call.kwargs.items() if key != _FLAG}
+    return dataclasses.replace(op, call=dataclasses.replace(call, function=function, kwargs=kwargs))
+
+
+def _planned(graph: Graph) -> StaticPlan:
+    names = [op.name for op in graph.ops]
+    inputs = [source.name for source in graph.inputs]
+    tapes = rehearse(graph, names, inputs, graph.output_values)
+    return place(in_training(tapes) if graph.loss is not None else in_forward(tapes))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown."""
+    lines = [
+        "| model | batch | mode | in place | no reuse | planned | lower bound | saved by reuse "
+        "| saved in place |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for item in rows:
+        mode = "train" if item.training else "infer"
+        for found, ops in ((item.plain, 0), (item.written, item.changed)):
+            less = 1 - found.planned / item.plain.planned
+            lines.append(
+                f"| {item.label} | {item.batch} | {mode} | {f'{ops} ops' if ops else 'none'} "
+                f"| {found.no_reuse / MB:,.0f} MB | {found.planned / MB:,.0f} MB "
+                f"| {found.lower_bound / MB:,.0f} MB | {found.no_reuse / found.planned:.2f}x "
+                f"| {f'{less:.1%}' if ops else ''} |"
+            )
+    return "\n".join(lines)
+
+
+def article(batch: int = 32) -> str:
+    """ResNet-50 beside the figures of the memory article (shared facts: 26M weights, 16M
+    activations an image, more than 7.5 GB to train at a mini-batch of 32)."""
+    subject = load(str(EXAMPLES / "resnet50.py"), input_specs=[], training=True)
+    graph = annotate(out_of_place(trace_subject(subject)[0]), batch)
+    saved = saved_tensors(graph).saved_bytes(op.name for op in graph.ops)
+    forward = _planned(annotate(graph.replace(loss=None, values={}), batch))
+    step = _planned(graph)
+    weights = 4 * graph.parameter_count
+    return "\n".join(
+        (
+            f"weights {graph.parameter_count / 1e6:.1f}M, {weights / MB:.0f} MB",
+            f"activations an image {forward.no_reuse / 4 / batch / 1e6:.1f}M",
+            f"kept for the backward {saved / 4 / batch / 1e6:.1f}M an image",
+            f"weights and activations of one image {(weights + forward.no_reuse / batch) / MB:.0f} "
+            "MB",
+            f"a training step at {batch}: {(step.no_reuse + 2 * weights) / 1e9:.2f} GB without "
+            f"reuse, {(step.planned + 2 * weights) / 1e9:.2f} GB planned, gradients counted",
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="*", default=list(MODELS), help="examples (default: all)")
+    chosen = parser.parse_args(argv).models
+    warnings.simplefilter("ignore")
+    rows = [row(label, MODELS.get(label, 8), training=t) for label in chosen for t in (False, True)]
+    print(table(rows))
+    if "resnet50" in chosen:
+        print(f"\n{article()}")
+
+
+if __name__ == "__main__":
+    main()

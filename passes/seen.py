@@ -1,0 +1,108 @@
+"""Which tensors of a run share memory, and which of them autograd keeps for the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.repeats import Blocks, IrregularError
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """The tensors of a run in one mode.
+
+    Attributes:
+        memory: by value, the key of its storage; `sharing` the other way round.
+        states: the keys of the model's own tensors.
+        saved: by op, the keys of what autograd keeps; empty where it is off.
+        alive: what the keys are of.
+
+    What a custom autograd function hides in its `ctx` without `save_for_backward` is not seen.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    memory: Mapping[str, int]
+    sharing: Mapping[int, frozenset[str]]
+    states: frozenset[int]
+    saved: Mapping[str, frozenset[int]]
+    alive: object
+
+    @classmethod
+    def of(cls, graph: Graph, *, training: bool) -> SeenRun:
+        """The graph run on fake tensors.
+
+        Raises:
+            ModelError: naming the op that cannot run.
+        """
+        run = DryRun.of(graph, training=training)
+        alive: list[torch.UntypedStorage] = []
+        saved: dict[str, set[int]] = {}
+
+        def observer(op: Op, execute: Callable[[], Any]) -> Any:
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                alive.append(tensor.untyped_storage())
+                saved.setdefault(op.name, set()).add(storage_key(tensor))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+                return execute()
+
+        environment = run.run(graph.batch_size, observer)
+        tensors = {n: v for n, v in environment.items() if isinstance(v, torch.Tensor)}
+        memory = {name: storage_key(tensor) for name, tensor in tensors.items()}
+        sharing: dict[int, set[str]] = {}
+        for name, key in memory.items():
+            sharing.setdefault(key, set()).add(name)
+        return cls(
+            tensors,
+            memory,
+            {key: frozenset(names) for key, names in sharing.items()},
+            frozenset(map(storage_key, run.states.values())),
+            {name: frozenset(keys) for name, keys in saved.items()},
+            (alive, run.states),
+        )
+
+
+def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def saved_values(graph: Graph) -> Mapping[str, frozenset[str]]:
+    """For each op those of the values it reads and makes whose memory autograd keeps for it.
+
+    Ops that keep nothing of them are left out; so are all in inference.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    if graph.loss is None:
+        return {}
+    blocks = Blocks.of(graph)
+    if blocks is not None:
+        with contextlib.suppress(IrregularError):
+            known = _saved_values(blocks.short)
+            return {
+                op.name: frozenset(map(meaning.value, known[told]))
+                for op, told, meaning in blocks.known()
+                if told in known
+            }
+    return _saved_values(graph)
+
+
+def _saved_values(graph: Graph) -> dict[str, frozenset[str]]:
+    run = SeenRun.of(graph, training=True)
+    found: dict[str, frozenset[str]] = {}
+    for op in graph.ops:
+        keys = run.saved.get(op.name, frozenset())
+        names = (name for name in (*op.inputs, *op.outputs) if name in run.memory)
+        saved = frozenset(name for name in names if run.memory[name] in keys)
+        if saved:
+            found[op.name] = saved
+    return found
