@@ -43,7 +43,7 @@ class _Round:
     returned: Mapping[str, int]
     forward: tuple[Event, ...]
     kept: frozenset[int]
-    arriving: dict[str, int] = field(default_factory=dict)
+    arriving: Mapping[str, int] = field(default_factory=dict)
     sent_back: Mapping[str, int] = field(default_factory=dict)
     backward: tuple[Event, ...] = ()
     weight: tuple[Event, ...] = ()
@@ -132,11 +132,9 @@ class _Stage:
             forms: tensors like the outputs.
         """
         graph = run.graph(0)
-        roots, gradients = [], []
-        for name, root in graph.outputs.items():
-            roots.append(root.edge)
-            gradients.append(self.watch.adopt(forms[name]))
-            heard.arriving |= self._numbers({name: gradients[-1]})
+        roots = [root.edge for root in graph.outputs.values()]
+        gradients = [self.watch.adopt(forms[name]) for name in graph.outputs]
+        heard.arriving = self._numbers(dict(zip(graph.outputs, gradients, strict=True)))
         if graph.loss is not None:
             roots.append(graph.loss.edge)
             gradients.append(torch.full_like(graph.loss.like, 1.0) * 1.0)
