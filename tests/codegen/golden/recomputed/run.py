@@ -1,0 +1,25 @@
+"""Trains, runs, checks or times conv_net: python run.py --help."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+DIRECTORY = Path(__file__).resolve().parent
+NAME = "conv_net_x3"
+
+
+def load_package():
+    """The package in this folder, whatever the folder is called and wherever it lies."""
+    spec = importlib.util.spec_from_file_location(
+        NAME, DIRECTORY / "__init__.py", submodule_search_locations=[str(DIRECTORY)]
+    )
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = package
+    spec.loader.exec_module(package)
+    return package
+
+
+if __name__ == "__main__":
+    package = load_package()
+    command = importlib.import_module(f"{package.__name__}.runtime.command")
+    sys.exit(command.main(package.SPEC, DIRECTORY))
