@@ -18,8 +18,14 @@ from gpipe_compiler.compile import (
     refuse_failed,
     silent,
 )
-from gpipe_compiler.errors import UsageError, ValidationError
-from gpipe_compiler.frontend.onnx.graph import graph_of
+from gpipe_compiler.errors import (
+    GPipeCompilerError,
+    ModelError,
+    PlanError,
+    UsageError,
+    ValidationError,
+)
+from gpipe_compiler.frontend.onnx.graph import graph_of, unshaped
 from gpipe_compiler.frontend.onnx.reading import OnnxModel, read_model
 from gpipe_compiler.frontend.onnx.sizes import InputSizes, input_sizes
 from gpipe_compiler.ir import Graph
@@ -66,7 +72,10 @@ def compile_onnx(
     progress("planning")
     options = _microbatches(options, sizes)
     bench = workbench_of(model, sizes, options)
-    made, frontier = plan_on(bench, options, progress)
+    try:
+        made, frontier = plan_on(bench, options, progress)
+    except PlanError as error:
+        raise _explained(error, bench.graph) from error
     if directory is None:
         return Compiled(None, made, None, None, frontier=frontier)
     found: list[Validation] = []
@@ -91,6 +100,23 @@ def compile_onnx(
     except ValidationError as error:
         raise left_aside(error, directory) from error
     return Compiled(None, made, placed, found[0] if found else None, frontier=frontier)
+
+
+def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
+    """The error, which tells too what cannot be cut, where that may be why."""
+    nodes = unshaped(graph)
+    if not nodes:
+        return error
+    more = f" and {len(nodes) - _MOST} more" if len(nodes) > _MOST else ""
+    return ModelError(
+        f"{error.problem}; what {', '.join(nodes[:_MOST])}{more} makes has no known shape, so it "
+        "cannot be handed from stage to stage",
+        hint=error.hint or "ask for fewer stages, or keep such nodes out of the model",
+    )
+
+
+_MOST = 5
+"""Nodes that a message names."""
 
 
 def _microbatches(options: CompileOptions, sizes: InputSizes) -> CompileOptions:

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+from onnx import NodeProto
 
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.onnx.nodes import title
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.sizes import InputSizes
 from gpipe_compiler.passes.onnx_constants import is_quantised
@@ -55,7 +57,7 @@ def validate_onnx(
         expected = Path(scratch)
         _run_whole(model, calls, sizes, plan, expected)
         rows = [
-            _held(directory, samples, inputs, expected, len(plan.orders))
+            held(directory, samples, inputs, expected, len(plan.orders))
             for samples, inputs in calls.items()
         ]
     return Validation(tuple(rows))
@@ -90,8 +92,10 @@ def _run_whole(
             str(model.path), options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:
+        nodes = [title(n) for n in model.proto.graph.node if _names(n, str(error))]
+        at = f" at {nodes[0]}" if nodes else ""
         raise ModelError(
-            f"ONNX Runtime refuses {model.path}: {error}",
+            f"ONNX Runtime refuses {model.path}{at}: {error}",
             hint="it has to run in one piece before it can run in stages",
         ) from error
     names = [output.name for output in session.get_outputs()]
@@ -112,6 +116,13 @@ def _run_whole(
         if not sizes.fixed:
             _check_apart(plan, run(inputs, samples), joined)
         write_arrays(folder / f"{samples}.npz", joined)
+
+
+def _names(node: NodeProto, message: str) -> bool:
+    """Whether a message of ONNX Runtime is about a node: by its name, or domain and operator."""
+    if node.name and node.name in message:
+        return True
+    return bool(node.domain) and f"{node.domain}:{node.op_type}" in message
 
 
 def _parts(
@@ -157,9 +168,14 @@ def _check_apart(
         )
 
 
-def _held(
+def held(
     directory: Path, samples: int, inputs: Mapping[str, np.ndarray], expected: Path, devices: int
 ) -> Row:
+    """How the outputs of a package compare with those in `expected/<samples>.npz`.
+
+    Raises:
+        ValidationError: when the package cannot be run.
+    """
     given, report = expected / "inputs.npz", expected / "report.json"
     write_arrays(given, inputs)
     options = ["--reference", expected / f"{samples}.npz", "--input", given, "--report", report]

@@ -10,7 +10,7 @@ import torch
 from onnx import NodeProto, TensorProto
 
 from gpipe_compiler.errors import ModelError, SourceLocation
-from gpipe_compiler.frontend.onnx.nodes import OnnxNode, captured, title
+from gpipe_compiler.frontend.onnx.nodes import OnnxNode, captured
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.shapes import Described, describe
 from gpipe_compiler.frontend.onnx.sizes import InputSizes
@@ -143,20 +143,19 @@ def _value(
 
 def _check_outputs(model: OnnxModel, graph: Graph) -> None:
     """Raises ModelError where nothing is known of the outputs of the model."""
-    faults = []
-    for name in graph.output_values:
-        if graph.values[name].kind is ValueKind.TENSOR:
-            continue
-        maker = graph.producer.get(name)
-        by = f", which {maker.call.function} makes" if maker is not None else ""  # type: ignore[union-attr]  # every call of this graph is of a function
-        faults.append(f"{name}{by}")
-    if faults:
-        listing = "".join(f"\n  - {fault}" for fault in faults)
+    unknown = [
+        name
+        for name in graph.output_values
+        if name not in graph.values or graph.values[name].kind is not ValueKind.TENSOR
+    ]
+    if unknown:
+        nodes = "".join(f"\n  - {node}" for node in unshaped(graph))
         raise ModelError(
-            f"{model.path} has outputs whose shape is not known, so they cannot be put together "
-            f"from micro-batches:{listing}",
+            f"the shape of {', '.join(unknown)} is not known, so the outputs of {model.path} "
+            f"cannot be put together from micro-batches; it is lost at{nodes}",
             hint="an operator whose result has as many rows as its numbers say (NonZero, "
-            "NonMaxSuppression) has to stay outside of the pipeline",
+            "NonMaxSuppression) has to stay outside of the pipeline, and so has one that ONNX "
+            "Runtime does not know",
         )
 
 
@@ -181,11 +180,12 @@ def _module(node: NodeProto) -> str:
 
 
 def unshaped(graph: Graph) -> tuple[str, ...]:
-    """The nodes of a graph that make something of unknown shape, in words."""
+    """The nodes at which shapes are lost, in words: all they read is known, what they make not."""
+    known = {name for name, value in graph.values.items() if value.kind is ValueKind.TENSOR}
     return tuple(
-        title(op.call.function.proto)
+        str(op.call.function)
         for op in graph.ops
         if isinstance(op.call, FunctionCall)
-        and isinstance(op.call.function, OnnxNode)
-        and any(graph.values[name].kind is ValueKind.OTHER for name in op.outputs)
+        and known.issuperset(op.inputs)
+        and not known.issuperset(op.outputs)
     )
