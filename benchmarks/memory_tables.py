@@ -262,11 +262,8 @@ def transformer_searches(devices: Sequence[int]) -> list[Search]:
     """Transformer-L with as many layers as fit."""
 
     def layers(count: int) -> list[int]:
-        return [
-            number
-            for number in range(1, 400)
-            if transformer(number, 1).parameters <= most_parameters(count)
-        ]
+        one, two = (transformer(number, 1).parameters for number in (1, 2))
+        return list(range(1, 2 + (most_parameters(count) - one) // (two - one)))
 
     plain = [
         Search(f"plain, {text}", "3 (16 GB)", layers(1), transformer, 1, count, RematChoice.NONE)
