@@ -7,15 +7,15 @@ inputs of their shape, so a model of any size takes no memory.
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx
 import onnxruntime
 from onnx import GraphProto, ModelProto, TensorProto, TypeProto, ValueInfoProto
-from onnxruntime.tools.symbolic_shape_infer import (
-    SymbolicShapeInference,
-)
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.types import torch_dtype
@@ -50,7 +50,7 @@ def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[
     light = light_copy(model.proto, sizes)
     inferred = onnx.shape_inference.infer_shapes(light, check_type=False, data_prop=True)
     found = dict(_described(inferred.graph))
-    for further in (_by_runtime, _by_whole_runtime):
+    for further in (_by_runtime, _by_symbols):
         if not _unknown(light, found):
             break
         for name, known in further(light):
@@ -123,17 +123,21 @@ def _of(kind: TypeProto) -> Described:
     return Described(tensor.elem_type, tuple(dim.dim_value for dim in dims))
 
 
-def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
-    """What ONNX Runtime's inference makes of it; nothing where it gives up."""
-    try:
-        inferred = SymbolicShapeInference.infer_shapes(light, auto_merge=True)
-    except Exception:  # noqa: BLE001  # it raises whatever it trips over; what it knows is a bonus
-        return
+def _by_symbols(light: ModelProto) -> Iterator[tuple[str, Described]]:
+    """What ONNX Runtime's inference over symbols makes of it, as of Loops; nothing if it gives up.
+
+    It leaves files behind in the working directory when it does.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-shapes-") as scratch, contextlib.chdir(scratch):
+        try:
+            inferred = SymbolicShapeInference.infer_shapes(light, auto_merge=True)
+        except Exception:  # noqa: BLE001  # it raises whatever it trips over; what it knows is extra
+            return
     if inferred is not None:
         yield from _described(inferred.graph)
 
 
-def _by_whole_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
+def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
     """What ONNX Runtime knows of a model when it loads it: of its own operators too."""
     asked = ModelProto()
     asked.CopyFrom(light)
@@ -148,7 +152,7 @@ def _by_whole_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
         session = onnxruntime.InferenceSession(
             asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-    except Exception:  # noqa: BLE001  # as above: that the model does not load is told elsewhere
+    except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; told elsewhere
         return
     for output in session.get_outputs():
         element = _ELEMENTS.get(output.type)
