@@ -1,7 +1,7 @@
 """What is known of every value of an ONNX model: its type, and its shape for inputs of given sizes.
 
 Told by ONNX's own shape inference, with the sizes of the inputs filled in; where that does not know
-an operator (those of ONNX Runtime, `com.microsoft`), by ONNX Runtime's. Weights are stood in for by
+an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's. Weights are stood in for by
 inputs of their shape, so a model of any size takes no memory.
 """
 
@@ -156,7 +156,9 @@ def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
         return
     for output in session.get_outputs():
         element = _ELEMENTS.get(output.type)
-        if element is not None and all(isinstance(size, int) for size in output.shape):
+        # It gives an unknown rank as that of a number, so numbers are not believed.
+        known = bool(output.shape) and all(isinstance(size, int) for size in output.shape)
+        if element is not None and known:
             yield output.name, Described(element, tuple(output.shape))
 
 
