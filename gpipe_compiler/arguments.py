@@ -8,6 +8,7 @@ from pathlib import Path
 from gpipe_compiler.exploring import SECONDS
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.machine_arguments import machine_arguments, seconds
+from gpipe_compiler.onnx_command import Target
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.search_arguments import search_arguments, setting_arguments
@@ -35,6 +36,13 @@ def compile_parser() -> argparse.ArgumentParser:
         choices=["train", "infer"],
         default="train",
         help="what the package does (default %(default)s)",
+    )
+    parser.add_argument(
+        "--target",
+        choices=[target.value for target in Target],
+        default=Target.TORCH.value,
+        help="what the stages run on: torch, or ONNX Runtime, which only infers; an ONNX model "
+        "always runs on that (default %(default)s)",
     )
     parser.add_argument(
         "--frontend",

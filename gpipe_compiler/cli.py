@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
 from gpipe_compiler.machine_arguments import cluster_asked
-from gpipe_compiler.onnx_command import compile_file, is_onnx
+from gpipe_compiler.onnx_command import Target, compile_file, compile_model, is_onnx
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, RematChoice
@@ -148,7 +148,10 @@ def _compile(arguments: argparse.Namespace) -> None:
         else:
             torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
             subject = load(arguments.model, input_specs=arguments.input, training=options.training)
-            compiled = compile_subject(subject, options, directory, progress)
+            if Target(arguments.target) is Target.ONNXRUNTIME:
+                compiled = compile_model(subject, options, directory, progress)
+            else:
+                compiled = compile_subject(subject, options, directory, progress)
     if arguments.json:
         print(json.dumps(_document(compiled), indent=2))
     else:

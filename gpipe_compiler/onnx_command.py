@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 from gpipe_compiler.compile import Compiled, CompileOptions, Progress
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.frontend.subject import Subject
 
 _TRAINING = ("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel")
 """Options that say how a package trains."""
 
 _NEEDED = ("onnx", "onnxruntime")
+_NEEDED_TO_EXPORT = (*_NEEDED, "onnxscript")
+
+
+class Target(Enum):
+    """What the stages of a package run on."""
+
+    TORCH = "torch"
+    ONNXRUNTIME = "onnxruntime"
 
 
 def is_onnx(model: str) -> bool:
@@ -47,15 +58,35 @@ def compile_file(
             f"{', '.join(given)}: an ONNX model is neither traced nor trained",
             hint="leave it out, or compile the model.py that it was exported from",
         )
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{arguments.model} needs {' and '.join(missing)}, which is not installed",
-            hint="pip install gpipe-compiler[onnx]",
-        )
+    _refuse_missing(arguments.model, _NEEDED)
     # Imported here: both take long to import, and are not needed for anything else.
     from gpipe_compiler.compile_onnx import compile_onnx
 
     return compile_onnx(
         Path(arguments.model), options, directory, inputs=arguments.input, progress=progress
     )
+
+
+def compile_model(
+    subject: Subject, options: CompileOptions, directory: Path | None, progress: Progress
+) -> Compiled:
+    """A torch model, for ONNX Runtime.
+
+    Raises:
+        UsageError: where onnx, onnxruntime or onnxscript is not installed.
+        GPipeCompilerError: whatever is wrong with the model.
+    """
+    _refuse_missing("--target onnxruntime", _NEEDED_TO_EXPORT)
+    # Imported here, as above.
+    from gpipe_compiler.compile_exported import compile_exported
+
+    return compile_exported(subject, options, directory, progress)
+
+
+def _refuse_missing(what: str, needed: Sequence[str]) -> None:
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{what} needs {' and '.join(missing)}, which is not installed",
+            hint="pip install gpipe-compiler[onnx]",
+        )

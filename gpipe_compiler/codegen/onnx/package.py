@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpipe_compiler.runtime_onnx
+from gpipe_compiler.codegen.onnx.exported import export_stages
 from gpipe_compiler.codegen.onnx.scripts import (
     write_onnx_init,
     write_onnx_readme,
@@ -14,8 +15,10 @@ from gpipe_compiler.codegen.onnx.scripts import (
 )
 from gpipe_compiler.codegen.onnx.staged import write_staged
 from gpipe_compiler.codegen.onnx.stages import write_stages
+from gpipe_compiler.codegen.onnx.whole import write_whole
 from gpipe_compiler.codegen.package import PLAN, Progress, copy_runtime, place
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.passes.onnx_constants import is_quantised
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 
@@ -46,16 +49,48 @@ def emit_onnx(
         progress("writing the stages")
         places = write_stages(plan, model, folder)
         write_staged(plan, model, folder, places)
-        texts = {
-            "schedule.py": write_onnx_schedule(plan, fixed=fixed),
-            "__init__.py": write_onnx_init(plan),
-            "run.py": write_onnx_run(plan),
-            "README.md": write_onnx_readme(plan),
-            PLAN: plan.to_json(),
-        }
-        for file, text in texts.items():
-            (folder / file).write_text(text, encoding="utf-8")
-        copy_runtime(gpipe_compiler.runtime_onnx, folder / "runtime")
-        write_report(plan, folder / "report.html")
+        assert plan.graph is not None
+        _write_program(plan, folder, fixed=fixed, quantised=is_quantised(plan.graph))
 
     return place(directory, write, force=force, check=check)
+
+
+def emit_exported(
+    plan: Plan,
+    directory: Path,
+    *,
+    force: bool = False,
+    progress: Progress,
+    check: Callable[[Path], None] | None = None,
+) -> Path:
+    """Writes the package of a plan of a torch model, each stage exported by torch.onnx.
+
+    Returns:
+        The absolute path of the package.
+
+    Raises:
+        EmitError: when a stage cannot be exported, when something stands there already, or when it
+            cannot be written.
+    """
+
+    def write(folder: Path) -> None:
+        export_stages(plan, folder, progress)
+        write_whole(plan, folder)
+        _write_program(plan, folder, fixed=False, quantised=False)
+
+    return place(directory, write, force=force, check=check)
+
+
+def _write_program(plan: Plan, folder: Path, *, fixed: bool, quantised: bool) -> None:
+    """All of a package but its models."""
+    texts = {
+        "schedule.py": write_onnx_schedule(plan, fixed=fixed, quantised=quantised),
+        "__init__.py": write_onnx_init(plan),
+        "run.py": write_onnx_run(plan),
+        "README.md": write_onnx_readme(plan),
+        PLAN: plan.to_json(),
+    }
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    copy_runtime(gpipe_compiler.runtime_onnx, folder / "runtime")
+    write_report(plan, folder / "report.html")

@@ -16,21 +16,22 @@ from gpipe_compiler.codegen.onnx.staged import staged_file
 from gpipe_compiler.codegen.onnx.stages import stage_file
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
-from gpipe_compiler.passes.onnx_constants import is_quantised
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.schedule.actions import format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
 
 
-def write_onnx_schedule(plan: Plan, *, fixed: bool) -> str:
+def write_onnx_schedule(plan: Plan, *, fixed: bool, quantised: bool) -> str:
     """The source of `schedule.py`.
 
     Args:
         fixed: whether the model takes batches of one size only.
+        quantised: whether nodes round to integers.
     """
     graph = plan.graph
     assert graph is not None
-    text = lay_out(_pipeline(plan, graph, fixed=fixed), prefix="SPEC = ")
+    pipeline = _pipeline(plan, graph, fixed=fixed, quantised=quantised)
+    text = lay_out(pipeline, prefix="SPEC = ")
     used = ("Crossing", "Input", "Output", "PipelineSpec", "StageSpec")
     found = [item for item in used if any(f"{item}(" in line for line in text)]
     orders = [
@@ -61,7 +62,7 @@ def _drawing(plan: Plan) -> list[str]:
     ]
 
 
-def _pipeline(plan: Plan, graph: Graph, *, fixed: bool) -> Expression:
+def _pipeline(plan: Plan, graph: Graph, *, fixed: bool, quantised: bool) -> Expression:
     placement = plan.placement or tuple(range(len(plan.stages)))
     options = {
         "name": _text(plan.name),
@@ -82,7 +83,7 @@ def _pipeline(plan: Plan, graph: Graph, *, fixed: bool) -> Expression:
     }
     if fixed:
         options["fixed"] = name("True")
-    if is_quantised(graph):
+    if quantised:
         options["quantised"] = name("True")
     items = [value.prefixed(f"{key}=") for key, value in options.items()]
     return call("PipelineSpec", items, exploded=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from gpipe_compiler.codegen.onnx.stages import boundary
 from gpipe_compiler.codegen.onnx.weights import Place, point_to, save, write_weights
@@ -82,21 +82,32 @@ def _annotate(proto: ModelProto, plan: Plan) -> None:
     graph = plan.graph
     assert graph is not None
     stage_of = {name: stage.index for stage in reversed(plan.stages) for name in stage.ops}
-    devices = [f"{number}: {device.name}" for number, device in enumerate(plan.devices)]
-    if proto.ir_version < _SINCE:
-        proto.ir_version = _SINCE
+    configure(proto, plan)
+    for node, op in zip(proto.graph.node, graph.ops, strict=True):
+        stage = stage_of.get(op.name)
+        if stage is not None:  # otherwise constant, and read by nobody
+            annotate(node, plan, stage)
+
+
+def configure(proto: ModelProto, plan: Plan) -> None:
+    """Declares the devices of a plan, to which nodes can then be assigned."""
+    proto.ir_version = max(proto.ir_version, _SINCE)
     configuration = proto.configuration.add()
     configuration.name = CONFIGURATION
     configuration.num_devices = len(plan.orders)
-    configuration.device.extend(devices)
-    for node, op in zip(proto.graph.node, graph.ops, strict=True):
-        stage = stage_of.get(op.name)
-        if stage is None:  # constant, and read by nobody
-            continue
-        device = plan.placement[stage] if plan.placement else stage
-        for key, value in (("gpipe.stage", str(stage)), ("gpipe.device", devices[device])):
-            entry = node.metadata_props.add()
-            entry.key, entry.value = key, value
-        place = node.device_configurations.add()
-        place.configuration_id = CONFIGURATION
-        place.pipeline_stage = stage
+    configuration.device.extend(_devices(plan))
+
+
+def annotate(node: NodeProto, plan: Plan, stage: int) -> None:
+    """Writes down that a node is of this stage."""
+    device = plan.placement[stage] if plan.placement else stage
+    for key, value in (("gpipe.stage", str(stage)), ("gpipe.device", _devices(plan)[device])):
+        entry = node.metadata_props.add()
+        entry.key, entry.value = key, value
+    place = node.device_configurations.add()
+    place.configuration_id = CONFIGURATION
+    place.pipeline_stage = stage
+
+
+def _devices(plan: Plan) -> list[str]:
+    return [f"{number}: {device.name}" for number, device in enumerate(plan.devices)]

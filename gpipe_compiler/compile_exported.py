@@ -1,0 +1,96 @@
+"""From a torch model to a package of ONNX stages that is proved equal to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from gpipe_compiler.codegen.onnx.package import emit_exported
+from gpipe_compiler.codegen.package import refuse_taken
+from gpipe_compiler.compile import (
+    Compiled,
+    CompileOptions,
+    Progress,
+    left_aside,
+    on_meta,
+    plan_as_asked,
+    refuse_failed,
+    silent,
+)
+from gpipe_compiler.errors import ModelError, UsageError, ValidationError
+from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.report.html import write_report
+from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.validate import Validation
+from gpipe_compiler.validate_exported import validate_exported
+
+
+def compile_exported(
+    subject: Subject,
+    options: CompileOptions,
+    directory: Path | None,
+    progress: Progress = silent,
+) -> Compiled:
+    """A package that runs a torch model as a pipeline in ONNX Runtime.
+
+    It is planned as for torch; then every stage is exported by torch.onnx.
+
+    Args:
+        directory: where the package goes; None is a dry run, which writes nothing.
+
+    Raises:
+        EmitError: when a stage cannot be exported.
+        ValidationError: when the package does not reproduce the model; it then stands beside
+            `directory`, named `<directory>.failed`.
+        GPipeCompilerError: whatever else is wrong; nothing has been written then.
+    """
+    _refuse_unfit(options)
+    # ONNX has no writes in place, and its runtime finds its own.
+    options = dataclasses.replace(options, in_place=False)
+    if directory is not None:
+        refuse_taken(directory, force=options.force)
+    progress("tracing")
+    graph, frontend = auto.choose(subject, options.frontend)
+    if on_meta(graph):
+        raise ModelError(
+            "the model is on the meta device, so there are no weights to export",
+            hint="build it on the processor, or compile it with --target torch",
+        )
+    progress("planning")
+    made, frontier = plan_as_asked(graph, options, progress)
+    if directory is None:
+        return Compiled(frontend, made, None, None, frontier=frontier)
+    found: list[Validation] = []
+
+    def hold(folder: Path) -> None:
+        if options.validate:
+            progress("validating the package against the model")
+            found.append(validate_exported(subject, made, folder))
+            write_report(made, folder / "report.html", found[0])
+            refuse_failed(found[0])
+
+    try:
+        placed = emit_exported(made, directory, force=options.force, progress=progress, check=hold)
+    except ValidationError as error:
+        raise left_aside(error, directory) from error
+    return Compiled(frontend, made, placed, found[0] if found else None, frontier=frontier)
+
+
+def _refuse_unfit(options: CompileOptions) -> None:
+    """Raises UsageError for what ONNX stages cannot do."""
+    if options.training:
+        raise UsageError(
+            "--target onnxruntime: ONNX Runtime runs models and does not train them",
+            hint="add --mode infer, or train with --target torch",
+        )
+    if options.precision is not Precision.FP32:
+        raise UsageError(
+            f"--precision {options.precision.value}: an ONNX model has no autocast",
+            hint="leave it out, and have build_model() return the model in 16 bits",
+        )
+    if options.data_parallel != 1:
+        raise UsageError(
+            "--data-parallel: replicas that only infer have nothing to keep equal",
+            hint="leave it out, and start the package several times",
+        )
