@@ -1,8 +1,8 @@
 """What is known of every value of an ONNX model: its type, and its shape for inputs of given sizes.
 
 Told by ONNX's own shape inference, with the sizes of the inputs filled in; where that does not know
-an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's. Weights are stood in for by
-inputs of their shape, so a model of any size takes no memory.
+an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's. Weights
+are stood in for by inputs of their shape, so a model of any size takes no memory.
 """
 
 from __future__ import annotations
