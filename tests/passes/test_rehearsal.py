@@ -96,7 +96,9 @@ class Real:
 
 
 def like(form: torch.Tensor) -> torch.Tensor:
-    tensor = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+    """A real tensor of a fake one's form, as it comes from another device: of no larger storage."""
+    dense = torch.empty_like(form)
+    tensor = torch.empty_strided(form.shape, dense.stride(), dtype=form.dtype)
     return tensor.normal_() if form.dtype.is_floating_point else tensor.zero_()
 
 
