@@ -71,6 +71,12 @@ def choose_exactly(
             break
         latest = _exact(drafting, draft.bounded_by(first.draft), replicas, rehearsals)
         best = min(best, latest, key=lambda exact: exact.merit)
+    if best.over > 0 and choice is RematChoice.AUTO:
+        # Limits that were moved in vain must not miss what the plainest choices fit.
+        for plain in (RematChoice.FULL, RematChoice.NONE):
+            draft = drafting.choose(plain).bounded_by(first.draft)
+            usual = _exact(drafting, draft, replicas, rehearsals)
+            best = min(best, usual, key=lambda exact: exact.merit)
     return best.draft, best.memory
 
 
@@ -138,7 +144,13 @@ def _exact(drafting: Drafting, draft: Draft, replicas: int, rehearsals: Rehearsa
 def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[float] | None:
     """Limits under which the quick model counts what fits exactly; None where these will do."""
     moved = list(limits)
-    worth = exact.over > 0
+    quick_fits = all(
+        quick <= limits[seat]
+        for quick, seat in zip(
+            exact.draft.prediction.device_bytes, exact.draft.found.seats, strict=True
+        )
+    )
+    worth = exact.over > 0 and quick_fits  # else nothing was found that fits with more room
     recomputes = any(stage.remat is not Remat.NONE for stage in exact.draft.stages)
     pairs = zip(exact.memory, exact.draft.prediction.device_bytes, strict=True)
     for (device, quick), seat in zip(pairs, exact.draft.found.seats, strict=True):
