@@ -125,7 +125,9 @@ class StageRun:
                 found = self._compute(microbatch, received, again=False)
             self._kept[microbatch] = self._graph(found)
         outputs = {name: output.detach() for name, output in found.outputs.items()}
-        return Computed({}, outputs, None if found.loss is None else found.loss.detach())
+        # Torch's mean losses lie in memory as large as what they are the mean of.
+        loss = None if found.loss is None else found.loss.detach().clone()
+        return Computed({}, outputs, loss)
 
     def graph(self, microbatch: int) -> Kept:
         """What the backward of a micro-batch runs through: kept, or computed again. Once only."""

@@ -7,13 +7,13 @@ PipeDream, 2019), one that recomputes holds one whole and what the others receiv
 from __future__ import annotations
 
 import pytest
+from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
 from gpipe_compiler.memory.curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.memory.ledger import Held, Own
 from gpipe_compiler.memory.replay import Played, Player
 from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
-from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
 
 def played(schedule: ScheduleKind, stages: int, m: int, remat: Remat = Remat.NONE) -> list[Played]:

@@ -1,0 +1,219 @@
+"""Predicted peaks of memory against measured ones, device by device.
+
+    python benchmarks/memory.py [--stages 1 2 4] [--optimizer adam] [NAME ...]
+
+Every network is compiled for each number of stages, GPipe and 1F1B, remat none, full and auto (with
+memory half way between what the other two need), and trained for three steps: in one process, or
+under torchrun with a process per stage. `live_memory.py` tells what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import machine, markdown
+from torch import nn
+
+from gpipe_compiler.cluster import Cluster, local_cluster
+from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.compile import CompileOptions, plan_as_asked, trace_subject
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MICROBATCHES = 4
+ALLOWED = 0.05
+"""The share by which a prediction may be off."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """An example at a small size; keyword arguments of its functions."""
+
+    example: str
+    model: dict[str, int]
+    inputs: dict[str, int]
+    target: dict[str, int]
+
+
+NETWORKS = {
+    "gpt2-like": Network(
+        "transformer", {"dim": 192, "heads": 6, "layers": 8, "sequence": 64, "vocabulary": 1024},
+        {"batch": 8, "sequence": 64}, {"batch": 8, "sequence": 64},
+    ),
+    "amoebanet": Network(
+        "amoebanet", {"layers": 3, "filters": 16}, {"batch": 8, "image": 32}, {"batch": 8}
+    ),
+    "resnet50": Network(
+        "resnet50", {"classes": 10, "width": 16}, {"batch": 8, "image": 64},
+        {"batch": 8, "classes": 10},
+    ),
+    "unet": Network(
+        "unet", {"depth": 3, "width": 8}, {"batch": 8, "image": 64}, {"batch": 8, "image": 64}
+    ),
+    "alexnet": Network(
+        "alexnet", {"classes": 10, "width": 16}, {"batch": 8, "image": 64},
+        {"batch": 8, "classes": 10},
+    ),
+    "inception": Network("inception", {"width": 16}, {}, {}),
+    "mlp_digits": Network("mlp_digits", {"hidden": 256}, {}, {}),
+}  # fmt: skip
+
+
+class Vit(nn.Module):
+    """A small Vision Transformer: patches, encoder layers of torch's own, a class token."""
+
+    def __init__(self, dim: int = 128, layers: int = 6, image: int = 64, patch: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, dim, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.places = nn.Parameter(torch.zeros(1, 1 + (image // patch) ** 2, dim))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                dim, 4, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Scores of ten classes."""
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        scores: torch.Tensor = self.head(self.norm(x)[:, 0])
+        return scores
+
+
+def subject_of(name: str) -> Subject:
+    """The network with its example call."""
+    torch.manual_seed(0)
+    if name == "vit":
+        target = torch.arange(8) % 10
+        loss = nn.functional.cross_entropy
+        return Subject(name, Vit(), (torch.randn(8, 3, 64, 64),), target=target, loss_fn=loss)
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    network = NETWORKS[name]
+    example = importlib.import_module(network.example)
+    return Subject(
+        name=name,
+        model=example.build_model(**network.model),
+        args=(example.example_inputs(**network.inputs),),
+        target=example.example_target(**network.target),
+        loss_fn=example.loss_fn,
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A package with its plan, and the words that head its rows."""
+
+    words: tuple[str, ...]
+    plan: Plan
+    case: dict[str, Any]
+
+
+def packages(name: str, stages: int, optimizer: OptimizerKind, folder: Path) -> Iterable[Made]:
+    """Those of one network in so many stages."""
+    subject = subject_of(name)
+    graph, _ = trace_subject(subject)
+    schedules = [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B]
+    for schedule in schedules[: 1 if stages == 1 else 2]:
+        peaks: dict[RematChoice, int] = {}
+        for remat in RematChoice:
+            options = CompileOptions(stages, MICROBATCHES, schedule, remat, optimizer=optimizer)
+            if remat is RematChoice.AUTO:
+                both = [peaks[choice] for choice in (RematChoice.NONE, RematChoice.FULL)]
+                options = dataclasses.replace(options, cluster=_of_memory(sum(both) // 2))
+            with contextlib.suppress(PlanError):
+                plan, _ = plan_as_asked(graph, options)
+                peaks[remat] = max(plan.prediction.device_bytes)
+                words = (name, str(stages), schedule.value, remat.value)
+                package = folder / "_".join(words).replace("-", "_")
+                emit(plan, package)
+                batch = subject.args[0], subject.target
+                case = {"package": str(package), "batch": batch, "optimizer": optimizer.value}
+                yield Made(words, plan, case)
+
+
+def _of_memory(memory: int) -> Cluster:
+    here = local_cluster()
+    return Cluster.of(dataclasses.replace(here.devices[0], memory=memory), here.link)
+
+
+def measure(cases: Sequence[dict[str, Any]], stages: int, folder: Path) -> list[list[list[int]]]:
+    """For every rank, of every case what `live_memory.py` tells."""
+    path = folder / f"cases_{stages}"
+    torch.save(cases, path)
+    command = [sys.executable]
+    if stages > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}"]
+    command += [str(Path(__file__).parent / "live_memory.py"), str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    texts = [Path(f"{path}.{rank}").read_text() for rank in range(stages)]
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+def rows_of(made: Sequence[Made], found: Sequence[Sequence[Sequence[int]]]) -> list[list[str]]:
+    """A row for every device of every package."""
+    rows = []
+    for number, one in enumerate(made):
+        for rank, memory in enumerate(one.plan.prediction.memory):
+            live, allocated = found[rank][number]
+            off = memory.peak / live - 1
+            figures = (_mib(memory.peak), _mib(live), f"{off:+.1%}", _mib(allocated))
+            rows.append([*one.words, str(rank), memory.action, *figures])
+            if abs(off) > ALLOWED:
+                rows[-1][-2] += " !"
+    return rows
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def main() -> None:
+    """Parses the arguments and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    names = [*NETWORKS, "vit"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--optimizer", type=OptimizerKind, default=OptimizerKind.ADAM)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[list[str]] = []
+    for name in arguments.names or names:
+        for stages in arguments.stages:
+            with tempfile.TemporaryDirectory() as folder:
+                made = list(packages(name, stages, arguments.optimizer, Path(folder)))
+                cases = [one.case for one in made]
+                rows += rows_of(made, measure(cases, stages, Path(folder)))
+                print(".", end="", file=sys.stderr, flush=True)
+    columns = ("network", "stages", "schedule", "remat", "device", "peak at")
+    figures = ("predicted MiB", "measured MiB", "off", "with workspaces")
+    print(f"\n{arguments.optimizer.value}, {MICROBATCHES} micro-batches; {machine()}\n")
+    print(markdown((*columns, *figures), rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
