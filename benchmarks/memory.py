@@ -183,8 +183,24 @@ def rows_of(made: Sequence[Made], found: Sequence[Sequence[Sequence[int]]]) -> l
             figures = (_mib(memory.peak), _mib(live), f"{off:+.1%}", _mib(allocated))
             rows.append([*one.words, str(rank), memory.action, *figures])
             if abs(off) > ALLOWED:
-                rows[-1][-2] += " !"
+                rows[-1][8] += " !"
     return rows
+
+
+def summary(rows: Sequence[Sequence[str]]) -> str:
+    """A row for every network and number of stages: how many peaks, and how far off at most."""
+    found: dict[tuple[str, str], list[Sequence[str]]] = {}
+    for row in rows:
+        found.setdefault((row[0], row[1]), []).append(row)
+    lines = []
+    for words, some in found.items():
+        sizes = [float(row[7]) for row in some]
+        off = max((row[8] for row in some), key=lambda text: abs(float(text.split("%")[0])))
+        spread = f"{min(sizes):.1f} to {max(sizes):.1f}"
+        over = max(float(row[9]) / float(row[7]) - 1 for row in some)
+        lines.append([*words, str(len(some)), spread, off, f"{over:.0%}"])
+    header = ("network", "stages", "peaks", "measured MiB", "most off", "workspaces add, at most")
+    return markdown(header, lines)
 
 
 def _mib(size: int) -> str:
@@ -208,10 +224,11 @@ def main() -> None:
                 cases = [one.case for one in made]
                 rows += rows_of(made, measure(cases, stages, Path(folder)))
                 print(".", end="", file=sys.stderr, flush=True)
+    print(f"\n{arguments.optimizer.value}, {MICROBATCHES} micro-batches; {machine()}\n")
+    print(summary(rows))
     columns = ("network", "stages", "schedule", "remat", "device", "peak at")
     figures = ("predicted MiB", "measured MiB", "off", "with workspaces")
-    print(f"\n{arguments.optimizer.value}, {MICROBATCHES} micro-batches; {machine()}\n")
-    print(markdown((*columns, *figures), rows))
+    print(f"\n{markdown((*columns, *figures), rows)}")
 
 
 if __name__ == "__main__":

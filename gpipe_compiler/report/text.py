@@ -177,7 +177,7 @@ def _several(numbers: Sequence[int]) -> str:
 
 def prediction_table(plan: Plan) -> Table:
     """What to expect of a step, and how good the plan is."""
-    return pairs_table("prediction", [*constraint_rows(plan), *prediction_rows(plan)])
+    return pairs_table("prediction", [*constraint_rows(plan), *prediction_rows(plan), *_held(plan)])
 
 
 def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -201,7 +201,6 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         *(sums if prediction.shared_sum_s > 0 else []),
         ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
         ("peak memory", _memory(plan)),
-        *_held(plan),
         ("op times", plan.cost_source),
     ]
 
