@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Op
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.offsets import StaticPlan, in_forward, in_training, place
 from gpipe_compiler.passes.rehearsal import rehearse
@@ -79,6 +79,9 @@ _FLAG = "inplace"
 
 def _plain(op: Op) -> Op:
     call = op.call
+    if isinstance(call, MethodCall):
+        method = "add" if call.method == "add_" else call.method
+        return dataclasses.replace(op, call=dataclasses.replace(call, method=method))
     if not isinstance(call, FunctionCall):
         return op
     function = operator.add if call.function is operator.iadd else call.function
@@ -106,16 +109,16 @@ def table(rows: Sequence[Row]) -> str:
             less = 1 - found.planned / item.plain.planned
             lines.append(
                 f"| {item.label} | {item.batch} | {mode} | {f'{ops} ops' if ops else 'none'} "
-                f"| {found.no_reuse / MB:,.0f} MB | {found.planned / MB:,.0f} MB "
-                f"| {found.lower_bound / MB:,.0f} MB | {found.no_reuse / found.planned:.2f}x "
+                f"| {found.no_reuse / MB:,.1f} MB | {found.planned / MB:,.1f} MB "
+                f"| {found.lower_bound / MB:,.1f} MB | {found.no_reuse / found.planned:.2f}x "
                 f"| {f'{less:.1%}' if ops else ''} |"
             )
     return "\n".join(lines)
 
 
 def article(batch: int = 32) -> str:
-    """ResNet-50 beside the figures of the memory article (shared facts: 26M weights, 16M
-    activations an image, more than 7.5 GB to train at a mini-batch of 32)."""
+    """ResNet-50 beside the figures of Graphcore's article on memory: 26M weights, 16M activations
+    an image, more than 7.5 GB to train at a mini-batch of 32."""
     subject = load(str(EXAMPLES / "resnet50.py"), input_specs=[], training=True)
     graph = annotate(out_of_place(trace_subject(subject)[0]), batch)
     saved = saved_tensors(graph).saved_bytes(op.name for op in graph.ops)
