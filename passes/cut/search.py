@@ -21,6 +21,7 @@ from gpipe_compiler.passes.cut.space import (
     GRADIENT,
     RECEIVE,
     UPDATE,
+    Booleans,
     Floats,
     Integers,
     Space,
@@ -36,6 +37,9 @@ BLOCK = 100_000
 
 GLANCE = 8
 """Entries of two labels that are compared before all are."""
+
+ABREAST = 32
+"""Labels at most that are compared with all others at once."""
 
 
 @dataclass(frozen=True)
@@ -316,17 +320,39 @@ def _undominated(layer: _Layer, group: Integers) -> Integers:
         return np.sort(group[_staircase(labels)])
     labels = labels[:, np.isfinite(labels[0])]
     order = np.argsort(labels.sum(axis=1), kind="stable")
-    labels = labels[order]
     slack = TOLERANCE * float(np.abs(labels).max(initial=0.0)) / 100
-    few = np.ascontiguousarray(labels[:, :: max(1, labels.shape[1] // GLANCE)])
-    alive = np.ones(len(order), dtype=np.bool_)
-    for position in range(len(order)):
-        if alive[position]:
-            rest = position + 1 + np.flatnonzero(alive[position + 1 :])
-            rest = rest[~np.any(few[rest] < few[position] - slack, axis=1)]
-            beaten = ~np.any(labels[rest] < labels[position] - slack, axis=1)
-            alive[rest[beaten]] = False
-    return np.sort(group[order[alive]])
+    columns = np.ascontiguousarray(labels[order].T)
+    abreast = min(ABREAST, max(1, 10 * BLOCK // max(1, columns.size)))
+    rest = np.arange(len(order))
+    kept = []
+    while len(rest):
+        block, rest = rest[:abreast], rest[abreast:]
+        among = _beaten(columns, block, block, slack)
+        alive = np.ones(len(block), dtype=np.bool_)
+        for position in range(len(block)):
+            if alive[position]:
+                alive[position + 1 :] &= ~among[position, position + 1 :]
+        block = block[alive]
+        kept.append(block)
+        rest = rest[~_beaten(columns, block, rest, slack).any(axis=0)]
+    return np.sort(group[order[np.concatenate(kept)]])
+
+
+def _beaten(columns: Floats, ours: Integers, others: Integers, slack: float) -> Booleans:
+    """For each of our labels and each of the others, whether the other is nowhere less.
+
+    Args:
+        columns: entries of all labels, a label a column, as numpy compares long rows fastest.
+    """
+    found = np.ones((len(ours), len(others)), dtype=np.bool_)
+    glance = max(1, len(columns) // GLANCE)
+    for entries in columns[::glance]:
+        found &= entries[others] >= entries[ours][:, None] - slack
+    if glance > 1:
+        one, other = np.nonzero(found)
+        first, second = columns[:, ours[one]], columns[:, others[other]]
+        found[one, other] = (second >= first - slack).all(axis=0)
+    return found
 
 
 def _staircase(labels: Floats) -> Integers:
