@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.holding import loads
 from gpipe_compiler.passes.cut import Cut, cut
+from gpipe_compiler.passes.cut.classic import block_ends, cut_at, equal_ends
 from gpipe_compiler.passes.cut.contract import Contracted, contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
@@ -127,39 +128,17 @@ class Row:
         ranges = list(zip([0, *starts[1:]], ends, strict=True))
         sizes = balanced([sum(weights[a:b]) for a, b in ranges], self.stages)
         units = list(itertools.accumulate(sizes))
-        return self.cut_at([ranges[unit][0] for unit in units[:-1]])
+        return cut_at(self.graph, [ranges[unit][0] for unit in units[:-1]])
 
     def equal_ops(self) -> tuple[int, ...]:
         """The stage of every op of the problem; counts differ as little as what is whole allows."""
         counts = [len(members) for members in self.graph.members]
-        whole = list(itertools.accumulate(counts))
-        nodes = range(1, self.graph.size)
-        ends: list[int] = []
-        for stage in range(1, self.stages):
-            wanted = stage * whole[-1] / self.stages
-            low, high = max(ends, default=0) + 1, self.graph.size - (self.stages - stage)
-            allowed = nodes[low - 1 : high]
-            ends.append(min(allowed, key=lambda end: abs(whole[end - 1] - wanted)))
-        return self.cut_at(ends)
+        return cut_at(self.graph, equal_ends(counts, self.stages))
 
     def blocks(self) -> tuple[int, ...]:
         """The stage of every op of the problem, by torchgpipe's block partition of times."""
         times = self.graph.seconds[0, 0] + self.graph.seconds[0, 1]
-        return self.cut_at(block_ends(times.tolist(), self.stages)[:-1])
-
-    def cut_at(self, ends: Sequence[int]) -> tuple[int, ...]:
-        """The stage of every op, from the numbers of nodes before each place to cut.
-
-        Where the last stage would hold nothing but the loss, and may not, it gets a node more.
-        """
-        last = self.graph.size - 1
-        if ends and ends[-1] == last and self.graph.last and not self.graph.last_alone:
-            ends = [min(end, last - (len(ends) - i)) for i, end in enumerate(ends)]
-        stage_of = [0] * len(self.problem.nodes)
-        for node, members in enumerate(self.graph.members):
-            for member in members:
-                stage_of[member] = sum(node >= end for end in ends)
-        return tuple(stage_of)
+        return cut_at(self.graph, block_ends(times.tolist(), self.stages)[:-1])
 
     def _places(self) -> list[int]:
         """The node of every op."""
@@ -187,35 +166,6 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
                     found[end] = candidate
         best = found
     return best[len(weights)][1]
-
-
-def block_ends(times: Sequence[float], blocks: int) -> list[int]:
-    """Where each of so many consecutive blocks ends, whose sums differ by at most the largest item.
-
-    As torchgpipe does it: items are shifted and scaled to 0 ... 1, blocks begin with equal numbers
-    of items, and the smallest block takes an item from its neighbour on the side of the largest.
-    """
-    low, spread = min(times), max(times) - min(times)
-    items = [(time - low) / spread if spread else 0.0 for time in times]
-    ends = [len(items) // blocks * (block + 1) for block in range(blocks - 1)] + [len(items)]
-
-    def size(block: int) -> float:
-        return sum(items[ends[block - 1] if block else 0 : ends[block]])
-
-    while True:
-        largest = max(range(blocks), key=lambda block: (size(block), block))
-        most = size(largest)
-        giver = -1
-        while giver != largest:
-            smallest = min(range(blocks), key=lambda block: (size(block), block))
-            if most <= size(smallest) + 1:
-                return ends
-            if largest < smallest:
-                giver = smallest - 1
-                ends[giver] -= 1
-            else:
-                giver = smallest + 1
-                ends[smallest] += 1
 
 
 def best_in_a_row(problem: CutProblem, setting: Setting) -> Cut:

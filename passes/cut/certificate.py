@@ -25,11 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.cluster import Link
+from gpipe_compiler.passes.cut.best_case import Ideal
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
 from gpipe_compiler.passes.cut.program import Linear, Program, total
 from gpipe_compiler.passes.cut.setting import Objective, Setting
-from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 WORK = 80_000_000
@@ -38,6 +37,12 @@ WORK = 80_000_000
 CLOSE = 1e-6
 """Relative: cuts closer together than this count as equally good here, as HiGHS is exact to about
 that."""
+
+LEFT = 0.01
+"""A gap of so much is narrowed no further by relaxed programs (`_narrowed`)."""
+
+NARROWINGS = 5
+"""Relaxed programs at most; some two seconds each for a thousand nodes in eight stages."""
 
 
 @dataclass(frozen=True)
@@ -72,78 +77,43 @@ def certify(
         problem = problem.forward_only()
     if not known_s > 0 or setting.stages < 2:
         return Certificate(0.0, None)
-    ideal = _Ideal.of(problem, setting, known_s)
-    stages = _Stages(ideal, setting, fewer=fewer)
+    stages = _Stages(Ideal.of(problem, setting, known_s), setting, fewer=fewer)
     if not stages.possible:
         return Certificate(known_s, None)
     solution = stages.program.least(stages.objective, work)
-    bound = min(solution.bound, 1.0) * (1 - CLOSE)
-    bound = 1.0 if bound >= 1 - 3 * CLOSE else max(bound, 0.0)
-    if solution.values is None:
-        return Certificate(bound * known_s, None)
-    return Certificate(bound * known_s, stages.read(solution.values))
+    share = _share(solution.bound)
+    if share < 1 - LEFT:
+        share = _narrowed(problem, setting, known_s, share, fewer=fewer, work=work)
+    found = None if solution.values is None else stages.read(solution.values)
+    return Certificate(share * known_s, found)
 
 
-@dataclass(frozen=True)
-class _Ideal:
-    """The problem where every device and link is the best there is; the known cut takes 1.
+def _share(bound: float) -> float:
+    """A bound of the program, as a share of what is known; 1 when it is as near as can be told."""
+    bound = min(bound, 1.0) * (1 - CLOSE)
+    return 1.0 if bound >= 1 - 3 * CLOSE else max(bound, 0.0)
 
-    Attributes:
-        owner: of every node, the one that stands for all that share its stage.
-        moves: (producer, consumers, seconds forward, seconds back).
-        again: 1 where every stage is known to compute again before a backward, else 0.
+
+def _narrowed(
+    problem: CutProblem, setting: Setting, known_s: float, low: float, *, fewer: bool, work: int
+) -> float:
+    """A better bound, as a share of what is known, without whole numbers.
+
+    The less a cut may take, the fewer are the stages that each node can lie in, and the more does
+    a relaxed cut take. So it is asked for targets below what is known, halving what is open: where
+    even a relaxed cut takes longer than the target, no cut reaches it.
     """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    owner: tuple[int, ...]
-    edges: tuple[tuple[int, int], ...]
-    moves: tuple[tuple[int, tuple[int, ...], float, float], ...]
-    again: float
-
-    @classmethod
-    def of(cls, problem: CutProblem, setting: Setting, known_s: float) -> _Ideal:
-        kinds = {seat.kind for seat in setting.seats}
-        costs = [problem.nodes if kind == 0 else problem.other_kinds[kind - 1] for kind in kinds]
-        link = _fastest(setting)
-        find = DisjointSets(range(len(problem.nodes)))
-        for group in (*problem.groups, tuple(sorted(problem.last))):
-            find.join(group)
-        owner = tuple(find.leader(node) for node in range(len(problem.nodes)))
-        edges = {(owner[a], owner[b]) for a, b in problem.edges() if owner[a] != owner[b]}
-        moves = []
-        for value in problem.values:
-            producer = value.producer if value.producer == GRAPH_INPUT else owner[value.producer]
-            users = tuple(sorted({owner[user] for user in value.consumers} - {producer}))
-            if users and value.bytes + value.gradient_bytes:
-                there, back = link.seconds(value.bytes), link.seconds(value.gradient_bytes)
-                moves.append((producer, users, there / known_s, back / known_s))
-        count = range(len(problem.nodes))
-        return cls(
-            tuple(min(cost[n].forward_s for cost in costs) / known_s for n in count),
-            tuple(min(cost[n].backward_s for cost in costs) / known_s for n in count),
-            owner,
-            tuple(sorted(edges)),
-            tuple(moves),
-            float(
-                bool(setting.recompute)
-                and all(setting.recompute)
-                and setting.kind is ScheduleKind.GPIPE
-                and setting.microbatches > 1
-            ),
-        )
-
-    @property
-    def own(self) -> tuple[float, ...]:
-        """Forward and backward of every node."""
-        return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
-
-
-def _fastest(setting: Setting) -> Link:
-    links = [
-        link for a, row in enumerate(setting.links) for b, link in enumerate(row) if a != b
-    ] or [Link(math.inf, 0.0)]
-    return Link(max(link.bandwidth for link in links), min(link.latency_s for link in links))
+    high = 1.0
+    for _ in range(NARROWINGS):
+        if high - low < LEFT:
+            break
+        target = (low + high) / 2
+        stages = _Stages(Ideal.of(problem, setting, known_s * target), setting, fewer=fewer)
+        bound = stages.program.relaxed(stages.objective, work) if stages.possible else math.inf
+        low = max(low, min(bound, 1.0) * (1 - CLOSE) * target)
+        if _share(bound) < 1:
+            high = target
+    return low
 
 
 class _Stages:
@@ -153,7 +123,7 @@ class _Stages:
         possible: False where what is known cannot be bettered, as some node fits into no stage.
     """
 
-    def __init__(self, ideal: _Ideal, setting: Setting, *, fewer: bool) -> None:
+    def __init__(self, ideal: Ideal, setting: Setting, *, fewer: bool) -> None:
         self.ideal, self.setting = ideal, setting
         self.count, self.m = setting.stages, setting.microbatches
         self.program = Program()

@@ -19,6 +19,7 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
 from gpipe_compiler.passes.cut.frontier import SPEEDS, frontier
 from gpipe_compiler.passes.cut.judge import Judge
@@ -205,6 +206,9 @@ class _Cutter:
                 return self._cut(0.0, 1)
         stages = self.setting.stages
         once = self.setting.objective is Objective.BOTTLENECK
+        if self.solver.brief:
+            for stage_of in classic_cuts(self.graph, stages):
+                self.solver.consider(stage_of)  # unless a constraint rules it out
         if self.graph.size > MOST_NODES:
             looked = self._lines(lean(self.graph, keep=stages, once=once))
             if not self.solver.found:
@@ -232,12 +236,17 @@ class _Cutter:
     def _rows(self) -> None:
         """Cuts along single orders of the nodes: where the search of all gave up, these may not.
 
-        Not under memory limits, as the least excess of a row is not that of all cuts.
+        What the least excess of all cuts is, was found before: that of a row may be more.
         """
-        if not any(lineup.limited for lineup in self.solver.lineups):
-            self.solver.work = self.work // LINEAR
-            for order in topological_orders(self.graph):
-                self.solver.search(Space(self.graph, set(prefixes(order))), last=True)
+        solver = self.solver
+        limited = any(lineup.limited for lineup in solver.lineups)
+        room, least_excess = solver.room, solver.least_excess
+        solver.work = self.work // LINEAR
+        for order in topological_orders(self.graph):
+            solver.search(Space(self.graph, set(prefixes(order))), last=not limited)
+        if limited and solver.found:
+            solver.room = min(room, max(solver.verdict.excess))
+            solver.least_excess = least_excess
 
     def _certified(self) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""

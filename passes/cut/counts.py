@@ -18,6 +18,7 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import contract, lean, relevant
 from gpipe_compiler.passes.cut.frontier import frontier
 from gpipe_compiler.passes.cut.judge import Judge
@@ -46,8 +47,8 @@ WORK = 45_000_000
 """Numbers worked out, about, by searches of one count whose length is not known beforehand; about a
 second."""
 
-CERTIFICATE = 25_000_000
-"""Numbers that the integer program may touch, about; some five seconds."""
+CERTIFICATE = 40_000_000
+"""Numbers that the integer program may touch, about; some ten seconds."""
 
 _SAME = 1e-9
 
@@ -101,7 +102,7 @@ class _Counts:
         self.problem, self.work = problem, work
         self.widest = settings[0]
         self.once = self.widest.objective is Objective.BOTTLENECK
-        fine = contract(problem, self.widest.stages)
+        self.fine = fine = contract(problem, self.widest.stages)
         if fine.parts < settings[-1].stages:
             raise PlanError(
                 f"{settings[-1].stages} stages are more than the {fine.parts} parts that the graph "
@@ -137,6 +138,9 @@ class _Counts:
 
     def best(self) -> tuple[Setting, Cut]:
         """The best cut after a search, and how good it is."""
+        for stages, solver in self.solvers.items():
+            for stage_of in classic_cuts(self.fine, stages) if solver.brief else ():
+                solver.consider(stage_of)
         self._search_all()
         if not self.everything and self.bound_s < self.value * (1 - _SAME):
             self._certify()

@@ -49,6 +49,9 @@ class Judge:
 
     Args:
         again: for every stage, 1 where it recomputes anything, else 0.
+
+    Attributes:
+        repeats: how many times the objective holds what a stage computes, at least.
     """
 
     def __init__(self, problem: CutProblem, setting: Setting, again: Floats) -> None:
@@ -57,6 +60,7 @@ class Judge:
         self.objective = setting.objective
         self.split = setting.splits_backward
         self.again = again
+        self.repeats = setting.microbatches if self.objective is Objective.STEP else 1
         self.steps = Steps(setting.orders)
         nodes = tuple(Seconds(n.forward_s, n.backward_s, n.weight_s) for n in problem.nodes)
         self._kinds = (nodes, *problem.other_kinds)

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpipe_compiler.passes.cut.judge import Judge
 from gpipe_compiler.passes.cut.lineup import Lineup
-from gpipe_compiler.passes.cut.space import Floats, Integers, Space
+from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers, Space
 
 Chain = tuple[int, ...]
 
@@ -63,6 +63,18 @@ class _Improving:
         found[:, row.ends[at] != ends] = np.nan
         return found
 
+    def _promising(self, position: int, start: int, near: Integers, end: int) -> Booleans:
+        """The places where neither stage alone computes for longer than the whole cut takes."""
+        if self.rank[0] > 0:
+            return np.ones(len(near), dtype=np.bool_)  # what fits better is worth any time
+        repeats = self.judge.repeats
+        longest = np.zeros(len(near))
+        for stage, low, high in ((position - 1, start, near), (position, near, end)):
+            inside = self.space.inside[self.lineup.paces[stage].kind]
+            own = (inside[0] + inside[1])[high] - (inside[0] + inside[1])[low]
+            np.maximum(longest, own, out=longest)
+        return np.asarray(repeats * longest < self.rank[1])
+
     def _move(self, position: int) -> None:
         """Puts one boundary to its best place between its neighbours."""
         start, here, end = self.chain[position - 1 : position + 2]
@@ -70,6 +82,9 @@ class _Improving:
         middle = int(np.searchsorted(ends, here))
         near = ends[max(0, middle - NEAREST) : middle + NEAREST]
         near = near[(near < end) & self.space.allowed(position)[near]]
+        if not len(near):
+            return
+        near = near[self._promising(position, start, near, end)]
         if not len(near):
             return
         before = self._stage(position - 1, start, near)

@@ -68,11 +68,18 @@ class Solver:
         self.room = 0
         self.least_excess = True
         self._best: Verdict | None = None
+        self._family: Space | None = None
+        self._improved: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.work = self._work = work
         self._m = setting.microbatches
         self.total_s = total_s
         self._actions = sum(map(len, setting.orders))
         self._step = setting.objective is Objective.STEP
+
+    @property
+    def brief(self) -> bool:
+        """Whether steps are short enough to simulate those of many cuts."""
+        return self._actions * self.setting.stages <= MOST_ACTIONS
 
     @property
     def found(self) -> bool:
@@ -182,11 +189,10 @@ class Solver:
             chain = bottleneck_chain(space, lineup, apart=not self._step)
             if chain is not None:
                 found.append((self._offer(space, lineup, chain), len(found), lineup, chain))
-        if self._actions * self.setting.stages > MOST_ACTIONS:
+        if not self.brief:
             return [lineup for _, _, lineup, _ in found]
         for _, _, lineup, chain in sorted(found, key=lambda entry: entry[:2])[:IMPROVED]:
-            better = improve_chain(space, self._true(lineup), chain, self.judge)
-            self._offer(space, lineup, better)
+            self._improve(space, lineup, chain)
         return [lineup for _, _, lineup, _ in found]
 
     # --- one count of several ----------------------------------------------------------------
@@ -197,8 +203,8 @@ class Solver:
 
     def better(self, space: Space, chain: Sequence[int]) -> None:
         """The same after its boundaries have been moved to better places."""
-        if self._actions * self.setting.stages <= MOST_ACTIONS:
-            self.offer(space, improve_chain(space, self.lineups[0], tuple(chain), self.judge))
+        if self.brief:
+            self._improve(space, self.lineups[0], tuple(chain))
 
     def least(self, bounds: Tables) -> float:
         """A lower bound on the cuts of a family into so many stages, from its tables."""
@@ -265,8 +271,7 @@ class Solver:
         found = search(space, lineup, bounds, criterion, self.ceiling)
         if found.chain is not None and not space.idle:
             self._offer(space, lineup, found.chain)
-            better = improve_chain(space, lineup, found.chain, self.judge)
-            self._offer(space, lineup, better)
+            self._improve(space, lineup, found.chain)
         return found.bound_s
 
     def _enumerate(self, space: Space, lineup: Lineup) -> float:
@@ -298,6 +303,15 @@ class Solver:
         if self.judge.allows(stage_of):
             for lineup in self.lineups:
                 self._keep(lineup, stage_of)
+
+    def _improve(self, space: Space, lineup: Lineup, chain: tuple[int, ...]) -> None:
+        """Keeps what a chain becomes when its boundaries are moved, unless that is known."""
+        if self._family is not space:
+            self._family, self._improved = space, set()
+        if (lineup.seats, chain) not in self._improved:
+            self._improved.add((lineup.seats, chain))
+            better = improve_chain(space, self._true(lineup), chain, self.judge)
+            self._offer(space, lineup, better)
 
     def _offer(self, space: Space, lineup: Lineup, chain: Sequence[int]) -> tuple[float, float]:
         """Keeps the chain when it is the best so far; returns its rank."""

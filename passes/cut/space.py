@@ -132,6 +132,7 @@ class Space:
     def _start_cache(self) -> None:
         self.limit_s = float("inf")
         self._rows: dict[tuple[int, Pace], Row] = {}
+        self._short: dict[tuple[int, Pace], Row] = {}  # the same, as far as the limit allows
         self._common: dict[int, Crossings] = {}
         self._cached = 0
         self._held = 0
@@ -174,10 +175,15 @@ class Space:
 
     def limit(self, seconds: float) -> None:
         """From now on leave out stages that compute for longer than this on any device."""
-        self.limit_s = min(self.limit_s, seconds)
+        if seconds < self.limit_s:
+            self.limit_s = seconds
+            self._short.clear()
 
     def row(self, start: int, pace: Pace) -> Row:
         """All stages that begin at the down-set of this index."""
+        short = self._short.get((start, pace))
+        if short is not None:
+            return short
         row = self._rows.get((start, pace))
         if row is None:
             row = self._row(self._crossings(start), start, pace)
@@ -188,6 +194,8 @@ class Space:
         if len(row.ends) and row.ends[-1] >= stop:
             count = int(np.searchsorted(row.ends, stop))
             row = Row(row.ends[:count], row.times[:, :count], row.held[:, :count])
+        if (start, pace) in self._rows:
+            self._short[start, pace] = row
         return row
 
     def _crossings(self, start: int) -> Crossings:

@@ -9,7 +9,7 @@ import itertools
 import random
 
 import pytest
-from baselines import Row, balanced, best_in_a_row, block_ends, memory, score
+from baselines import Row, balanced, best_in_a_row, memory, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_tables import Priced, as_run, ceiling
@@ -19,6 +19,7 @@ from random_problems import random_problem
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut import cut
+from gpipe_compiler.passes.cut.classic import block_ends
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
