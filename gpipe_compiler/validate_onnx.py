@@ -26,6 +26,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime_onnx.arrays import write_arrays
 from gpipe_compiler.runtime_onnx.check import compare
+from gpipe_compiler.runtime_onnx.values import foreign
 from gpipe_compiler.validate import Validation, run_check
 
 
@@ -64,11 +65,22 @@ def validate_onnx(
 
 
 def random_inputs(sizes: InputSizes, samples: int, seed: int) -> dict[str, np.ndarray]:
-    """Arrays of the shapes that the plan is for: normal numbers; integers that are 0 or 1."""
+    """Arrays of the shapes that the plan is for: normal numbers; integers that are 0 or 1.
+
+    Raises:
+        ModelError: for an input of a type that numpy does not have.
+    """
     generator = np.random.default_rng(seed)
     arrays = {}
     for name, shape in sizes.at(samples).items():
-        dtype = np.dtype(str(sizes.dtypes[name]).removeprefix("torch."))
+        kind = str(sizes.dtypes[name]).removeprefix("torch.")
+        if foreign(kind):
+            raise ModelError(
+                f"the input {name} is {kind}, which numpy does not have, so ONNX Runtime cannot be "
+                "given one to compare with",
+                hint="--no-validate, and --cost roofline",
+            )
+        dtype = np.dtype(kind)
         if np.issubdtype(dtype, np.inexact):
             arrays[name] = generator.standard_normal(shape).astype(dtype)
         else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .errors import UsageError
 from .spec import PipelineSpec
+from .values import array_dtype
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -59,8 +60,11 @@ def random_arrays(spec: PipelineSpec, samples: int, seed: int = 0) -> dict[str, 
         shape = [1 if size is None else size for size in known.shape]
         if known.batched:
             shape[0] = samples
-        dtype = np.dtype(known.dtype)
-        if np.issubdtype(dtype, np.inexact):
+        dtype = array_dtype(known.dtype)
+        if known.dtype == "bfloat16":
+            numbers = generator.standard_normal(shape).astype(np.float32)
+            arrays[known.name] = (numbers.view(np.uint32) >> 16).astype(dtype)
+        elif np.issubdtype(dtype, np.inexact):
             arrays[known.name] = generator.standard_normal(shape).astype(dtype)
         else:
             arrays[known.name] = generator.integers(0, 2, shape).astype(dtype)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from onnxruntime import OrtValue
 
 from .errors import UsageError
 from .spec import Input, PipelineSpec
 from .stage import Values
+from .values import array_dtype, value_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -47,8 +47,8 @@ def _fault(known: Input, array: np.ndarray) -> str:
     )
     if not fits:
         return f"the input {known.name} is {'x'.join(map(str, array.shape))}, not {wanted}"
-    if array.dtype != np.dtype(known.dtype):
-        return f"the input {known.name} is {array.dtype}, not {known.dtype}"
+    if array.dtype != array_dtype(known.dtype):
+        return f"the input {known.name} is {array.dtype}, not {array_dtype(known.dtype)}"
     if known.batched and not array.shape[0]:
         return f"the input {known.name} is an empty batch"
     return ""
@@ -87,7 +87,7 @@ def split(spec: PipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Valu
         start = 0
         for values, size in zip(found, sizes, strict=True):
             part = array[start : start + size] if known.batched else array
-            values[known.name] = OrtValue.ortvalue_from_numpy(part)
+            values[known.name] = value_of(part, known.dtype)
             start += size
     return found
 

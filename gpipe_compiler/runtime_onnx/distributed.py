@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +16,11 @@ import numpy as np
 from onnxruntime import OrtValue
 
 from .engine import Engine
-from .errors import UsageError
+from .errors import PipelineError, UsageError
 from .schedule import orders_for
 from .spec import PipelineSpec
 from .stage import Values
+from .values import array_of, foreign_name, value_of
 
 TIMEOUT_S = 600.0
 
@@ -55,24 +57,37 @@ class World:
     def broadcast(self, thing: Any, source: int) -> Any:
         """The same thing on all ranks."""
         held = [thing]
-        self._dist.broadcast_object_list(held, src=source)
+        with _told(source):
+            self._dist.broadcast_object_list(held, src=source)
         return held[0]
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
         """Sends an array; the answer is to be waited for."""
         import torch
 
-        return self._dist.isend(torch.from_numpy(array), target, tag=tag)
+        with _told(target):
+            return self._dist.isend(torch.from_numpy(array), target, tag=tag)
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> None:
         """Fills an array with what comes."""
         import torch
 
-        self._dist.recv(torch.from_numpy(array), source, tag=tag)
+        with _told(source):
+            self._dist.recv(torch.from_numpy(array), source, tag=tag)
 
     def close(self) -> None:
         """Leave; the others need not wait."""
         self._dist.destroy_process_group()
+
+
+@contextmanager
+def _told(rank: int | None = None) -> Iterator[None]:
+    """Says of a message that fails with whom it was exchanged."""
+    try:
+        yield
+    except RuntimeError as error:
+        who = "another rank" if rank is None else f"rank {rank}"
+        raise PipelineError(f"{who} cannot be reached any more: {error}") from error
 
 
 class RankEndpoint:
@@ -97,15 +112,16 @@ class RankEndpoint:
         self._world.receive(size, rank, tag)
         header = np.zeros(int(size[0]), dtype=np.uint8)
         self._world.receive(header, rank, tag + 1)
-        dtype, shape = pickle.loads(header.tobytes())  # from a rank of the same run
+        dtype, shape, foreign = pickle.loads(header.tobytes())  # from a rank of the same run
         array = np.empty(shape, dtype=np.dtype(dtype))
         self._world.receive(array.reshape(-1).view(np.uint8), rank, tag + 2)
-        return OrtValue.ortvalue_from_numpy(array)
+        return value_of(array, foreign)
 
     def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
         """Hand a value to the ranks of these stages."""
-        array = np.ascontiguousarray(value.numpy())
-        header = np.frombuffer(pickle.dumps((array.dtype.str, array.shape)), dtype=np.uint8).copy()
+        array = np.ascontiguousarray(array_of(value)).reshape(value.shape())
+        told = pickle.dumps((array.dtype.str, array.shape, foreign_name(value)))
+        header = np.frombuffer(told, dtype=np.uint8).copy()
         size = np.array([len(header)], dtype=np.int64)
         tag = 3 * self._number[name]
         parts: tuple[np.ndarray, ...] = size, header, array.reshape(-1).view(np.uint8)
@@ -117,7 +133,8 @@ class RankEndpoint:
     def flush(self) -> None:
         """Wait until all that was sent has gone."""
         for work, _ in self._pending:
-            work.wait()
+            with _told():
+                work.wait()
         self._pending.clear()
 
 
@@ -137,7 +154,7 @@ def gathered(
     spec: PipelineSpec, world: World, results: Sequence[Mapping[str, OrtValue]]
 ) -> list[dict[str, np.ndarray]]:
     """The outputs of every micro-batch, on all ranks."""
-    mine = [{name: value.numpy() for name, value in found.items()} for found in results]
+    mine = [{name: array_of(value) for name, value in found.items()} for found in results]
     whole: list[dict[str, np.ndarray]] = [{} for _ in results]
     for rank in range(len(spec.devices)):
         for into, part in zip(whole, world.broadcast(mine, rank), strict=True):

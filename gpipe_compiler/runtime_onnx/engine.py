@@ -42,7 +42,10 @@ class Engine:
             StageError: when a stage fails.
         """
         values = [dict(given) for given in inputs]
-        results: list[Values] = [{} for _ in inputs]
+        results: list[Values] = [
+            {name: value for name, value in given.items() if name in self._outputs}
+            for given in inputs
+        ]
         first, last = _ends(actions)
         for place, (index, number) in enumerate(actions):
             if first[number] == place:

@@ -136,6 +136,8 @@ def run_local(
             thread.join()
     except BaseException:  # Ctrl-C: let the devices stop before the caller goes on
         exchange.stop()
+        for thread in threads:
+            thread.join()
         raise
     if errors:
         raise errors[0]

@@ -14,6 +14,7 @@ from .engine import Engine
 from .local import run_local
 from .spec import PipelineSpec
 from .stage import SessionChoice, Stage
+from .values import array_of
 
 
 class Pipeline:
@@ -87,7 +88,7 @@ class Pipeline:
             found = run_local(self.spec, self._engines, given)
             return join(
                 self.spec,
-                [{name: value.numpy() for name, value in values.items()} for values in found],
+                [{name: array_of(value) for name, value in values.items()} for values in found],
             )
         mine = run_rank(self.spec, self._world, self._engines[self.rank], given)
         return join(self.spec, gathered(self.spec, self._world, mine))
