@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.contract import contract
@@ -16,9 +16,14 @@ def random_cut(seed: int) -> Callable[..., Cut]:
     """In the place of `passes.cut.cut`: a random chain of down-sets, legal and no more."""
 
     def cut(
-        problem: CutProblem, setting: Setting, most_down_sets: int = 0, *, work: int = 0
+        problem: CutProblem,
+        setting: Setting,
+        most_down_sets: int = 0,
+        *,
+        work: int = 0,
+        hint: Sequence[int] | None = None,
     ) -> Cut:
-        del most_down_sets, work
+        del most_down_sets, work, hint
         draw = random.Random(seed)
         stages = setting.stages
         graph = contract(problem.check(), stages)
