@@ -10,8 +10,9 @@ from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.machine_arguments import machine_arguments, seconds
 from gpipe_compiler.onnx_command import Target
 from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.report.memory_tables import SHOWN_HOLDERS
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
-from gpipe_compiler.search_arguments import search_arguments, setting_arguments
+from gpipe_compiler.search_arguments import positive, search_arguments, setting_arguments
 
 
 def compile_parser() -> argparse.ArgumentParser:
@@ -146,7 +147,8 @@ def inspect_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpipe-inspect",
         description="Prints what a package holds: stages, boundaries, prediction.",
-        epilog="gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
+        epilog="gpipe-inspect memory PKG tells what holds the memory of each device and what would "
+        "save some; gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
         "simulated step for ui.perfetto.dev; each has its own --help",
     )
     _package_argument(parser)
@@ -162,6 +164,27 @@ def graph_parser() -> argparse.ArgumentParser:
     _package_argument(parser)
     parser.add_argument("--stage", metavar="K", type=int, help="the ops of this stage, from 0")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the SVG file")
+    return parser
+
+
+def memory_parser() -> argparse.ArgumentParser:
+    """Of gpipe-inspect memory."""
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect memory",
+        description="Prints what holds the memory of each device at its peak, and what other "
+        "settings would save.",
+    )
+    _package_argument(parser)
+    parser.add_argument("--device", metavar="D", type=int, help="of this device alone, from 0")
+    parser.add_argument(
+        "--top",
+        metavar="N",
+        type=positive,
+        default=SHOWN_HOLDERS,
+        help="of what is in a device's memory, show so many of the largest, up to 12 "
+        "(default %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     return parser
 
 

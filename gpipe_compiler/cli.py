@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpipe_compiler.arguments import compile_parser, graph_parser, inspect_parser, trace_parser
+from gpipe_compiler.arguments import (
+    compile_parser,
+    graph_parser,
+    inspect_parser,
+    memory_parser,
+    trace_parser,
+)
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
@@ -28,6 +34,7 @@ from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, RematChoice
 from gpipe_compiler.report.frontier import document, show_frontier
+from gpipe_compiler.report.memory_tables import memory_document, show_memory
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.progress import Progress
 from gpipe_compiler.report.remat import remat_table
@@ -59,6 +66,8 @@ def inspect_command(argv: Sequence[str] | None = None) -> int:
     match words:
         case ["graph", *rest]:
             return _run(graph_parser(), rest, _draw)
+        case ["memory", *rest]:
+            return _run(memory_parser(), rest, _memory)
         case ["trace", *rest]:
             return _run(trace_parser(), rest, _trace)
         case _:
@@ -268,6 +277,14 @@ def _draw(arguments: argparse.Namespace) -> None:
 def _trace(arguments: argparse.Namespace) -> None:
     plan = read_plan(arguments.package)
     print(write_trace(plan, arguments.output or Path(f"{plan.name}_trace.json")))
+
+
+def _memory(arguments: argparse.Namespace) -> None:
+    plan = read_plan(arguments.package)
+    if arguments.json:
+        print(json.dumps(memory_document(plan, arguments.device), indent=2))
+    else:
+        _console().print(show_memory(plan, arguments.device, arguments.top))
 
 
 def read_plan(package: Path) -> Plan:

@@ -34,6 +34,7 @@ from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.remedies import what_if
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
 from gpipe_compiler.validate import (
@@ -245,9 +246,12 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
     graph, frontend = auto.choose(subject, options.frontend)
     progress("planning")
-    made, frontier = plan_as_asked(graph, options, progress)
+    bench = Workbench(graph, options.cluster, options.measured, options.constraints)
+    made, frontier = plan_on(bench, options, progress)
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier)
+    progress("looking at what would save memory")
+    made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
     found: list[Validation] = []
     refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
 

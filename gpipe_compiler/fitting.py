@@ -12,7 +12,7 @@ from gpipe_compiler.exploring import AT_FIRST, EVERYTHING, Free, most_over
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.report.units import format_bytes, format_seconds
+from gpipe_compiler.report.units import format_bytes, format_limit, format_seconds
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.runtime.wording import counted
@@ -49,7 +49,7 @@ def refuse_too_large(
     subject = "the plan"
     if tried > 1:
         subject = f"none of {tried:,} settings fits; the nearest, {describe(choice)},"
-    hints = [f"--memory {_size(max(plan.prediction.device_bytes))} and nothing else changed"]
+    hints = [f"--memory {format_limit(max(plan.prediction.device_bytes))} and nothing else changed"]
     hints += [
         f"{near.words}: {format_bytes(near.peak_bytes)} at most, "
         f"{format_seconds(near.step_s)} a step instead of {format_seconds(plan.prediction.step_s)}"
@@ -93,14 +93,6 @@ def _state_words(plan: Plan) -> str:
     if not plan.training:
         return "parameters and buffers"
     return "parameters, buffers, gradients and what the optimizer keeps"
-
-
-def _size(count: int) -> str:
-    """Bytes as `--memory` takes them, rounded up."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{-(-count * 100 // size) / 100:g}{unit}"
-    return str(count)
 
 
 @dataclass(frozen=True, slots=True)

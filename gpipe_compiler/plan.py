@@ -21,6 +21,7 @@ from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.memory.curve import DeviceMemory
+from gpipe_compiler.memory.what_if import WhatIf
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
@@ -188,6 +189,7 @@ class Plan:
         frontier: the settings that were compared, where they were not given.
         precision: that which shapes, bytes and times are for.
         replicas: of the pipeline, which share every mini-batch.
+        what_if: what could be done about memory; None where nobody has asked.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
 
@@ -210,6 +212,7 @@ class Plan:
     constraints: Constraints = NO_CONSTRAINTS
     frontier: Frontier | None = None
     replicas: int = 1
+    what_if: WhatIf | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -268,6 +271,7 @@ class Plan:
         fields["prediction"] = _prediction_fields(self.prediction)
         fields["constraints"] = dataclasses.asdict(self.constraints)
         fields["frontier"] = self.frontier.to_fields() if self.frontier else None
+        fields["what_if"] = self.what_if.to_fields() if self.what_if else None
         fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
         return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
 
@@ -315,6 +319,7 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "prediction": _prediction(fields["prediction"]),
         "constraints": _constraints(fields.get("constraints", {})),
         "frontier": Frontier.from_fields(fields["frontier"]) if fields.get("frontier") else None,
+        "what_if": WhatIf.from_fields(fields["what_if"]) if fields.get("what_if") else None,
         "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
     }
 

@@ -98,10 +98,10 @@ def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: 
     )
 
 
-def remeasured(plan: Plan, optimizer: OptimizerKind) -> Plan:
-    """A plan with its graph, told by the quick model so far, with what its devices truly take."""
+def layout_of(plan: Plan, optimizer: OptimizerKind) -> Layout:
+    """That of a plan with its graph."""
     assert plan.graph is not None
-    layout = Layout(
+    return Layout(
         stages=plan.stages,
         crossings=plan.crossings,
         orders=plan.orders,
@@ -113,7 +113,12 @@ def remeasured(plan: Plan, optimizer: OptimizerKind) -> Plan:
         optimizer=optimizer,
         on_host=is_host(plan.devices[0]),
     )
-    memory = device_memories(plan.graph, layout)
+
+
+def remeasured(plan: Plan, optimizer: OptimizerKind) -> Plan:
+    """A plan with its graph, told by the quick model so far, with what its devices truly take."""
+    assert plan.graph is not None
+    memory = device_memories(plan.graph, layout_of(plan, optimizer))
     told = with_memory(plan.prediction, memory, len(plan.stages))
     return dataclasses.replace(plan, prediction=told)
 

@@ -19,6 +19,14 @@ def format_bytes(count: float) -> str:
     return f"{_figures(size)} {_BYTES[index]}"
 
 
+def format_limit(count: int) -> str:
+    """Bytes as `--memory` takes them, rounded up: `6.13MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{-(-count * 100 // size) / 100:g}{unit}"
+    return str(count)
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds with three figures in the largest unit that leaves at least one: `1.25 ms`."""
     if seconds == 0:
