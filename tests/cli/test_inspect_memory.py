@@ -1,0 +1,256 @@
+"""`gpipe-inspect memory`, against the plan's own replay and against plans made as it advises.
+
+A remedy is told for the same stages. So a plan that is made with its setting, and whose stages are
+pinned, must come to the same bytes on every device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_compiler import cli
+from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.compile import trace
+from gpipe_compiler.fitting import most_over
+from gpipe_compiler.frontend.auto import Frontend
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.memory.fit import remeasured
+from gpipe_compiler.memory.what_if import Remedy
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.remedies import what_if
+from gpipe_compiler.runtime.spec import OptimizerKind, Precision, Remat, ScheduleKind
+from gpipe_compiler.workbench import Workbench
+
+Printed = pytest.CaptureFixture[str]
+BATCH, M, K = 96, 4, 2
+PINNED = Constraints(pins=(("blocks.0", 0), ("blocks.1", 0), ("blocks.2", 1), ("blocks.3", 1)))
+
+
+class Blocks(nn.Module):
+    """Four blocks, whose widths differ so that no two tensors of a stage are of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16), nn.GELU())
+            for width in (96, 64, 80, 48)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    torch.manual_seed(0)
+    return trace(Blocks(), torch.randn(BATCH, 16), frontend=Frontend.FX)
+
+
+def bench_of(graph: Graph, memory: int = 2**30) -> Workbench:
+    device = dataclasses.replace(DEFAULT_HOST, memory=memory)
+    return Workbench(graph, Cluster.of(device, IN_PROCESS), constraints=PINNED)
+
+
+def planned(bench: Workbench, policy: Policy, microbatches: int = M) -> Plan:
+    return bench.plan(bench.choose(K, microbatches, policy), policy)
+
+
+@pytest.fixture(scope="module")
+def plan(graph: Graph) -> Plan:
+    """With all that is told of its memory."""
+    bench = bench_of(graph)
+    made = planned(bench, Policy())
+    return dataclasses.replace(made, what_if=what_if(bench, made, Policy()))
+
+
+def remedies(plan: Plan) -> dict[str, Remedy]:
+    assert plan.what_if is not None
+    return {remedy.change: remedy for remedy in plan.what_if.remedies}
+
+
+SETTINGS: dict[str, tuple[Policy, int]] = {
+    "--microbatches 8": (Policy(), 8),
+    "--remat full": (Policy(remat=RematChoice.FULL), M),
+    "--schedule 1f1b": (Policy(ScheduleKind.ONE_F_ONE_B), M),
+    "--schedule 1f1b --remat full": (Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.FULL), M),
+    "--precision bf16": (Policy(precision=Precision.BF16), M),
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_a_remedy_is_what_a_plan_made_with_it_comes_to(
+    words: str, graph: Graph, plan: Plan
+) -> None:
+    policy, microbatches = SETTINGS[words]
+    made = planned(bench_of(graph), policy, microbatches)
+    remedy = remedies(plan)[words]
+
+    assert [stage.ops for stage in made.stages] == [stage.ops for stage in plan.stages]
+    assert remedy.device_bytes == made.prediction.device_bytes
+    assert remedy.device_bytes != plan.prediction.device_bytes
+    assert remedy.step_s == pytest.approx(made.prediction.step_s, rel=1e-6)
+
+
+def test_every_remedy_is_held_against_a_plan(plan: Plan) -> None:
+    """But for AUTO, which the next test holds."""
+    assert {words for words in remedies(plan) if "auto" not in words} == set(SETTINGS)
+
+
+def test_so_much_memory_is_enough_to_recompute_in_part(graph: Graph, plan: Plan) -> None:
+    (words,) = (words for words in remedies(plan) if "auto" in words)
+    remedy = remedies(plan)[words]
+    full = remedies(plan)["--remat full"]
+    assert words == f"--remat auto --memory {-(-max(remedy.device_bytes) * 100 // 1024) / 100:g}KiB"
+    assert max(full.device_bytes) < max(remedy.device_bytes) < max(plan.prediction.device_bytes)
+    assert plan.prediction.step_s < remedy.step_s
+
+    memory = -(-max(remedy.device_bytes) * 100 // 1024) * 1024 // 100 + 1
+    made = planned(bench_of(graph, memory), Policy(remat=RematChoice.AUTO))
+
+    assert not most_over(made)
+    assert any(stage.remat is not Remat.NONE for stage in made.stages)
+
+
+def test_an_optimizer_counts_in_the_remedies(graph: Graph) -> None:
+    policy = Policy(optimizer=OptimizerKind.ADAM)
+    bench = bench_of(graph)
+    made = planned(bench, policy)
+    told = dataclasses.replace(made, what_if=what_if(bench, made, policy))
+    other = planned(bench, dataclasses.replace(policy, remat=RematChoice.FULL))
+
+    assert remedies(told)["--remat full"].device_bytes == other.prediction.device_bytes
+
+
+def test_nothing_is_told_twice_of_a_plan_that_does_so_already(graph: Graph) -> None:
+    policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.FULL, precision=Precision.BF16)
+    bench = bench_of(graph)
+    made = planned(bench, policy, BATCH)
+    told = dataclasses.replace(made, what_if=what_if(bench, made, policy))
+
+    assert set(remedies(told)) == {"--schedule gpipe"}
+
+
+def test_inference_has_no_remedies_of_training(graph: Graph) -> None:
+    infer = trace(Blocks(), torch.randn(BATCH, 16), training=False, frontend=Frontend.FX)
+    bench = bench_of(infer)
+    made = planned(bench, Policy())
+    told = dataclasses.replace(made, what_if=what_if(bench, made, Policy()))
+
+    assert set(remedies(told)) == {"--microbatches 8", "--precision bf16"}
+    assert told.what_if is not None
+    assert all(arena.planned >= arena.lower_bound for arena in told.what_if.arenas)
+
+
+def test_an_arena_is_what_a_lone_micro_batch_needs_beside_the_state(graph: Graph) -> None:
+    """The peak of one stage and one micro-batch lies between the arena with the weights, and that
+    with all gradients of parameters, which are not in the arena, and the batch."""
+    bench = dataclasses.replace(bench_of(graph), constraints=NO_CONSTRAINTS)
+    made = bench.plan(bench.choose(1, 1, Policy()), Policy())
+    (arena,) = what_if(bench, made, Policy()).arenas
+    (peak,) = made.prediction.device_bytes
+    (stage,) = made.stages
+    rounding = 64 * 100  # every block to 64 bytes, of which fewer than 100 live at a time
+    batch = BATCH * 16 * 4
+
+    assert arena.lower_bound - rounding <= peak - stage.parameter_bytes
+    assert peak - 2 * stage.parameter_bytes - batch <= arena.lower_bound
+    assert arena.lower_bound <= arena.planned < arena.no_reuse
+
+
+class TestCommand:
+    @pytest.fixture
+    def package(self, tmp_path: Path, plan: Plan) -> Path:
+        (tmp_path / "plan.json").write_text(plan.to_json())
+        return tmp_path
+
+    def document(self, package: Path, capsys: Printed, *words: str) -> dict[str, object]:
+        assert cli.inspect_command(["memory", str(package), "--json", *words]) == 0
+        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        return found
+
+    def test_the_plan_comes_back_whole(self, plan: Plan) -> None:
+        assert Plan.from_json(plan.to_json()) == plan
+
+    def test_peaks_are_those_of_a_replay(self, package: Path, plan: Plan, capsys: Printed) -> None:
+        again = remeasured(plan, OptimizerKind.SGD).prediction.memory
+        found = self.document(package, capsys)
+
+        for device, told in zip(found["devices"], again, strict=True):  # type: ignore[call-overload]  # JSON
+            assert device["peak"] == told.peak
+            assert sum(device["sizes"].values()) == told.peak
+            assert device["action"] == told.action
+            assert max(peak for _, peak, _ in device["points"]) == told.peak
+
+    def test_what_is_told_of_a_tensor_is_so(self, package: Path, capsys: Printed) -> None:
+        """A tanh of 24 x 96 numbers, which M - 1 or M micro-batches have left."""
+        found = self.document(package, capsys, "--device", "0")
+        (device,) = found["devices"]  # type: ignore[misc]  # JSON
+        (tanh,) = (h for h in device["holders"] if h["what"] == "24x96 float32")
+
+        source = Path(__file__).read_text().split("\n")
+        line = source.index("            x = block(x)") + 1
+        assert tanh["module"] == "blocks.0.1"
+        assert tanh["call"] == "Tanh"
+        assert tanh["category"] == "activations"
+        assert tanh["count"] in (M - 1, M)
+        assert tanh["bytes"] == tanh["count"] * 24 * 96 * 4
+        assert tanh["source"].endswith(f"test_inspect_memory.py:{line}")
+
+    def test_prints_tables(
+        self, package: Path, plan: Plan, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "180")  # so that no cell folds
+        assert cli.inspect_command(["memory", str(package)]) == 0
+
+        out = capsys.readouterr().out
+        for words in remedies(plan):
+            assert words in out
+        for said in (
+            "what holds the peak of device 0 (stage 0)",
+            "what holds the peak of device 1 (stage 1)",
+            "24x96 float32",
+            "Tanh blocks.0.1",
+            "test_inspect_memory.py:",
+            "least memory",
+            "lower bound",
+            "as it is",
+        ):
+            assert said in out
+
+    def test_of_one_device_so_many(self, package: Path, capsys: Printed) -> None:
+        assert cli.inspect_command(["memory", str(package), "--device", "1", "--top", "1"]) == 0
+
+        out = capsys.readouterr().out
+        assert "peak of device 1" in out
+        assert "peak of device 0" not in out
+        assert out.count("float32") == 1
+        assert "all the rest" in out
+
+    def test_a_device_that_is_not_there(self, package: Path, capsys: Printed) -> None:
+        assert cli.inspect_command(["memory", str(package), "--device", "2"]) == 2
+        assert capsys.readouterr().err == (
+            "error: there is no device 2\n  hint: devices count from 0 to 1\n"
+        )
+
+    def test_a_plan_that_tells_nothing(self, package: Path, plan: Plan, capsys: Printed) -> None:
+        bare = dataclasses.replace(plan.prediction, memory=())
+        (package / "plan.json").write_text(dataclasses.replace(plan, prediction=bare).to_json())
+
+        assert cli.inspect_command(["memory", str(package)]) == 2
+        assert "does not tell what holds its memory" in capsys.readouterr().err
+
+    def test_a_plan_without_remedies(self, package: Path, plan: Plan, capsys: Printed) -> None:
+        (package / "plan.json").write_text(dataclasses.replace(plan, what_if=None).to_json())
+
+        assert cli.inspect_command(["memory", str(package)]) == 0
+        assert "no remedies are known" in capsys.readouterr().out
