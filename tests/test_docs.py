@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler import emit, plan
 from gpipe_compiler import trace as trace_call
-from gpipe_compiler.arguments import compile_parser, inspect_parser
+from gpipe_compiler.arguments import compile_parser, inspect_parser, memory_parser
 from gpipe_compiler.cluster import NVLINK3, Link, read_cluster
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
@@ -144,6 +144,8 @@ def test_commands_are_taken(page: Path, package: ModuleType) -> None:
         match words:
             case ["gpipe-compile", *rest]:
                 compile_parser().parse_args(rest)
+            case ["gpipe-inspect", "memory", *rest]:
+                memory_parser().parse_args(rest)
             case ["gpipe-inspect", *rest]:
                 inspect_parser().parse_args(rest)
             case ["torchrun", *rest]:
@@ -162,6 +164,7 @@ def test_commands_are_found() -> None:
         "docs/package.md": 6,
         "docs/planning.md": 2,
         "docs/graph_file.md": 1,
+        "docs/memory.md": 1,
     }
 
     assert {page: len(list(commands_of((ROOT / page).read_text()))) for page in pages} == pages
@@ -169,7 +172,7 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_exist(page: Path, package: ModuleType) -> None:
-    parsers = [compile_parser(), inspect_parser(), parser_for(package.SPEC)]
+    parsers = [compile_parser(), inspect_parser(), memory_parser(), parser_for(package.SPEC)]
     parsers += parser_for(package.SPEC)._subparsers._group_actions[0].choices.values()
     known = {option for parser in parsers for option in parser._option_string_actions}
     known |= {option.replace("_", "-") for option in get_args_parser()._option_string_actions}
