@@ -72,10 +72,12 @@ def choose_exactly(
         latest = _exact(drafting, draft.bounded_by(first.draft), replicas, rehearsals)
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
-        # Limits that were moved in vain must not miss what the plainest choices fit.
-        for plain in (RematChoice.FULL, RematChoice.NONE):
-            draft = drafting.choose(plain).bounded_by(first.draft)
-            usual = _exact(drafting, draft, replicas, rehearsals)
+        # Limits that were moved in vain must not miss what the plainest choices fit, nor what
+        # needs the least.
+        least = _limited(drafting, [0.0] * len(limits))
+        plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
+        for draft in (*plain, least.choose(choice)):
+            usual = _exact(drafting, draft.bounded_by(first.draft), replicas, rehearsals)
             best = min(best, usual, key=lambda exact: exact.merit)
     return best.draft, best.memory
 

@@ -35,20 +35,33 @@ WAYS = 64
 """To every place, with the same storages kept, at most."""
 
 
+_ALL_COUNTS = 2
+"""For a plan that is to be used: up to so many times the square root of the number of ops, every
+number of equal segments is looked at; beyond it, and while plans are compared, each `_NEXT`th."""
+
+_NEXT = 1.2
+
+_ASIDE = 1 / 3
+"""The share of a segment by which its ends may lie off from those of equal ones."""
+
+
 @lru_cache(maxsize=512)
 def choices(problem: RematProblem, most: int = MANY) -> tuple[Choice, ...]:
     """The undominated choices, the fastest first: that is no segment at all.
 
     None is worse than equal segments, as many as the square root of the number of ops, nor than
-    one segment of everything.
+    one segment of everything, nor than segments of about equal length whose ends are where the
+    least crosses.
 
     Args:
         most: places to look at.
     """
     if len(problem.places) < 2:
         return (evaluate(problem, ()),)
-    known = _usual(problem)
-    search = _Search(problem, _some_places(problem, most, known))
+    crossing = _crossing(problem)
+    known = [*_usual(problem), *_spaced(problem, crossing, every=most >= MANY)]
+    wanted = {end for choice in _usual(problem) for segment in choice.segments for end in segment}
+    search = _Search(problem, _some_places(problem.places, most, crossing, wanted))
     found = {choice.segments: choice for choice in (*known, *search.run())}
     return tuple(_undominated(found.values()))
 
@@ -59,6 +72,43 @@ def _usual(problem: RematProblem) -> list[Choice]:
     several = uniform(problem, max(1, round(math.sqrt(last - first))))
     plans: list[Sequence[Segment]] = [(), ((first, last),), several, several[:-1]]
     return [evaluate(problem, plan) for plan in plans]
+
+
+def _spaced(problem: RematProblem, crossing: Sequence[int], *, every: bool) -> list[Choice]:
+    """Segments of about equal length with ends where the least crosses, for many numbers of them:
+    what a layered model does by hand, a few layers to a segment."""
+    plans: dict[tuple[Segment, ...], None] = {}
+    for count in _counts(problem.places[-1] - problem.places[0], every=every):
+        ends = _ends(problem, crossing, count)
+        segments = tuple(itertools.pairwise(ends))
+        plans[segments] = plans[segments[:-1]] = None
+    return [evaluate(problem, plan) for plan in plans]
+
+
+def _counts(ops: int, *, every: bool) -> list[int]:
+    small = round(_ALL_COUNTS * math.sqrt(ops)) if every else 1
+    counts = list(range(2, small + 1))
+    count = max(2, small + 1)
+    while count <= ops // 2:
+        counts.append(count)
+        count = max(count + 1, round(count * _NEXT))
+    return counts
+
+
+def _ends(problem: RematProblem, crossing: Sequence[int], count: int) -> list[int]:
+    """The ends of so many segments, or of fewer where there are not as many places."""
+    places = problem.places
+    first, last = places[0], places[-1]
+    length = (last - first) / count
+    found = {first, last}
+    for index in range(1, count):
+        goal = first + index * length
+        low = bisect.bisect_left(places, goal - _ASIDE * length)
+        high = bisect.bisect_right(places, goal + _ASIDE * length)
+        near = places[low:high]
+        if near:
+            found.add(min(near, key=lambda place: (crossing[place], abs(place - goal))))
+    return sorted(found)
 
 
 def _undominated(found: Iterable[Choice]) -> list[Choice]:
@@ -73,22 +123,32 @@ def _undominated(found: Iterable[Choice]) -> list[Choice]:
     return best
 
 
-def _some_places(problem: RematProblem, most: int, known: Iterable[Choice]) -> tuple[int, ...]:
-    """At most about so many of the places: over each stretch, where the least crosses.
+def _some_places(
+    places: Sequence[int], most: int, crossing: Sequence[int], wanted: Iterable[int]
+) -> tuple[int, ...]:
+    """At most about so many of the places, and the wanted ones: those where the least crosses.
 
-    Those of equal segments are among them.
+    Half of them are the best of a stretch each, so that no part of the stage goes without. The
+    others are the best of all; where more are as good, evenly from the first to the last.
     """
-    places = problem.places
     if len(places) <= most:
-        return places
-    wanted = {end for choice in known for segment in choice.segments for end in segment}
-    crossing = _crossing(problem)
-    share = len(places) / most
-    for index in range(most):
+        return tuple(places)
+    half = most // 2
+    found = set(wanted)
+    share = len(places) / half
+    for index in range(half):
         stretch = places[math.ceil(index * share) : math.ceil((index + 1) * share)]
         if stretch:
-            wanted.add(min(stretch, key=lambda place: (crossing[place], place)))
-    return tuple(sorted(wanted))
+            found.add(min(stretch, key=lambda place: (crossing[place], place)))
+    rest = [place for place in places if place not in found]
+    if rest:
+        worst = sorted(crossing[place] for place in rest)[min(half, len(rest)) - 1]
+        better = [place for place in rest if crossing[place] < worst]
+        equal = [place for place in rest if crossing[place] == worst]
+        found.update(better)
+        left = half - len(better)
+        found.update(equal[index * len(equal) // left] for index in range(left))
+    return tuple(sorted(found))
 
 
 def _crossing(problem: RematProblem) -> list[int]:
@@ -250,12 +310,15 @@ def _thinned(ways: list[_Way], most: int) -> list[_Way]:
     if len(ways) <= most:
         return ways
     side = math.isqrt(most)
-    kept, peaks = [way.kept for way in ways], [way.peak for way in ways]
+    # By their ratio: in little memory, small differences count.
+    kept = [math.log1p(way.kept) for way in ways]
+    peaks = [math.log1p(way.peak) for way in ways]
+    min_kept, min_peak = min(kept), min(peaks)
     width = (max(kept) - min(kept)) / side or 1
     height = (max(peaks) - min(peaks)) / side or 1
     cells: dict[tuple[int, int], _Way] = {}
-    for way in ways:  # the fastest first
-        cell = int((way.kept - min(kept)) / width), int((way.peak - min(peaks)) / height)
+    for way, mine, peak in zip(ways, kept, peaks, strict=True):  # the fastest first
+        cell = int((mine - min_kept) / width), int((peak - min_peak) / height)
         cells.setdefault(cell, way)
     least = (
         min(ways, key=lambda way: (way.kept, way.seconds)),

@@ -6,12 +6,13 @@ storage as a forward and a backward would.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.passes.remat import Choice, RematProblem, choices, evaluate
+from gpipe_compiler.passes.remat import FEW, Choice, RematProblem, choices, evaluate
 from gpipe_compiler.passes.remat.problem import Segment, Step, uniform
 
 MICROBATCHES = (1, 2, 5)
@@ -137,6 +138,41 @@ def test_never_worse_than_none_full_and_equal_segments(problem: RematProblem, mo
     for segments in ([], [(first, last)], equal, equal[:-1]):
         usual = evaluate(problem, segments)
         assert any(as_good(choice, usual) for choice in found)
+
+
+def residual_chain(layers: int) -> RematProblem:
+    """Layers of five ops: a norm, widened four times, bent, narrowed, and added to what came in."""
+    sizes = [1]
+    steps: list[Step] = []
+    came = (-1, frozenset({0}))
+    for _ in range(layers):
+        normed, widened, bent, out = (frozenset({len(sizes) + index}) for index in range(4))
+        sizes += [1, 4, 4, 1]
+        at = len(steps)
+        steps += [
+            Step(1.0, came[1], reads=(came,)),
+            Step(4.0, normed, reads=((at, normed),)),
+            Step(3.0, widened, reads=((at + 1, widened),)),
+            Step(4.0, bent, reads=((at + 2, bent),)),
+            Step(1.0, reads=(came, (at + 3, frozenset()))),
+        ]
+        came = (at + 4, out)
+    return RematProblem(tuple(steps), tuple(sizes), tuple(range(len(steps) + 1)))
+
+
+def test_segments_of_whole_layers_are_among_those_of_a_long_chain() -> None:
+    """More ops than places that are looked at: the least memory is about that of the best number
+    of layers to a segment, and not that of ends within layers, where more crosses."""
+    layers = 60
+    problem = residual_chain(layers)
+    by_hand = []
+    for each in range(1, 10):
+        ends = [*range(0, 5 * layers, 5 * each), 5 * layers]
+        by_hand.append(evaluate(problem, list(itertools.pairwise(ends))).peak)
+
+    least = min(choice.peak for choice in choices(problem, FEW))
+
+    assert least <= 1.1 * min(by_hand)
 
 
 def as_good(choice: Choice, other: Choice) -> bool:
