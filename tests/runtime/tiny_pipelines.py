@@ -354,4 +354,4 @@ def twice_spec():
     return dataclasses.replace(spec, placement=(0,) * len(spec.stages), replicas=2)
 
 
-SPECS = {"skip": skip_spec, "tied": tied_spec, "norm": norm_spec, "twice": twice_spec}
+SPECS = {"skip": skip_spec, "tied": tied_spec, "norm": norm_spec}

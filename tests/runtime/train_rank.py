@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny_pipelines import SPECS
+from tiny_pipelines import SPECS, twice_spec
 
 from gpipe_compiler.runtime.command import main
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     name, folder, *words = sys.argv[1:]
-    sys.exit(main(SPECS[name](), Path(folder), str(Path(folder, "model.py")), words))
+    specs = {**SPECS, "twice": twice_spec}
+    sys.exit(main(specs[name](), Path(folder), str(Path(folder, "model.py")), words))
