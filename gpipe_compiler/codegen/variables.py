@@ -140,7 +140,7 @@ def _unsourced(members: Sequence[Op]) -> bool:
 def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
     """The user's names for the values of an op, None where there is none."""
     nothing = (None,) * len(op.outputs)
-    if run.statement is None:
+    if run.statement is None or not op.outputs:
         return nothing
     targets = run.statement.targets
     if len(op.outputs) > 1:

@@ -64,21 +64,27 @@ class Stage0(nn.Module):
         first, second = query.chunk(2, -1)
         mul = query * self.blocks_0_attention_cos  # (B, 2, 8, 16)
         mul_1 = torch.cat([-second, first], -1) * self.blocks_0_attention_sin
-        add_2 = mul + mul_1
+        mul = mul + mul_1
+        del mul_1
         first, second = key.chunk(2, -1)
         mul_2 = key * self.blocks_0_attention_cos
         mul_3 = torch.cat([-second, first], -1) * self.blocks_0_attention_sin
-        add_3 = mul_2 + mul_3
-        scores = add_2 @ add_3.transpose(-1, -2) / scale  # (B, 2, 8, 8)
-        scores = scores.masked_fill(~self.blocks_0_attention_mask, -1000000000.0)
-        mixed = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
-        blocks_0_attention_out = self.blocks_0_attention_out(
-            mixed.transpose(1, 2).reshape(batch, 8, 32)
-        )
+        mul_2 = mul_2 + mul_3
+        del mul_3
+        mul = mul @ mul_2.transpose(-1, -2)  # (B, 2, 8, 8)
+        del mul_2
+        scores = mul / scale
+        del mul
+        scores.masked_fill_(~self.blocks_0_attention_mask, -1000000000.0)
+        scores = F.softmax(scores, dim=-1)
+        mixed = scores @ value  # (B, 2, 8, 16)
+        del qkv, query, key, value, first, second
+        mixed = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
+        blocks_0_attention_out = self.blocks_0_attention_out(mixed)
 
         # blocks.0 (meta_decoder.py:58)
-        blocks_0_narrow = self.blocks_0_narrow(F.gelu(blocks_0_attention_out + self.blocks_0_noise))
-        add_5 = x + self.blocks_0_scale * blocks_0_narrow
+        blocks_0_attention_out = blocks_0_attention_out + self.blocks_0_noise
+        add_5 = x + self.blocks_0_scale * self.blocks_0_narrow(F.gelu(blocks_0_attention_out))
 
         # blocks.1 (meta_decoder.py:58)
         blocks_1_norm = self.blocks_1_norm(add_5)
@@ -90,14 +96,20 @@ class Stage0(nn.Module):
         first, second = query.chunk(2, -1)
         mul_5 = query * self.blocks_1_attention_cos  # (B, 2, 8, 16)
         mul_6 = torch.cat([-second, first], -1) * self.blocks_1_attention_sin
-        add_6 = mul_5 + mul_6
+        mul_5 = mul_5 + mul_6
+        del mul_6
         first, second = key.chunk(2, -1)
         mul_7 = key * self.blocks_1_attention_cos
         mul_8 = torch.cat([-second, first], -1) * self.blocks_1_attention_sin
-        add_7 = mul_7 + mul_8
-        scores = add_6 @ add_7.transpose(-1, -2) / scale  # (B, 2, 8, 8)
-        scores = scores.masked_fill(~self.blocks_1_attention_mask, -1000000000.0)
-        matmul_3 = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
+        mul_7 = mul_7 + mul_8
+        del mul_8
+        mul_5 = mul_5 @ mul_7.transpose(-1, -2)  # (B, 2, 8, 8)
+        del mul_7
+        scores = mul_5 / scale
+        del mul_5
+        scores.masked_fill_(~self.blocks_1_attention_mask, -1000000000.0)
+        scores = F.softmax(scores, dim=-1)
+        matmul_3 = scores @ value  # (B, 2, 8, 16)
         return add_5, matmul_3
 
 

@@ -55,8 +55,8 @@ class Stage1(nn.Module):
         )
 
         # blocks.1 (meta_decoder.py:58)
-        blocks_1_narrow = self.blocks_1_narrow(F.gelu(blocks_1_attention_out + self.blocks_1_noise))
-        add_9 = add_5 + self.blocks_1_scale * blocks_1_narrow
+        blocks_1_attention_out = blocks_1_attention_out + self.blocks_1_noise
+        add_9 = add_5 + self.blocks_1_scale * self.blocks_1_narrow(F.gelu(blocks_1_attention_out))
 
         # blocks.2 (meta_decoder.py:58)
         blocks_2_norm = self.blocks_2_norm(add_9)
@@ -68,21 +68,27 @@ class Stage1(nn.Module):
         first, second = query.chunk(2, -1)
         mul_10 = query * self.blocks_2_attention_cos  # (B, 2, 8, 16)
         mul_11 = torch.cat([-second, first], -1) * self.blocks_2_attention_sin
-        add_10 = mul_10 + mul_11
+        mul_10 = mul_10 + mul_11
+        del mul_11
         first, second = key.chunk(2, -1)
         mul_12 = key * self.blocks_2_attention_cos
         mul_13 = torch.cat([-second, first], -1) * self.blocks_2_attention_sin
-        add_11 = mul_12 + mul_13
-        scores = add_10 @ add_11.transpose(-1, -2) / scale  # (B, 2, 8, 8)
-        scores = scores.masked_fill(~self.blocks_2_attention_mask, -1000000000.0)
-        mixed = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
-        blocks_2_attention_out = self.blocks_2_attention_out(
-            mixed.transpose(1, 2).reshape(batch, 8, 32)
-        )
+        mul_12 = mul_12 + mul_13
+        del mul_13
+        mul_10 = mul_10 @ mul_12.transpose(-1, -2)  # (B, 2, 8, 8)
+        del mul_12
+        scores = mul_10 / scale
+        del mul_10
+        scores.masked_fill_(~self.blocks_2_attention_mask, -1000000000.0)
+        scores = F.softmax(scores, dim=-1)
+        mixed = scores @ value  # (B, 2, 8, 16)
+        del qkv, query, key, value, first, second
+        mixed = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
+        blocks_2_attention_out = self.blocks_2_attention_out(mixed)
 
         # blocks.2 (meta_decoder.py:58)
-        blocks_2_narrow = self.blocks_2_narrow(F.gelu(blocks_2_attention_out + self.blocks_2_noise))
-        add_13 = add_9 + self.blocks_2_scale * blocks_2_narrow
+        blocks_2_attention_out = blocks_2_attention_out + self.blocks_2_noise
+        add_13 = add_9 + self.blocks_2_scale * self.blocks_2_narrow(F.gelu(blocks_2_attention_out))
 
         # meta_decoder.py:80
         head = self.head(self.batch_norm(add_13))  # (B, 8, 400)
