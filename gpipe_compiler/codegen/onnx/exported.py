@@ -123,7 +123,9 @@ def _export(graph: Graph, stage: Stage, module: nn.Module, path: Path) -> None:
     args, shapes = _example(graph, stage)
     with torch.no_grad():
         program = torch.export.export(module, args, dynamic_shapes=shapes)
-    written = [*program.graph_signature.buffers_to_mutate.values()]
+    # Only a graph without writes in place says what it would have written to.
+    functional = program.run_decompositions({})
+    written = [*functional.graph_signature.buffers_to_mutate.values()]
     if written:
         raise EmitError(
             f"stage {stage.index} writes to {written[0]} when it infers, and an ONNX model "
@@ -213,17 +215,19 @@ def _culprit(graph: Graph, stage: Stage, text: str, file: Path, error: Exception
     lines = text.splitlines()
     at = found[-1] - 1
     span = next((s for line in reversed(lines[:at]) if (s := _SPAN.search(line))), None)
+    ops = [graph.op_of[name] for name in stage.ops if graph.op_of[name].source is not None]
+    if span is not None:
+        ops = [op for op in ops if _within(op, span)]
     words = set(re.findall(r"\w+", lines[at]))
-    for name in stage.ops:
-        op = graph.op_of[name]
-        if op.source is None or _called(op) not in words:
-            continue
-        if span is None:
-            return op
-        first, last = int(span[2]), int(span[3] or span[2])
-        if Path(op.source.file).name == span[1] and first <= op.source.line <= last:
-            return op
-    return None
+    named = [op for op in ops if words & {_called(op), _called(op).rpartition("_")[2]}]
+    return next(iter([*named, *ops]), None)
+
+
+def _within(op: Op, span: re.Match[str]) -> bool:
+    """Whether the user's line is among those that a comment tells."""
+    assert op.source is not None
+    first, last = int(span[2]), int(span[3] or span[2])
+    return Path(op.source.file).name == span[1] and first <= op.source.line <= last
 
 
 _SPAN = re.compile(r"^\s*#.*?([\w.-]+\.py):(\d+)(?:-(\d+))?")
