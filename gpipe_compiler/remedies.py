@@ -35,7 +35,7 @@ from gpipe_compiler.runtime.schedule import (
     splits_backward,
 )
 from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 from gpipe_compiler.workbench import Workbench
 
 MOST_PLACED = 3000
@@ -64,7 +64,7 @@ class _Trials:
 
     def told(self) -> WhatIf:
         """All that is to be told."""
-        found = []
+        found: list[Remedy] = []
         for trial in (
             self._microbatches,
             self._full,
@@ -93,23 +93,27 @@ class _Trials:
             yield self._with_graph(f"--microbatches {count}", changed, plan.precision)
 
     def _full(self) -> Iterator[Remedy]:
-        if self.plan.training:
-            stages = tuple(_full(stage) for stage in self.plan.stages)
-            if stages != self.plan.stages:
-                yield self._remedy(
-                    "--remat full", dataclasses.replace(self.plan, stages=stages), self._known
-                )
+        if self.plan.training and self._whole.stages != self.plan.stages:
+            yield self._recomputed
+
+    @cached_property
+    def _whole(self) -> Plan:
+        """The plan with every stage run again whole."""
+        return dataclasses.replace(self.plan, stages=tuple(map(_full, self.plan.stages)))
+
+    @cached_property
+    def _recomputed(self) -> Remedy:
+        return self._remedy("--remat full", self._whole, self._known)
 
     def _auto(self) -> Iterator[Remedy]:
         """The fastest way to half of what recomputing everything would save."""
         plan = self.plan
         if not plan.training:
             return
-        full = dataclasses.replace(plan, stages=tuple(map(_full, plan.stages)))
-        least = max(self._remedy("", full, self._known).device_bytes)
+        least = max(self._recomputed.device_bytes)
         most = (max(plan.prediction.device_bytes) + least) / 2
         changed = dataclasses.replace(plan, stages=self._fitted(most))
-        if changed.stages not in (plan.stages, full.stages):
+        if changed.stages not in (plan.stages, self._whole.stages):
             remedy = self._remedy("", changed, self._known)
             words = f"--remat auto --memory {format_limit(max(remedy.device_bytes))}"
             yield dataclasses.replace(remedy, change=words)
@@ -128,9 +132,8 @@ class _Trials:
             changed = dataclasses.replace(plan, schedule=kind, orders=orders)
             words = f"--schedule {kind.value}"
             yield self._remedy(words, changed, self._known)
-            stages = tuple(_full(stage) for stage in plan.stages)
-            if stages != plan.stages:
-                changed = dataclasses.replace(changed, stages=stages)
+            if self._whole.stages != plan.stages:
+                changed = dataclasses.replace(changed, stages=self._whole.stages)
                 yield self._remedy(f"{words} --remat full", changed, self._known)
 
     def _bf16(self) -> Iterator[Remedy]:
@@ -196,14 +199,7 @@ class _Trials:
         for stage in changed.stages:
             kind = kinds.index(self.plan.device(stage.index))
             stages.append(_scaled(stage, before[kind], after[kind]))
-        crossings = tuple(
-            dataclasses.replace(
-                crossing,
-                shape=graph.values[crossing.value].shape,
-                dtype=graph.values[crossing.value].dtype,
-            )
-            for crossing in changed.crossings
-        )
+        crossings = tuple(_described(crossing, graph) for crossing in changed.crossings)
         changed = dataclasses.replace(
             changed, graph=graph, stages=tuple(stages), crossings=crossings
         )
@@ -259,6 +255,13 @@ class _Trials:
 
 def _full(stage: Stage) -> Stage:
     return dataclasses.replace(stage, remat=Remat.FULL, segments=())
+
+
+def _described(crossing: Crossing, graph: Graph) -> Crossing:
+    """The boundary value as it is in another graph of the same ops."""
+    value = graph.values[crossing.value]
+    assert value.dtype is not None  # only tensors cross
+    return dataclasses.replace(crossing, shape=value.shape, dtype=value.dtype)
 
 
 def _scaled(stage: Stage, before: Costs, after: Costs) -> Stage:

@@ -143,7 +143,7 @@ def holder_table(plan: Plan, rank: int, most: int) -> Table:
         f"while {_action(told)}"
     )
     table = figure_table(title, [*columns, "for", "made by", "line"], words)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for holder in told.holders[:most]:
         place = Place.of(plan, holder)
         rows.append(
@@ -188,7 +188,7 @@ def arena_table(plan: Plan) -> Table:
     columns = ["stage", "no reuse", "planned", "times less", "lower bound", "above it"]
     table = figure_table(title, columns, words=set())
     known = {arena.stage: arena for arena in plan.what_if.arenas}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for stage in range(len(plan.stages)):
         arena = known.get(stage)
         if arena is None:
@@ -223,7 +223,7 @@ def remedy_table(plan: Plan) -> Table:
         format_seconds(plan.prediction.step_s),
         *(format_bytes(now[rank]) for rank in devices),
     )
-    rows = [first]
+    rows: list[tuple[str, ...]] = [first]
     for remedy in sorted(plan.what_if.remedies, key=lambda remedy: max(remedy.device_bytes)):
         peak = max(remedy.device_bytes)
         rows.append(

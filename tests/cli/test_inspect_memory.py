@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from gpipe_compiler import cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import trace
-from gpipe_compiler.fitting import most_over
+from gpipe_compiler.exploring import most_over
 from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.fit import remeasured
@@ -173,9 +174,9 @@ class TestCommand:
         (tmp_path / "plan.json").write_text(plan.to_json())
         return tmp_path
 
-    def document(self, package: Path, capsys: Printed, *words: str) -> dict[str, object]:
+    def document(self, package: Path, capsys: Printed, *words: str) -> dict[str, Any]:
         assert cli.inspect_command(["memory", str(package), "--json", *words]) == 0
-        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
     def test_the_plan_comes_back_whole(self, plan: Plan) -> None:
@@ -185,7 +186,7 @@ class TestCommand:
         again = remeasured(plan, OptimizerKind.SGD).prediction.memory
         found = self.document(package, capsys)
 
-        for device, told in zip(found["devices"], again, strict=True):  # type: ignore[call-overload]  # JSON
+        for device, told in zip(found["devices"], again, strict=True):
             assert device["peak"] == told.peak
             assert sum(device["sizes"].values()) == told.peak
             assert device["action"] == told.action
@@ -194,7 +195,7 @@ class TestCommand:
     def test_what_is_told_of_a_tensor_is_so(self, package: Path, capsys: Printed) -> None:
         """A tanh of 24 x 96 numbers, which M - 1 or M micro-batches have left."""
         found = self.document(package, capsys, "--device", "0")
-        (device,) = found["devices"]  # type: ignore[misc]  # JSON
+        (device,) = found["devices"]
         (tanh,) = (h for h in device["holders"] if h["what"] == "24x96 float32")
 
         source = Path(__file__).read_text().split("\n")
