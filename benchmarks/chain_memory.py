@@ -102,7 +102,7 @@ def compiled(chain: Chain, memory: int, folder: Path) -> Step:
         must_fit=True,
     )
     subject = subject_of(chain, chain.many)
-    package = folder / "deep_chain"
+    package = folder / "deep_chain_package"  # the example is imported by the other name
     compile_package(subject, options, package)
     sys.path.insert(0, str(folder))
     pipe = importlib.import_module(package.name).Pipeline()

@@ -78,7 +78,12 @@ def _places(
             barred.update(range(made + 1, position[name] + 1))
     places = []
     for place in range(end + 1):
-        same = 0 < place < end and _looks_on(graph, saved, ops[place - 1])
+        # What writes in place makes no storage of its own either; yet before it is not as after it.
+        same = (
+            0 < place < end
+            and ops[place - 1] not in effects.writes
+            and _looks_on(graph, saved, ops[place - 1])
+        )
         if place not in barred and not same:
             places.append(place)
     return places
