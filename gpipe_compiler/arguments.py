@@ -125,6 +125,11 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-validate", action="store_true", help="do not hold the package against the model"
     )
     group.add_argument(
+        "--remedies",
+        action="store_true",
+        help="find out what other settings would save of memory, for gpipe-inspect memory",
+    )
+    group.add_argument(
         "--no-inplace",
         action="store_true",
         help="write no result over an operand that nobody needs any more, where the model does not "

@@ -149,6 +149,7 @@ def _compile(arguments: argparse.Namespace) -> None:
         must_fit=arguments.memory is not None,
         search_s=arguments.search_time,
         in_place=not arguments.no_inplace,
+        remedies=arguments.remedies,
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")

@@ -78,6 +78,7 @@ class CompileOptions:
         must_fit: refuse a plan that does not fit the memory of its devices.
         search_s: seconds after which no further setting is looked at.
         in_place: let ops write over what nobody needs any more (`passes.inplace`).
+        remedies: tell in the plan what other settings would save of memory (`remedies.py`).
     """
 
     stages: int | Auto
@@ -101,6 +102,7 @@ class CompileOptions:
     must_fit: bool = False
     search_s: float = SECONDS
     in_place: bool = True
+    remedies: bool = False
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together
@@ -250,8 +252,9 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     made, frontier = plan_on(bench, options, progress)
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier)
-    progress("looking at what would save memory")
-    made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
+    if options.remedies:
+        progress("looking at what would save memory")
+        made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
     found: list[Validation] = []
     refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
 

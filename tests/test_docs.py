@@ -29,6 +29,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.arguments import parser_for
 from gpipe_compiler.runtime.hooks import UserHooks
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime_onnx import spec as onnx_spec
+from gpipe_compiler.runtime_onnx.command import parser_for as onnx_parser_for
 
 ROOT = Path(__file__).parents[1]
 RUNTIME = ROOT / "gpipe_compiler" / "runtime"
@@ -156,15 +158,18 @@ def test_commands_are_taken(page: Path, package: ModuleType) -> None:
                 parser_for(package.SPEC).parse_args(rest)
 
 
+ONNX = onnx_spec.PipelineSpec("model", (), (), (), (), (), ("cpu",), (), 1, 1)
+
+
 def test_commands_are_found() -> None:
     """Without which the test above holds nothing."""
     pages = {
-        "README.md": 16,
+        "README.md": 21,
         "docs/training.md": 8,
         "docs/package.md": 6,
         "docs/planning.md": 2,
         "docs/graph_file.md": 1,
-        "docs/memory.md": 1,
+        "docs/memory.md": 2,
     }
 
     assert {page: len(list(commands_of((ROOT / page).read_text()))) for page in pages} == pages
@@ -172,8 +177,9 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_exist(page: Path, package: ModuleType) -> None:
-    parsers = [compile_parser(), inspect_parser(), memory_parser(), parser_for(package.SPEC)]
-    parsers += parser_for(package.SPEC)._subparsers._group_actions[0].choices.values()
+    parsers = [compile_parser(), inspect_parser(), memory_parser()]
+    for own in (parser_for(package.SPEC), onnx_parser_for(ONNX)):
+        parsers += [own, *own._subparsers._group_actions[0].choices.values()]
     known = {option for parser in parsers for option in parser._option_string_actions}
     known |= {option.replace("_", "-") for option in get_args_parser()._option_string_actions}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))

@@ -93,7 +93,7 @@ def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS
     if plan.what_if is not None and plan.what_if.remedies:
         parts.append(remedy_table(plan))
     else:
-        parts.append(Text("no remedies are known: the plan was made without a package"))
+        parts.append(Text("what would save memory is told of packages compiled with --remedies"))
     return Group(*parts)
 
 

@@ -31,7 +31,7 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
     Returns:
         0 when done, 1 when a stage fails, 2 for wrong usage, 3 for a failed check.
     """
-    arguments = _parser(spec).parse_args(argv)
+    arguments = parser_for(spec).parse_args(argv)
     pipe: Pipeline | None = None
     try:
         pipe = Pipeline(
@@ -53,7 +53,8 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
             pipe.close()
 
 
-def _parser(spec: PipelineSpec) -> argparse.ArgumentParser:
+def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
+    """Of the commands of a package."""
     count = len(spec.devices)
     parser = argparse.ArgumentParser(
         prog="run.py",
