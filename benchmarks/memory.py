@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from tables import machine, markdown
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import emit
@@ -150,7 +151,8 @@ def packages(name: str, stages: int, optimizer: OptimizerKind, folder: Path) -> 
                 words = (name, str(stages), schedule.value, remat.value)
                 package = folder / "_".join(words).replace("-", "_")
                 emit(plan, package)
-                batch = subject.args[0], subject.target
+                # Alone in memory: an example batch may be a slice of all its data.
+                batch = tree_map(torch.clone, (subject.args[0], subject.target))
                 case = {"package": str(package), "batch": batch, "optimizer": optimizer.value}
                 yield Made(words, plan, case)
 

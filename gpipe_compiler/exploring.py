@@ -36,7 +36,7 @@ STAGES_A_DEVICE = (2, 4)
 MOST_TOO_LARGE = 24
 """Settings that are planned, at most, to find the one nearest to fitting where none can fit."""
 
-MOST_IN_FULL = 4
+MOST_IN_FULL = 6
 """Settings that are planned in full, at most: the best, and others where that does not fit then."""
 
 SECONDS = 300.0
@@ -388,33 +388,47 @@ class _Exploration:
                 del self.plans[point.choice]
 
     def _explored(self) -> Explored:
-        """The best, planned in full: what its devices truly take may make another one the best."""
+        """The best, with what its devices truly take, which may make another one the best."""
         self.progress("exploring: planning the best settings in full")
-        full: set[Choice] = set()
+        told: dict[Choice, Plan] = {}
         while True:
             frontier = Frontier.of(self.points.values(), self.bench.batch_size)
             choice = frontier.points[0].choice
-            if choice not in full and len(full) < MOST_IN_FULL:
-                full.add(choice)
-                self._plan_in_full(choice)
-                continue
-            if choice not in self.plans:
-                self.points[choice], self.plans[choice] = self._made(choice, AT_FIRST)
-            return Explored(frontier, self.plans[choice])
+            if choice in told:
+                return Explored(frontier, told[choice])
+            if len(told) < MOST_IN_FULL:
+                told[choice] = self._in_full(choice)
+            else:
+                # Whether it truly fits is not known.
+                self.points[choice] = dataclasses.replace(
+                    self.points[choice], fate=Fate.NOT_REACHED
+                )
 
-    def _plan_in_full(self, choice: Choice) -> None:
-        found = [self._made(choice, WORK)]
-        rough = self.plans.get(choice)
-        if rough is not None:
-            policy = self._policy(choice)
-            told = rough if self.bench.analysis else remeasured(rough, policy.optimizer)
-            found.append((planned(choice, told), told))
-        point, plan = min(found, key=lambda pair: _merit(pair[0]))
-        self.points[choice], self.plans[choice] = point, plan
+    def _kept(self, choice: Choice) -> Plan:
+        """A plan made while settings were compared."""
+        if choice not in self.plans:
+            self.plans[choice] = self.bench.plan(choice, self._policy(choice), AT_FIRST)
+        return self.plans[choice]
 
-    def _made(self, choice: Choice, work: int) -> tuple[Point, Plan]:
-        plan = self.bench.plan(choice, self._policy(choice), work)
-        return planned(choice, plan), plan
+    def _measured(self, plan: Plan) -> Plan:
+        """A plan with what its devices truly take, where torch can run its graph."""
+        return plan if self.bench.analysis else remeasured(plan, self.policy.optimizer)
+
+    def _in_full(self, choice: Choice) -> Plan:
+        """The plan of a choice, exact in memory; its point is corrected where that does not fit."""
+        policy = self._policy(choice)
+        plan = self.bench.plan(choice, policy, exact_memory=False)
+        if _merit(planned(choice, plan)) <= _merit(self.points[choice]):
+            self.points[choice] = planned(choice, plan)
+        else:
+            plan = self._kept(choice)
+        plan = self._measured(plan)
+        if most_over(plan) and self.bench.analysis is None:
+            again = self.bench.plan(choice, policy)
+            plan = min(plan, again, key=lambda one: _merit(planned(choice, one)))
+        if most_over(plan) or plan.prediction.step_s != self.points[choice].step_s:
+            self.points[choice] = planned(choice, plan)
+        return plan
 
     def _plan_some(self) -> None:
         """Where all is too large by its bounds: plans, to tell by how much it truly is.

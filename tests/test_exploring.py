@@ -24,6 +24,7 @@ from gpipe_compiler.compile import plan_as_asked
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.exploring import Wish, choices, explore, planned, spread
 from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.memory.fit import remeasured
 from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.policy import Auto, Policy, RematChoice
@@ -66,13 +67,14 @@ def graph() -> gpc.Graph:
 
 
 def all_of(bench: Workbench, wish: Wish, policy: Policy) -> list[Point]:
-    """Every choice, planned."""
+    """Every choice, planned, with memory as the search has it."""
     found = []
     training = bench.graph.loss is not None
     for choice in choices(wish, BATCH // policy.data_parallel, policy, training=training):
         alone = dataclasses.replace(policy, schedule=choice.schedule, remat=choice.remat)
         try:
-            found.append(planned(choice, bench.plan(choice, alone)))
+            plan = bench.plan(choice, alone, exact_memory=False)
+            found.append(planned(choice, plan))
         except PlanError:
             continue
     return found
@@ -138,6 +140,13 @@ def check(found: exploring.Explored, truth: list[Point]) -> None:
                 assert any(faster(one, true) for one in fitting)
 
 
+@pytest.fixture
+def as_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory as the search has it, also of the plan that is chosen."""
+    monkeypatch.setattr(exploring, "remeasured", lambda plan, _: plan)
+
+
+@pytest.mark.usefixtures("as_searched")
 class TestAgainstEverything:
     def test_with_room_for_all(self, graph: gpc.Graph, every: list[Point]) -> None:
         cluster = toy(ROOM)
@@ -188,6 +197,23 @@ class TestAgainstEverything:
         assert dataclasses.replace(one.plan, graph=None) == dataclasses.replace(
             other.plan, graph=None
         )
+
+
+class TestTrueMemory:
+    @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+    def test_what_is_chosen_truly_fits_or_is_told_not_to(
+        self, graph: gpc.Graph, every: list[Point], share: float
+    ) -> None:
+        peaks = sorted(point.peak_bytes for point in every if point.choice.devices < 3)
+        memory = peaks[int(share * len(peaks))]
+        cluster = toy(memory, 2)
+        found = explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+
+        plan = found.plan
+        measured = remeasured(plan, Policy().optimizer)
+        assert plan.prediction.device_bytes == measured.prediction.device_bytes
+        assert found.fits == (max(plan.prediction.device_bytes) <= memory)
+        assert plan.prediction.step_s == found.frontier.points[0].step_s
 
 
 class TestBounds:

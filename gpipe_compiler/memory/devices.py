@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.memory.holders import holders_at
-from gpipe_compiler.memory.replay import DeviceJob, Played, Player, StageMemory
+from gpipe_compiler.memory.replay import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.memory.update import UpdateBytes, update_bytes
 from gpipe_compiler.passes.rehearsal import Rehearsals
@@ -33,6 +34,9 @@ from gpipe_compiler.runtime.wiring import StageWiring, crossings_for, steps_of, 
 
 MOST_TOLD = 8
 """Devices of which what holds the peak is found out: the fullest."""
+
+MOST_STEPS = 4000
+"""Steps of a device up to which it is."""
 
 UPDATE = "update"
 """What the optimizer's step is called among the actions."""
@@ -84,9 +88,9 @@ def device_memories(
         ModelError: naming an op that cannot run.
     """
     pipeline = Pipeline.of(graph, layout, rehearsals or Rehearsals(graph))
-    played = [Player(job).play() for job in pipeline.jobs]
+    played = play_all(pipeline.jobs)
     order = sorted(range(len(played)), key=lambda device: -played[device].peak)
-    told = set(order[:MOST_TOLD])
+    told = {d for d in order[:MOST_TOLD] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
     return tuple(
         pipeline.memory(device, found, holders=device in told)
         for device, found in enumerate(played)

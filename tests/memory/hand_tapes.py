@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -89,9 +90,11 @@ def players(orders: Orders, microbatches: int, remat: Remat = Remat.NONE) -> lis
     placement = tuple(range(count))
     wiring = wire(spec, placement, Work.TRAIN)
     programs = lower(orders, placement, spec.crossings)
+    middle = chain_tapes(first=False, last=False)
     found = []
     for stage, program in enumerate(programs):
-        tapes = _named(chain_tapes(stage == 0, stage == count - 1), stage)
+        ends = stage == 0, stage == count - 1
+        tapes = _named(chain_tapes(*ends) if any(ends) else middle, stage)
         memory = StageMemory(wiring[stage], Scripts(tapes), remat)
         found.append(
             Player(
@@ -110,8 +113,6 @@ def players(orders: Orders, microbatches: int, remat: Remat = Remat.NONE) -> lis
 
 
 def _named(tapes: StageTapes, stage: int) -> StageTapes:
-    import dataclasses
-
     names = {"x": f"v{stage}", "y": f"v{stage + 1}"}
     tables = ("received", "returned", "arriving", "sent_back")
     renamed = {
