@@ -147,8 +147,7 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         "--data-parallel",
         type=_positive,
         metavar="R",
-        help=f"replicas of the pipeline that share every batch, under torchrun "
-        f"({_replicas(spec)})",
+        help=f"replicas of the pipeline that share every batch, under torchrun ({_replicas(spec)})",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="safetensors to train on")
     parser.add_argument(
