@@ -73,6 +73,7 @@ def test_weights_of_more_than_two_gib_take_less_than_six(tmp_path: Path) -> None
     assert sum(len(onnx.load(s, load_external_data=False).graph.node) for s in stages) == 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_five_thousand_nodes(tmp_path: Path) -> None:
     model = onnx_models.write(onnx_models.chain(1667, 8), tmp_path / "long.onnx")
     compiled(model, "--stages", "4", "--no-validate")

@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_whole_model(name: str, stages: int, compile_model: Compile) -> None:
     make, inputs = CASES[name]
