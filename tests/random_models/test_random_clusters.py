@@ -233,7 +233,8 @@ def hold(recipe: Recipe, asked: Asked) -> str:
     policy = asked.policy
     free = dataclasses.replace(policy, remat=RematChoice.NONE)
     try:
-        roomy = bench.plan(bench.choose(asked.stages, asked.microbatches, free), free)
+        choice = bench.choose(asked.stages, asked.microbatches, free)
+        roomy = bench.plan(choice, free, exact_memory=False)
     except (PlanError, UsageError) as error:
         return f"refused: {str(error)[:30]}"
     constraints = constraints_for(bench, asked.constrained, asked.stages)
@@ -250,7 +251,7 @@ def hold(recipe: Recipe, asked: Asked) -> str:
     )
     try:
         problem = constrain(problem, prepared.facts, constraints, asked.stages)
-        plan = bench.plan(choice, policy)
+        plan = bench.plan(choice, policy, exact_memory=False)
     except (UsageError, PlanError) as error:
         refusal = error
     else:
