@@ -199,7 +199,9 @@ def test_inputs_that_do_not_fit(package: Path, change: dict[str, Any], said: str
 
 def test_ctrl_c(package: Path) -> None:
     program = (
-        "import importlib.util, pathlib, sys\n"
+        "import importlib.util, pathlib, signal, sys\n"
+        # What a shell starts in the background ignores the signal, and so would its children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"folder = pathlib.Path({str(package)!r})\n"
         "spec = importlib.util.spec_from_file_location('p', folder / '__init__.py',\n"
         "    submodule_search_locations=[str(folder)])\n"
