@@ -14,6 +14,15 @@ from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.stopping import StopSignals, exit_code
 
 
+@pytest.fixture
+def interruptible():
+    """What a shell starts in the background ignores Ctrl-C otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_is_noted_and_the_second_acts(capfd):
     with StopSignals(quiet=False) as signals:
         os.kill(os.getpid(), signal.SIGINT)
