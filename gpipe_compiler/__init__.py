@@ -6,29 +6,72 @@
 
 or all of it, with the proof that the package equals the model: `compile`. Graphs that did not come
 from torch are planned too: `plan_graph(read_graph(Path("graph.json")), BareSetting(stages=4))`.
+
+A name is imported when it is first asked for: most need torch, which takes seconds to import, and
+plans of graphs from elsewhere do not.
 """
 
-from gpipe_compiler.bare_plan import BarePlan, plan_graph
-from gpipe_compiler.bare_setting import BareSetting
-from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.compile import (
-    Compiled,
-    CompileOptions,
-    compile,  # noqa: A004  # the word for what it does
-    plan,
-    trace,
-)
-from gpipe_compiler.errors import GPipeCompilerError
-from gpipe_compiler.frontend.auto import Frontend
-from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.graph_file import BareGraph, BareOp, parse_graph, read_graph
-from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.constraints import Constraints
-from gpipe_compiler.passes.cut.setting import Objective
-from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Auto, Policy, RematChoice
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
-from gpipe_compiler.validate import Validation
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpipe_compiler.bare_plan import BarePlan, plan_graph
+    from gpipe_compiler.bare_setting import BareSetting
+    from gpipe_compiler.codegen.package import emit
+    from gpipe_compiler.compile import (
+        Compiled,
+        CompileOptions,
+        compile,  # noqa: A004  # the word for what it does
+        plan,
+        trace,
+    )
+    from gpipe_compiler.errors import GPipeCompilerError
+    from gpipe_compiler.frontend.subject import Subject
+    from gpipe_compiler.graph_file import BareGraph, BareOp, parse_graph, read_graph
+    from gpipe_compiler.ir import Graph
+    from gpipe_compiler.offered import Frontend
+    from gpipe_compiler.passes.asked import Constraints
+    from gpipe_compiler.passes.cut.setting import Objective
+    from gpipe_compiler.plan import Plan
+    from gpipe_compiler.policy import Auto, Policy, RematChoice
+    from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
+    from gpipe_compiler.validate import Validation
+
+_HOMES = {
+    "Auto": "policy",
+    "BareGraph": "graph_file",
+    "BareOp": "graph_file",
+    "BarePlan": "bare_plan",
+    "BareSetting": "bare_setting",
+    "BatchNorm": "runtime.spec",
+    "CompileOptions": "compile",
+    "Compiled": "compile",
+    "Constraints": "passes.asked",
+    "Frontend": "offered",
+    "GPipeCompilerError": "errors",
+    "Graph": "ir",
+    "Objective": "passes.cut.setting",
+    "OptimizerKind": "runtime.spec",
+    "Plan": "plan",
+    "Policy": "policy",
+    "Precision": "runtime.spec",
+    "RematChoice": "policy",
+    "ScheduleKind": "runtime.spec",
+    "Subject": "frontend.subject",
+    "Validation": "validate",
+    "compile": "compile",
+    "emit": "codegen.package",
+    "parse_graph": "graph_file",
+    "plan": "compile",
+    "plan_graph": "bare_plan",
+    "read_graph": "graph_file",
+    "trace": "compile",
+}
+"""Where what is exported is defined."""
 
 __all__ = [
     "Auto",
@@ -60,3 +103,26 @@ __all__ = [
     "read_graph",
     "trace",
 ]
+
+
+class _Exporting(ModuleType):
+    """This module, with what it exports."""
+
+    def __getattr__(self, name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{self.__name__}.{_HOMES[name]}"), name)
+        self.__dict__[name] = found
+        return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python puts every module that is imported from here in its place, also those that are
+        # called like what they define: `compile`, `plan`.
+        if not (isinstance(value, ModuleType) and name in _HOMES):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOMES})
+
+
+sys.modules[__name__].__class__ = _Exporting

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpipe_compiler.exploring import SECONDS
-from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.machine_arguments import machine_arguments, seconds
-from gpipe_compiler.onnx_command import Target
+from gpipe_compiler.offered import SEARCH_SECONDS, SHOWN_HOLDERS, Frontend, Target
 from gpipe_compiler.policy import RematChoice
-from gpipe_compiler.report.memory_tables import SHOWN_HOLDERS
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.search_arguments import positive, search_arguments, setting_arguments
 
@@ -105,7 +102,7 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         "--search-time",
         metavar="S",
         type=seconds,
-        default=SECONDS,
+        default=SEARCH_SECONDS,
         help="with auto, look at no further settings after so many seconds (default 300)",
     )
 

@@ -1,18 +1,16 @@
-"""The commands gpipe-compile and gpipe-inspect: arguments in, tables out."""
+"""The commands gpipe-compile and gpipe-inspect: arguments in, tables out.
+
+What needs torch, which takes seconds to import, is imported once it is known to be needed: a graph
+from elsewhere is planned without.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import torch
-from rich.console import Console
 
 from gpipe_compiler.arguments import (
     compile_parser,
@@ -21,36 +19,11 @@ from gpipe_compiler.arguments import (
     memory_parser,
     trace_parser,
 )
-from gpipe_compiler.compile import Compiled, CompileOptions
-from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
-from gpipe_compiler.frontend.auto import Frontend
-from gpipe_compiler.frontend.source import load
-from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
-from gpipe_compiler.machine_arguments import cluster_asked
-from gpipe_compiler.onnx_command import Target, compile_file, compile_model, is_onnx
-from gpipe_compiler.passes.cut.setting import Objective
-from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Auto, RematChoice
-from gpipe_compiler.report.frontier import document, show_frontier
-from gpipe_compiler.report.memory_tables import memory_document, show_memory
-from gpipe_compiler.report.picture import write_picture
-from gpipe_compiler.report.progress import Progress
-from gpipe_compiler.report.remat import remat_table
-from gpipe_compiler.report.text import (
-    boundary_table,
-    headline,
-    show_plan,
-    stage_table,
-    summary_table,
-)
-from gpipe_compiler.report.trace import write_trace
+from gpipe_compiler.report.terminal import terminal
 from gpipe_compiler.report.units import format_source
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
-from gpipe_compiler.search_arguments import constraints_of, schedule_of
 
-_PIPE_WIDTH = 120
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ends, as shells have it."""
 
@@ -62,16 +35,18 @@ def compile_command(argv: Sequence[str] | None = None) -> int:
 
 def inspect_command(argv: Sequence[str] | None = None) -> int:
     """gpipe-inspect: what a package holds, as tables, a picture or a trace."""
+    from gpipe_compiler import commands
+
     words = sys.argv[1:] if argv is None else list(argv)
     match words:
         case ["graph", *rest]:
-            return _run(graph_parser(), rest, _draw)
+            return _run(graph_parser(), rest, commands.draw)
         case ["memory", *rest]:
-            return _run(memory_parser(), rest, _memory)
+            return _run(memory_parser(), rest, commands.memory)
         case ["trace", *rest]:
-            return _run(trace_parser(), rest, _trace)
+            return _run(trace_parser(), rest, commands.trace)
         case _:
-            return _run(inspect_parser(), words, _inspect)
+            return _run(inspect_parser(), words, commands.inspect)
 
 
 def _run(
@@ -119,189 +94,14 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
     return error.exit_code
 
 
-# --- gpipe-compile ---------------------------------------------------------------------------
-
-
 def _compile(arguments: argparse.Namespace) -> None:
-    if is_graph(arguments.model):
-        _plan_graph(arguments)
+    if not is_graph(arguments.model):
+        from gpipe_compiler.commands import compile_program
+
+        compile_program(arguments)
         return
-    directory = _directory(arguments)
-    options = CompileOptions(
-        stages=arguments.stages,
-        microbatches=arguments.microbatches,
-        schedule=schedule_of(arguments),
-        remat=RematChoice(arguments.remat),
-        batchnorm=BatchNorm(arguments.batchnorm),
-        precision=Precision(arguments.precision),
-        training=arguments.mode == "train",
-        frontend=Frontend(arguments.frontend),
-        measured=arguments.cost == "measured",
-        cluster=cluster_asked(arguments),
-        validate=not arguments.no_validate,
-        force=arguments.force,
-        seed=arguments.seed,
-        per_microbatch=arguments.per_microbatch,
-        objective=Objective(arguments.objective),
-        constraints=constraints_of(arguments),
-        data_parallel=arguments.data_parallel,
-        optimizer=OptimizerKind(arguments.optimizer),
-        must_fit=arguments.memory is not None,
-        search_s=arguments.search_time,
-        in_place=not arguments.no_inplace,
-        remedies=arguments.remedies,
-    )
-    with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
-        progress(f"loading {arguments.model}")
-        if is_onnx(arguments.model):
-            compiled = compile_file(arguments, compile_parser(), options, directory, progress)
-        else:
-            torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
-            subject = load(arguments.model, input_specs=arguments.input, training=options.training)
-            if Target(arguments.target) is Target.ONNXRUNTIME:
-                compiled = compile_model(subject, options, directory, progress)
-            else:
-                compiled = compile_subject(subject, options, directory, progress)
-    if arguments.json:
-        print(json.dumps(_document(compiled), indent=2))
-    else:
-        _print_compiled(compiled)
-
-
-def _plan_graph(arguments: argparse.Namespace) -> None:
     plan = plan_file(arguments, compile_parser())
     if arguments.json:
         print(plan.to_json(), end="")
     else:
-        _console().print(show_bare_plan(plan))
-
-
-def _directory(arguments: argparse.Namespace) -> Path | None:
-    """Where the package goes; None for a dry run. A place that is taken is refused at once."""
-    if arguments.dry_run:
-        return None
-    stem = ModelSpec.parse(arguments.model).stem
-    stages = arguments.stages
-    named = f"{stem}_{stages.value}" if isinstance(stages, Auto) else f"{stem}_x{stages}"
-    directory: Path = arguments.output or Path(named)
-    if directory.exists() and not arguments.force:
-        raise UsageError(
-            f"{directory} exists",
-            hint="--force replaces it, -o names another directory, --dry-run writes nothing",
-        )
-    return directory
-
-
-def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, sends what the user's own file prints to stderr."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-
-
-def _document(compiled: Compiled) -> dict[str, object]:
-    """All that a compile gives, for `--json`."""
-    validation = compiled.validation
-    return {
-        "directory": str(compiled.directory) if compiled.directory else None,
-        "frontend": compiled.frontend.value if compiled.frontend else "onnx",
-        "plan": json.loads(compiled.plan.to_json()),
-        "frontier": document(compiled.frontier) if compiled.frontier else None,
-        "not_validated": compiled.not_validated or None,
-        "validation": None
-        if validation is None
-        else {
-            "passed": validation.passed,
-            "rows": [dataclasses.asdict(row) for row in validation.rows],
-            "notes": list(validation.notes),
-        },
-    }
-
-
-def _print_compiled(compiled: Compiled) -> None:
-    console = _console()
-    plan, directory = compiled.plan, compiled.directory
-    if compiled.frontier is not None:
-        console.print(show_frontier(compiled.frontier))
-    if directory is None:
-        console.print(headline(plan))
-    console.print(stage_table(plan))
-    if directory is None and plan.crossings:
-        console.print(boundary_table(plan))
-    if directory is None and any(stage.remat is not Remat.NONE for stage in plan.stages):
-        console.print(remat_table(plan))
-    held, refused = compiled.validation, compiled.not_validated
-    frontend = compiled.frontend.value if compiled.frontend else "onnx"
-    console.print(summary_table(plan, frontend, held, refused))
-    if directory is None:
-        _say("dry run: nothing written")
-        return
-    if directory.is_relative_to(Path.cwd()):
-        directory = directory.relative_to(Path.cwd())
-    work = "train" if plan.training else "infer"
-    _say(f"written to {directory}. To run it here, and with one process per device:")
-    _say(f"  python {directory}/run.py {work}")
-    count = len(plan.orders) * (plan.replicas if plan.training else 1)
-    _say(f"  torchrun --nproc-per-node {count} {directory}/run.py {work}")
-    _say(f"For people: {directory}/README.md, {directory}/report.html; gpipe-inspect {directory}")
-
-
-def _console() -> Console:
-    """Where tables go; a file or a pipe is wider than a small terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _PIPE_WIDTH)
-    return console
-
-
-def _say(line: str) -> None:
-    """Prints a line as it is: no colours, no wrapping, so that it can be copied."""
-    print(line)
-
-
-# --- gpipe-inspect ---------------------------------------------------------------------------
-
-
-def _inspect(arguments: argparse.Namespace) -> None:
-    plan = read_plan(arguments.package)
-    if arguments.json:
-        print(plan.to_json(), end="")
-    else:
-        _console().print(show_plan(plan))
-
-
-def _draw(arguments: argparse.Namespace) -> None:
-    plan = read_plan(arguments.package)
-    part = "" if arguments.stage is None else f"_stage_{arguments.stage}"
-    path: Path = arguments.output or Path(f"{plan.name}{part}.svg")
-    print(write_picture(plan, path, stage=arguments.stage))
-
-
-def _trace(arguments: argparse.Namespace) -> None:
-    plan = read_plan(arguments.package)
-    print(write_trace(plan, arguments.output or Path(f"{plan.name}_trace.json")))
-
-
-def _memory(arguments: argparse.Namespace) -> None:
-    plan = read_plan(arguments.package)
-    if arguments.json:
-        print(json.dumps(memory_document(plan, arguments.device), indent=2))
-    else:
-        _console().print(show_memory(plan, arguments.device, arguments.top))
-
-
-def read_plan(package: Path) -> Plan:
-    """The plan of a package.
-
-    Raises:
-        UsageError: when `package` is neither a package nor a plan.json.
-        ModelError: when its plan cannot be read.
-    """
-    file = package / "plan.json" if package.is_dir() else package
-    if not file.is_file():
-        problem = f"{package} is no package: it has no plan.json"
-        if not package.exists():
-            problem = f"there is no package {package}"
-        raise UsageError(problem, hint="name the directory that gpipe-compile wrote")
-    try:
-        return Plan.from_json(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is no plan.json: it is not even text") from error
+        terminal().print(show_bare_plan(plan))

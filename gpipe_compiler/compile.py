@@ -20,7 +20,7 @@ from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
 from gpipe_compiler.errors import UsageError, ValidationError
-from gpipe_compiler.exploring import SECONDS, Wish, explore
+from gpipe_compiler.exploring import Wish, explore
 from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import Frontend
@@ -29,6 +29,7 @@ from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.offered import SEARCH_SECONDS
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.shapes import annotate
@@ -100,7 +101,7 @@ class CompileOptions:
     data_parallel: int = 1
     optimizer: OptimizerKind = OptimizerKind.SGD
     must_fit: bool = False
-    search_s: float = SECONDS
+    search_s: float = SEARCH_SECONDS
     in_place: bool = True
     remedies: bool = False
 

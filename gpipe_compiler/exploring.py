@@ -16,6 +16,7 @@ from gpipe_compiler.cluster import Cluster, is_here
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
 from gpipe_compiler.memory.fit import remeasured
+from gpipe_compiler.offered import SEARCH_SECONDS
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
@@ -38,9 +39,6 @@ MOST_TOO_LARGE = 24
 
 MOST_IN_FULL = 6
 """Settings that are planned in full, at most: the best, and others where that does not fit then."""
-
-SECONDS = 300.0
-"""After so long no further setting is looked at, unless the user says otherwise."""
 
 AT_FIRST = WORK // 20
 """How much a cut may work out while settings are compared (`passes.cut.cut`); the chosen one is
@@ -236,7 +234,7 @@ def explore(
     wish: Wish,
     policy: Policy,
     *,
-    seconds: float = SECONDS,
+    seconds: float = SEARCH_SECONDS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Explored:
     """Plans all choices that may be worth it, and takes the fastest that fits.

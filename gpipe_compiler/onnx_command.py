@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 
 from gpipe_compiler.compile import Compiled, CompileOptions, Progress
@@ -17,18 +16,6 @@ _TRAINING = ("schedule", "remat", "batchnorm", "precision", "optimizer", "data_p
 
 _NEEDED = ("onnx", "onnxruntime")
 _NEEDED_TO_EXPORT = (*_NEEDED, "onnxscript")
-
-
-class Target(Enum):
-    """What the stages of a package run on."""
-
-    TORCH = "torch"
-    ONNXRUNTIME = "onnxruntime"
-
-
-def is_onnx(model: str) -> bool:
-    """Whether MODEL of the command names an ONNX file."""
-    return model.endswith(".onnx")
 
 
 def compile_file(

@@ -10,42 +10,12 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op
+from gpipe_compiler.passes.asked import NO_CONSTRAINTS as NO_CONSTRAINTS
+from gpipe_compiler.passes.asked import Constraints as Constraints
+from gpipe_compiler.passes.asked import pin_words
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.disjoint import DisjointSets
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """What is asked of modules, which may also be single ops or values, by name.
-
-    Attributes:
-        pins: a module and its stage, from 0, or from the end as -1: all its ops lie there.
-        together: all ops of each of these modules lie in one stage.
-        split_at: a new stage begins with each of these modules: its first ops lie in a later
-            stage than the ops that make what they read.
-    """
-
-    pins: tuple[tuple[str, int], ...] = ()
-    together: tuple[str, ...] = ()
-    split_at: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Each as on the command line."""
-        return (
-            *(_pin(name, stage) for name, stage in self.pins),
-            *(f"--keep-together {name}" for name in self.together),
-            *(f"--split-at {name}" for name in self.split_at),
-        )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The modules, ops and values that are named."""
-        return tuple(dict.fromkeys((*(n for n, _ in self.pins), *self.together, *self.split_at)))
-
-
-NO_CONSTRAINTS = Constraints()
 
 
 def check_names(graph: Graph, constraints: Constraints) -> None:
@@ -97,10 +67,6 @@ def _refusal(faults: Sequence[str], hint: str = "") -> UsageError:
         return UsageError(faults[0], hint=hint)
     listing = "".join(f"\n  - {fault}" for fault in faults)
     return UsageError(f"what is asked of the stages cannot be had:{listing}", hint=hint)
-
-
-def _pin(name: str, stage: int) -> str:
-    return f"--pin {name}={stage}"
 
 
 def _path(op: Op) -> str:
@@ -167,7 +133,7 @@ class _Asked:
         return asked
 
     def _pin(self, nodes: Sequence[int], name: str, stage: int, stages: int) -> None:
-        words = _pin(name, stage)
+        words = pin_words(name, stage)
         there = stage + stages if stage < 0 else stage
         if not 0 <= there < stages:
             self.faults.append(

@@ -1,4 +1,12 @@
-"""The machines a plan is for: devices (speed, memory) and the links between them."""
+"""The machines a plan is for: devices (speed, memory) and the links between them.
+
+What measures this machine needs torch, and is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from gpipe_compiler.cluster.catalogue import (
     BUILT_IN,
@@ -17,10 +25,12 @@ from gpipe_compiler.cluster.catalogue import (
     built_in,
 )
 from gpipe_compiler.cluster.file import read_cluster
-from gpipe_compiler.cluster.local import is_here, is_host, local_cluster, this_machine
 from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device, Link
-from gpipe_compiler.cluster.timing import timed_link
 from gpipe_compiler.cluster.words import devices_named
+
+if TYPE_CHECKING:
+    from gpipe_compiler.cluster.local import is_here, is_host, local_cluster, this_machine
+    from gpipe_compiler.cluster.timing import timed_link
 
 __all__ = [
     "BUILT_IN",
@@ -50,3 +60,10 @@ __all__ = [
     "this_machine",
     "timed_link",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "timing" if name == "timed_link" else "local"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

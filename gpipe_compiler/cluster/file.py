@@ -9,7 +9,6 @@ from pathlib import Path
 
 from gpipe_compiler.cluster.catalogue import LINKS, Card, built_in, known_devices, plain
 from gpipe_compiler.cluster.hosts import Host, cluster_of
-from gpipe_compiler.cluster.local import local_card
 from gpipe_compiler.cluster.machines import MOST_DEVICES, Arithmetic, Cluster, Device, Link
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, SPEED, TIME
 from gpipe_compiler.cluster.tables import Faults, Table
@@ -161,6 +160,8 @@ class _Reader:
         if own and plain(name) in self._own:
             return self._own[plain(name)]
         if plain(name) == LOCAL:
+            from gpipe_compiler.cluster.local import local_card  # needs torch: seconds to import
+
             # Measured once: a second measurement would be another kind of device.
             self._local = self._local or local_card()
             return self._local

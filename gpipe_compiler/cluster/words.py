@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from gpipe_compiler.cluster.catalogue import Card, built_in, plain
 from gpipe_compiler.cluster.hosts import Host, cluster_of
-from gpipe_compiler.cluster.local import local_cluster
 from gpipe_compiler.cluster.machines import Cluster, refuse_too_many
-from gpipe_compiler.cluster.timing import timed_link
 from gpipe_compiler.errors import UsageError
 
 _GROUP = re.compile(r"(?:(\d+)\s*[x×]\s*)?(.+)")  # noqa: RUF001  # the multiplication sign is meant
@@ -66,6 +64,10 @@ def devices_named(text: str) -> Cluster:
 
 
 def _this_machine(group: Group) -> Cluster:
+    # Here, as they need torch, which takes seconds to import.
+    from gpipe_compiler.cluster.local import local_cluster
+    from gpipe_compiler.cluster.timing import timed_link
+
     cluster = local_cluster(timed_link() if plain(group.name) == _MEASURED else None)
     if group.count is None:
         return cluster

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from enum import Enum
 
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, ModelError, TraceError
 from gpipe_compiler.frontend.check import differences
@@ -15,16 +14,7 @@ from gpipe_compiler.frontend.shorten import Shortened, shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-
-
-class Frontend(Enum):
-    """The ways to trace a model, by the name a user types."""
-
-    AUTO = "auto"
-    FX = "fx"
-    EXPORT = "export"
-    DYNAMO = "dynamo"
-
+from gpipe_compiler.offered import Frontend as Frontend
 
 _ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
 """By how many of 69 real models each traces right."""

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.memory.curve import CATEGORIES, DeviceMemory, Holder
+from gpipe_compiler.offered import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.tables import add_rows, figure_table
@@ -23,9 +24,6 @@ from gpipe_compiler.report.units import (
     format_source,
     short_source,
 )
-
-SHOWN_HOLDERS = 8
-"""Of what is in memory at a peak, the largest that are shown."""
 
 _MOST_DEVICES = 8
 """Devices whose holders are shown; of more, those of the fullest."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_compiler import cli
+from gpipe_compiler import cli, commands
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
@@ -77,7 +77,7 @@ class Compiler:
 @pytest.fixture
 def compiler(workplace: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     stand_in = Compiler(plan)
-    monkeypatch.setattr(cli, "compile_subject", stand_in)
+    monkeypatch.setattr(commands, "compile_subject", stand_in)
     return stand_in
 
 

@@ -6,6 +6,8 @@ Figures are those of graphs small enough to be worked out by hand.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,16 @@ def test_the_command_of_the_issue(graph: Path, capsys: Printed) -> None:
     assert found["lower_bound_s"] == found["step_time_s"]
     assert (found["gap"], found["proved"]) == (0, True)
     assert float(str(found["seconds"])) >= 0
+
+
+def test_it_does_without_torch(graph: Path) -> None:
+    """Which takes longer to import than most plans take."""
+    code = (
+        "import sys; from gpipe_compiler.cli import compile_command\n"
+        "assert compile_command(['graph.json', '-k', '2', '--json', '--dry-run']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=graph.parent, capture_output=True)
 
 
 def test_the_longest_stage(graph: Path, capsys: Printed) -> None:

@@ -1,0 +1,30 @@
+"""What the command line offers of parts that need torch, which takes seconds to import.
+
+So a graph from elsewhere is planned, and `--help` told, without it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+SEARCH_SECONDS = 300.0
+"""That the search for the best settings takes, about, at most."""
+
+SHOWN_HOLDERS = 8
+"""Of what is in memory at a peak, the largest that are shown."""
+
+
+class Frontend(Enum):
+    """The ways to trace a model, by the name a user types."""
+
+    AUTO = "auto"
+    FX = "fx"
+    EXPORT = "export"
+    DYNAMO = "dynamo"
+
+
+class Target(Enum):
+    """What the stages of a package run on."""
+
+    TORCH = "torch"
+    ONNXRUNTIME = "onnxruntime"
