@@ -339,6 +339,11 @@ class DistributedEndpoint:
         work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
         self.posted[transfer] = work, buffer
 
+    def here(self, transfer: Transfer) -> bool:
+        """Whether an expected value has come."""
+        work, _ = self.posted[transfer]
+        return work is None or bool(work.is_completed())
+
     def take(self, transfer: Transfer) -> torch.Tensor:
         """Wait for a value."""
         self._let_go()

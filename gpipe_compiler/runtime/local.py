@@ -61,15 +61,23 @@ class LocalEndpoint:
     def expect(self, transfer: Transfer) -> None:
         """Nothing to prepare."""
 
+    def here(self, transfer: Transfer) -> bool:
+        """Whether a tensor has come."""
+        while transfer not in self.arrived and not self.inbox.empty():
+            self._lay_aside()
+        return transfer in self.arrived
+
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         """Wait for a tensor; others that come first are laid aside."""
-        arrived = self.arrived
-        while transfer not in arrived:
-            message = self.inbox.get()
-            if message is None:
-                raise _AbortedError
-            arrived[message[0]] = message[1]
-        return arrived.pop(transfer)
+        while transfer not in self.arrived:
+            self._lay_aside()
+        return self.arrived.pop(transfer)
+
+    def _lay_aside(self) -> None:
+        message = self.inbox.get()
+        if message is None:
+            raise _AbortedError
+        self.arrived[message[0]] = message[1]
 
     def exchange(self, total: SharedSum) -> None:
         """Nothing: after the run, one thread sums the gradients of all owners of this process."""

@@ -94,6 +94,10 @@ class Coming:
     tag: int
     buffer: torch.Tensor
 
+    def is_completed(self) -> bool:
+        """Whether it has come."""
+        return self.peers.here(self.rank, self.tag)
+
     def wait(self, timeout: timedelta) -> None:
         """Let it come.
 
@@ -161,35 +165,47 @@ class _Peer:
 
     def drain(self) -> None:
         """Take in what the other end has told."""
-        while not self.gone:
-            try:
-                packet, descriptors, _, _ = socket.recv_fds(
-                    self.connection, _HEADER.size + INLINE_BYTES, 1
-                )
-            except BlockingIOError:
-                return
-            except OSError:
-                packet, descriptors = b"", []
-            if not packet:
-                self.gone = True
-                return
-            tag, size, number = _HEADER.unpack_from(packet)
-            for descriptor in descriptors:
-                room = os.fstat(descriptor).st_size
-                self._in.append(_Segment(descriptor, room - _ROOM))
-                os.close(descriptor)
-            content: _Content
-            if number == _INLINE:
-                content = packet[_HEADER.size :]
-            else:
-                content = self._in[number] if number >= 0 else _GLOO_TAG + _BY_GLOO - number
-            self._arrived[tag].append((size, content))
+        while self.hear():
+            pass
 
-    def take(self, tag: int) -> tuple[int, _Content] | None:
-        """The first message of this tag, once it is here."""
-        waiting = self._arrived.get(tag)
-        if not waiting:
-            return None
+    def hear(self) -> bool:
+        """Take in the next packet of the other end; whether there was one."""
+        if self.gone:
+            return False
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(
+                self.connection, _HEADER.size + INLINE_BYTES, 1
+            )
+        except BlockingIOError:
+            return False
+        except OSError:
+            packet, descriptors = b"", []
+        if not packet:
+            self.gone = True
+            return False
+        tag, size, number = _HEADER.unpack_from(packet)
+        for descriptor in descriptors:
+            room = os.fstat(descriptor).st_size
+            self._in.append(_Segment(descriptor, room - _ROOM))
+            os.close(descriptor)
+        content: _Content
+        if number == _INLINE:
+            content = packet[_HEADER.size :]
+        else:
+            content = self._in[number] if number >= 0 else _GLOO_TAG + _BY_GLOO - number
+        self._arrived[tag].append((size, content))
+        return True
+
+    def has(self, tag: int) -> bool:
+        """Whether a message of this tag is here."""
+        while not self._arrived.get(tag):
+            if not self.hear():
+                return False
+        return True
+
+    def take(self, tag: int) -> tuple[int, _Content]:
+        """The first message of this tag, which is here."""
+        waiting = self._arrived[tag]
         found = waiting.popleft()
         if not waiting:
             del self._arrived[tag]
@@ -234,6 +250,11 @@ class Peers:
         """Expect a message, as long as the buffer is."""
         return Coming(self, rank, tag, buffer)
 
+    def here(self, rank: int, tag: int) -> bool:
+        """Whether a message has come, or never will: nobody need wait for it."""
+        peer = self._peers[rank]
+        return peer.has(tag) or peer.gone
+
     def fetch(self, rank: int, tag: int, buffer: torch.Tensor, timeout_s: float) -> None:
         """Wait for a message.
 
@@ -243,12 +264,11 @@ class Peers:
         """
         peer = self._peers[rank]
         end = time.monotonic() + timeout_s
-        peer.drain()
-        while (found := peer.take(tag)) is None:
+        while not peer.has(tag):
             if peer.gone:
                 raise RuntimeError("connection closed by the other end")
             self._look(end)
-        size, content = found
+        size, content = peer.take(tag)
         if size != buffer.numel():
             raise RuntimeError(f"{size} bytes came in place of {buffer.numel()}")
         if isinstance(content, _Segment):

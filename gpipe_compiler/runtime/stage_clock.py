@@ -3,6 +3,7 @@
 Stages run here as they do in training: in whole steps, by the engine, in the order of the schedule,
 in threads or in processes of their own. But nobody waits for anybody: what comes from another
 device was kept from a real step. What is left is what a simulation of the schedule starts from.
+Between these steps come others as in training, which show what messages cost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from enum import Enum
 from typing import overload
 
@@ -26,6 +27,7 @@ from .runners import DistributedRunner
 from .schedule.actions import Compute, Phase, SharedSum, Transfer
 from .spec import Remat
 from .stage_links import LinkSeconds, link_seconds
+from .stage_messages import MessageTimes
 from .transport import Endpoint
 from .wiring import StageWiring, Step
 
@@ -78,16 +80,31 @@ class _TimedSteps(Sequence[Step]):
 
 
 class _Recorder:
-    """An endpoint that keeps what arrives."""
+    """An endpoint that keeps what arrives, and notes what messages cost."""
 
-    def __init__(self, endpoint: Endpoint, record: dict[Transfer, torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        record: dict[Transfer, torch.Tensor | None],
+        messages: MessageTimes,
+    ) -> None:
         self._record = record
         self._endpoint = endpoint
-        self.send, self.expect, self.flush = endpoint.send, endpoint.expect, endpoint.flush
+        self._messages = messages
+        self.here, self.flush = endpoint.here, endpoint.flush
         self.sum_s: float | None = None
 
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        with self._messages.sending(transfer):
+            self._endpoint.send(transfer, tensor)
+
+    def expect(self, transfer: Transfer) -> None:
+        with self._messages.expecting(transfer):
+            self._endpoint.expect(transfer)
+
     def take(self, transfer: Transfer) -> torch.Tensor | None:
-        self._record[transfer] = tensor = self._endpoint.take(transfer)
+        with self._messages.taking(transfer, here=self._endpoint.here(transfer)):
+            self._record[transfer] = tensor = self._endpoint.take(transfer)
         return tensor
 
     def exchange(self, total: SharedSum) -> None:
@@ -107,6 +124,9 @@ class _Replay:
 
     def expect(self, transfer: Transfer) -> None:
         """It is here."""
+
+    def here(self, transfer: Transfer) -> bool:
+        return True
 
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         return self._record[transfer]
@@ -130,13 +150,14 @@ class Turn(Enum):
 class _Watched(Engine):
     """An engine that, once it has seen a real run, can make it again without waiting."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, messages: MessageTimes) -> None:
         vars(self).update(vars(engine))
+        self._messages = messages
         self.turn = Turn.WAITING
         self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
         self.rounds: dict[Turn, list[list[float]]] = {turn: [] for turn in Turn}
         self.sums_s: list[float] = []
-        self.run_s: list[float] = []
+        self.worked_s: list[float] = []
         self._record: dict[Transfer, torch.Tensor | None] = {}
         self._outcome = Outcome()
 
@@ -152,15 +173,14 @@ class _Watched(Engine):
             return self._outcome
         if self.turn is Turn.WAITING:
             self.asked = steps, wiring, job
-            recorder = _Recorder(endpoint, self._record)
+            recorder = _Recorder(endpoint, self._record, self._messages)
             self._outcome = super().run(steps, wiring, job, recorder, ended)
             if recorder.sum_s is not None:
                 self.sums_s.append(recorder.sum_s)
             return self._outcome
         timed = _TimedSteps(steps, self.device)
-        start = time.perf_counter()
         outcome = super().run(timed, wiring, job, _Replay(self._record))
-        self.run_s.append(time.perf_counter() - start)
+        self.worked_s.append(sum(timed.seconds))
         self.rounds[self.turn].append(timed.seconds)
         return outcome
 
@@ -217,11 +237,12 @@ class _Clock:
         self.inputs = inputs
         self.target = target
         self.engines: list[_Watched] = []
+        self.messages = MessageTimes()
 
     def measure(self, phase_s: float) -> Clocked:
         runner = self.pipe.runner
         own = runner.engines
-        self.engines = [_Watched(engine) for engine in own]
+        self.engines = [_Watched(engine, self.messages) for engine in own]
         runner.engines = self.engines
         try:
             for _ in range(1 + LEAST_ROUNDS):
@@ -239,12 +260,12 @@ class _Clock:
                     self._step()
                 self._turns(devices)
                 step_s = self._step()
-                around_s.append(step_s - max(engine.run_s[-1] for engine in self.engines))
+                around_s.append(step_s - max(engine.worked_s[-1] for engine in self.engines))
             together = self._found(Turn.BESIDE_OTHERS)
             alone = self._found(Turn.ALONE) if len(devices) > 1 else together
         finally:
             runner.engines = own
-        links = link_seconds(self.pipe)
+        links = self._links()
         return Clocked(
             _with_transfers(alone, links),
             _with_transfers(together, links),
@@ -252,6 +273,12 @@ class _Clock:
             links.gradient_s,
             self._agreed([statistics.median(around_s)], min)[0] + sums_s,
         )
+
+    def _links(self) -> LinkSeconds:
+        """What messages cost, as the rank where it costs most has found it."""
+        found = astuple(link_seconds(self.pipe, self.messages))
+        flat = iter(self._agreed([seconds for row in found for seconds in row], max))
+        return LinkSeconds(*(tuple(next(flat) for _ in row) for row in found))
 
     def _step(self) -> float:
         """One step; the seconds that it took."""

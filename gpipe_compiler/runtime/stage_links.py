@@ -1,4 +1,9 @@
-"""How long what crosses between stages is under way, measured by sending it to and fro."""
+"""How long what crosses between stages is under way.
+
+It is sent to and fro while nothing else happens. In the midst of a step it takes longer: its code
+and its data have left the caches, and in threads whoever wakes up waits for the interpreter. What
+was seen there (`stage_messages`) counts where it is more.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ from .runners import DistributedRunner, LocalRunner
 from .schedule.actions import SharedSum, Transfer
 from .schedule.lowering import first_targets
 from .spec import Crossing
+from .stage_messages import MessageSeconds, MessageTimes
 from .transport import Endpoint
 from .wiring import crossings_for, most_work
 
@@ -49,25 +55,16 @@ class LinkSeconds:
     backward_s: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """Seconds of a message: to start sending it, to prepare its receipt, on its way, and to take it
-    once it is there."""
-
-    send_s: float
-    expect_s: float
-    way_s: float
-    take_s: float
-
-
-def link_seconds(pipe: Pipeline) -> LinkSeconds:
+def link_seconds(pipe: Pipeline, seen: MessageTimes) -> LinkSeconds:
     """Send what crosses between devices to and fro; every rank calls this.
 
-    Every value is sent by itself while nothing else happens. What comes from a stage of the same
-    device takes no time.
+    Every value is sent by itself. What comes from a stage of the same device takes no time.
+
+    Args:
+        seen: what this process has seen of the same messages in steps.
     """
     spec, placement = pipe.spec, pipe.placement
-    known: dict[tuple[int, int, int], _Message] = {}
+    known: dict[tuple[int, int, int], MessageSeconds] = {}
     receive, gradient, forward, backward = ([0.0] * len(placement) for _ in range(4))
     for crossing in crossings_for(spec, most_work(spec)):
         sender = placement[crossing.source]
@@ -78,11 +75,14 @@ def link_seconds(pipe: Pipeline) -> LinkSeconds:
                 continue
             if link not in known:
                 known[link] = _message(pipe, crossing, target)
-            message = known[link]
+            message = seen.at_least(known[link], crossing.value, crossing.source, target)
             receive[target] += message.way_s
             forward[crossing.source] += message.send_s
             forward[target] += message.expect_s + message.take_s
             if crossing.gradient:
+                message = seen.at_least(
+                    known[link], crossing.value, target, crossing.source, gradient=True
+                )
                 gradient[target] += message.way_s
                 backward[target] += message.send_s
                 backward[crossing.source] += message.expect_s + message.take_s
@@ -148,13 +148,13 @@ class _Exchange:
             end.send(self._back, tensor)
         end.flush()
 
-    def message(self, take_s: float) -> _Message:
+    def message(self, take_s: float) -> MessageSeconds:
         """What one takes, by the times of the sender: it goes and comes back in twice as much."""
         send_s, expect_s, both_s = map(self.timer.median, ("send", "expect", "both"))
-        return _Message(send_s, expect_s, max(0.0, both_s / 2 - send_s - take_s), take_s)
+        return MessageSeconds(send_s, expect_s, max(0.0, both_s / 2 - send_s - take_s), take_s)
 
 
-def _message(pipe: Pipeline, crossing: Crossing, target: int) -> _Message:
+def _message(pipe: Pipeline, crossing: Crossing, target: int) -> MessageSeconds:
     """A message of this value, sent to and fro."""
     runner = pipe.runner
     sender, receiver = pipe.placement[crossing.source], pipe.placement[target]
@@ -167,7 +167,7 @@ def _message(pipe: Pipeline, crossing: Crossing, target: int) -> _Message:
 
 def _between_threads(
     runner: LocalRunner, placement: Sequence[int], exchange: _Exchange, ends: tuple[int, int]
-) -> _Message:
+) -> MessageSeconds:
     inboxes: list[Inbox] = [queue.SimpleQueue() for _ in runner.devices]
 
     def task(work: Callable[[Endpoint, torch.device], None], place: int) -> Callable[[], Outcome]:
@@ -192,7 +192,7 @@ def _between_threads(
 
 def _between_processes(
     network: Network, placement: Sequence[int], exchange: _Exchange, ends: tuple[int, int]
-) -> _Message:
+) -> MessageSeconds:
     sender, receiver = ends
     if network.rank in ends:
         end = DistributedEndpoint(
@@ -209,7 +209,7 @@ def _between_processes(
     found = exchange.message(take_s.item())
     row = torch.tensor(astuple(found), dtype=torch.float64)
     told = network.broadcast(row.to(network.carrier), sender, "measured times")
-    return _Message(*told.tolist())
+    return MessageSeconds(*told.tolist())
 
 
 def _no_sum(total: SharedSum) -> None:

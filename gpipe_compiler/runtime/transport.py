@@ -22,6 +22,9 @@ class Endpoint(Protocol):
     def expect(self, transfer: Transfer) -> None:
         """Get ready for a value that is to come; called where the program receives it."""
 
+    def here(self, transfer: Transfer) -> bool:
+        """Whether an expected value can be taken without waiting for it."""
+
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         """Wait for the value; None is a gradient of zeros.
 

@@ -136,6 +136,23 @@ def test_what_was_sent_before_the_end_is_read(ends):
         ends[1].send(bytes_of(5000), 0, 0, 20.0)
 
 
+def test_who_looks_whether_a_message_has_come_does_not_take_it(ends):
+    one, other = ends
+    coming = other.receive(torch.zeros(3, dtype=torch.uint8), 0, 7)
+    one.send(bytes_of(5), 1, 8, 20.0)
+    assert not coming.is_completed()
+    one.send(bytes_of(3), 1, 7, 20.0)
+    assert coming.is_completed()
+    assert coming.is_completed()
+    assert torch.equal(received(other, 0, 7, 3), bytes_of(3))
+    assert torch.equal(received(other, 0, 8, 5), bytes_of(5))
+    assert not coming.is_completed()
+    one.close()
+    assert coming.is_completed()  # nobody need wait for it
+    with pytest.raises(RuntimeError, match="closed by the other end"):
+        coming.wait(SOON)
+
+
 def test_nothing_comes(ends):
     buffer = torch.zeros(3, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="timed out"):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import time
 
 import pytest
 import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 
-from gpipe_compiler.runtime import stage_clock, stage_links
+from gpipe_compiler.runtime import stage_clock, stage_links, stage_messages
 from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
+from gpipe_compiler.runtime.local import LocalEndpoint
 from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.schedule.actions import Transfer
 from gpipe_compiler.runtime.spec import Crossing, Remat, ScheduleKind
 from gpipe_compiler.runtime.stage_clock import clock
+from gpipe_compiler.runtime.stage_messages import MessageSeconds, MessageTimes
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
 
@@ -161,3 +165,51 @@ def test_taking_what_is_there_is_no_way(late_s):
     assert found.expect_s == 0.0005
     assert found.take_s == 0.003 + late_s
     assert found.way_s == pytest.approx(max(0.0, 0.002 - late_s))
+
+
+def test_messages_cost_what_was_seen_of_them_where_that_is_more(monkeypatch):
+    """Sent at 0 for 2 ms, waited for until 9 ms; then one that lies there is taken in 3 ms."""
+    work = _Clock()
+    monkeypatch.setattr(stage_messages, "time", work)
+    seen = MessageTimes()
+    with seen.expecting(Transfer("x", 0, 0, 1)):
+        work.sleep(0.001)
+    for microbatch, way_s in enumerate((0.007, 0.0)):
+        message = Transfer("x", microbatch, 0, 1)
+        with seen.sending(message):
+            work.sleep(0.002)
+        with seen.taking(message, here=not way_s):
+            work.sleep(way_s or 0.003)
+
+    found = seen.at_least(MessageSeconds(0.0, 0.0, 0.0, 0.0), "x", 0, 1)
+    assert dataclasses.astuple(found) == pytest.approx((0.002, 0.001, 0.004, 0.003))
+    alone = MessageSeconds(0.01, 0.02, 0.03, 0.04)
+    assert seen.at_least(alone, "x", 0, 1) == alone
+    unseen = MessageSeconds(0.0, 0.0, 0.0, 0.0)
+    assert seen.at_least(unseen, "x", 1, 0, gradient=True) == unseen
+
+
+def test_what_another_process_sends_shows_no_way(monkeypatch):
+    """Its clock is not this one's; only what is done here is seen."""
+    work = _Clock()
+    monkeypatch.setattr(stage_messages, "time", work)
+    seen = MessageTimes()
+    with seen.taking(Transfer("x", 0, 0, 1), here=False):
+        work.sleep(0.5)
+    nothing = MessageSeconds(0.0, 0.0, 0.0, 0.0)
+    assert seen.at_least(nothing, "x", 0, 1) == nothing
+
+
+def test_who_looks_whether_a_value_has_come_does_not_take_it():
+    inboxes = [queue.SimpleQueue(), queue.SimpleQueue()]
+    devices, placement = [torch.device("cpu")] * 2, (0, 1)
+    one, other = (LocalEndpoint(index, inboxes, devices, placement) for index in range(2))
+    first, second = (Transfer("x", microbatch, 0, 1) for microbatch in range(2))
+    one.send(second, torch.ones(2))
+    assert not other.here(first)
+    assert other.here(second)
+    one.send(first, None)
+    assert other.here(first)
+    assert other.take(first) is None
+    assert torch.equal(other.take(second), torch.ones(2))
+    assert not other.here(second)
