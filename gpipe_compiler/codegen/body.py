@@ -86,8 +86,27 @@ def write_body(
     scribe = _Scribe(graph, writer, variables, names, uses, releases, method.batch_sizes)
     scribe.give(method.given, method.arguments)
     scribe.write(ops)
-    returns = tuple(writer.variables[value].flat for value in method.returns)
+    makers = {value: op for op in ops for value in op.outputs}
+    returns = tuple(_returned(writer, uses, makers, value) for value in method.returns)
     return Body(arguments, tuple(scribe.statements), returns)
+
+
+def _returned(writer: Writer, uses: Uses, makers: Mapping[str, Op], value: str) -> str:
+    """What is returned for a value: in a mode that does not make it, nothing to look at."""
+    variable = writer.variables[value].flat
+    mode = makers[value].mode if value in makers else Mode.ALWAYS
+    pairs = ({train, evaluation} for evaluation, train in uses.partner.items())
+    shared = any(value in pair and _one(writer, pair) for pair in pairs)
+    if mode is Mode.ALWAYS or shared:
+        return variable
+    writer.imports.torch()
+    condition = "self.training" if mode is Mode.TRAIN else "not self.training"
+    return f"{variable} if {condition} else torch.empty(0)"
+
+
+def _one(writer: Writer, values: Collection[str]) -> bool:
+    """Whether one variable holds all of some values."""
+    return len({writer.variables[value].flat for value in values}) == 1
 
 
 def _kind(graph: Graph, value: str) -> ValueKind:

@@ -99,8 +99,8 @@ def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
     arguments = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in known))
     tensors = [v for v in arguments if _is_tensor(graph, v)]
     if not tensors:
-        # Devices that were fixed by tracing become that of a tensor.
-        tensors = [next(v for v in forward.arguments if _is_tensor(graph, v))]
+        # Devices that were fixed by tracing become that of a tensor, where the stage is given any.
+        tensors = [v for v in forward.arguments if _is_tensor(graph, v)][:1]
     others = (v for v in arguments if not _is_tensor(graph, v))
     read = {value for op in ops for value in op.inputs}
     return Method(

@@ -270,13 +270,16 @@ def _return_lines(graph: Graph, plan: Plan, stage: Stage, written: _Written) -> 
         if crossing.source == stage.index
     }
     entries = []
-    for value, variable in zip(written.method.returns, written.body.returns, strict=True):
+    for value, expression in zip(written.method.returns, written.body.returns, strict=True):
+        variable, _, condition = expression.partition(" if ")
         users = [f"stage {target}" for target in targets.get(value, ())]
         if value in graph.output_values:
             users.append("the caller")
         if graph.loss is not None and value == graph.loss.value:
             users.append("the loss")
         use = f", for {_listing(users)}" if users else ""
+        if condition:
+            use += ", in one mode alone"
         label = value if value == variable else f"{value} ({variable})"
         entries.append(f"{label}: {value_text(graph, value)}{use}.")
     return entries

@@ -77,21 +77,37 @@ class SecondRun:
         again: runs the segment once more, gradients on.
         keeps: whether a tensor that was asked for may be asked for again.
         name: of the segment, for messages.
+        drawn: how many random ops have run.
     """
 
-    def __init__(self, again: Callable[[], object], name: str, *, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        again: Callable[[], object],
+        name: str,
+        *,
+        keeps: bool = False,
+        drawn: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.made: dict[int, torch.Tensor] = {}
         self._again = again
         self._keeps = keeps
         self._name = name
+        self._drawn = drawn
         self._count = 0
+        self._drawn_at_last = 0
+        self._stops = True
 
-    def hooks(self) -> saved_tensors_hooks:
-        """To be active while the segment runs for the first time."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the first run of the segment."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        # A random op may fill, when it runs, what was saved before (the noise of rrelu).
+        self._stops = self._drawn() == self._drawn_at_last
 
     def _pack(self, tensor: torch.Tensor) -> _Slot:
         self._count += 1
+        self._drawn_at_last = self._drawn()
         return _Slot(self, self._count - 1)
 
     def _unpack(self, slot: _Slot) -> torch.Tensor:
@@ -104,7 +120,7 @@ class SecondRun:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             found.append(tensor.detach())
-            if len(found) == self._count:
+            if len(found) == self._count and self._stops:
                 raise _EnoughError
             return found[-1]
 
@@ -138,6 +154,10 @@ class Manners:
 
     around: Callable[[], contextlib.AbstractContextManager[object]]
     random: SeededRandom | None
+
+    def drawn(self) -> int:
+        """How many random ops have run."""
+        return 0 if self.random is None else self.random.position
 
 
 class Segments:
@@ -185,15 +205,14 @@ class Segments:
             return self._call(name, arguments)
 
     def _first(self, manners: Manners, name: str, *arguments: object) -> Any:
-        random = manners.random
         start = _Start(
             arguments,
             tuple(version(item) for item in arguments if isinstance(item, torch.Tensor)),
             self._written[name].copies(),
-            random.position if random is not None else 0,
+            manners.drawn(),
         )
         again = functools.partial(self._second, manners, name, start)
-        with SecondRun(again, name, keeps=self._keeps).hooks():
+        with SecondRun(again, name, keeps=self._keeps, drawn=manners.drawn).first():
             return self._call(name, arguments)
 
     def _second(self, manners: Manners, name: str, start: _Start) -> None:

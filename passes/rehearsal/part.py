@@ -201,7 +201,11 @@ class PartModule(nn.Module):
                 self._recomputed(step, environment)
             else:
                 self._run(step, environment)
-        results = tuple(environment[name] for name in self.part.results)
+        # As emitted code returns what is made in the other mode alone.
+        results = tuple(
+            environment[name] if name in environment else torch.empty(0)
+            for name in self.part.results
+        )
         return results[0] if len(results) == 1 else results
 
     def _run(self, position: int, environment: dict[str, Any]) -> None:

@@ -100,7 +100,8 @@ class _Stage:
     def parameter_gradients(self) -> frozenset[int]:
         """The blocks of the gradients of parameters."""
         grads = [state.grad for state in self.states if state.grad is not None]
-        numbers = {self.watch.number(grad) for grad in grads}
+        parts = (part for grad in grads for part in _parts(grad))
+        numbers = {self.watch.number(part) for part in parts}
         return frozenset(number for number in numbers if number is not None)
 
     def round(self) -> _Round:
@@ -154,6 +155,13 @@ class _Stage:
     def _numbers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, int]:
         found = {n: self.watch.number(t) for n, t in tensors.items() if t is not None}
         return {name: number for name, number in found.items() if number is not None}
+
+
+def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors whose memory a gradient is; that of an embedding may be sparse."""
+    if gradient.is_sparse:
+        return gradient._indices(), gradient._values()
+    return (gradient,)
 
 
 class _Tapes:

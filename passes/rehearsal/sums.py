@@ -109,7 +109,12 @@ class EngineSums:
 
     def held_once(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that torch's own code holds is dense, and held by nobody else."""
-        return _counts(tensor) == self._held_once and is_non_overlapping_and_dense_or_false(tensor)
+        strided = tensor.layout is torch.strided  # a sparse one has no storage to ask
+        return (
+            strided
+            and _counts(tensor) == self._held_once
+            and is_non_overlapping_and_dense_or_false(tensor)
+        )
 
     def begin(self) -> None:
         """An op of a forward begins, which has made nothing yet."""

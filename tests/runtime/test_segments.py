@@ -126,7 +126,7 @@ def test_a_second_run_that_saves_less_is_told():
         calls.append(1)
 
     run = SecondRun(again, "layer3")
-    with run.hooks():
+    with run.first():
         y = torch.ones(2, requires_grad=True).exp()
     with pytest.raises(RuntimeError, match="second run of layer3 saved 0 tensors and the first"):
         y.sum().backward()
@@ -137,7 +137,7 @@ def test_what_is_asked_for_twice_is_made_twice():
     """As by functions of one's own that look into what they saved more than once."""
     x = torch.linspace(0, 1, 4, requires_grad=True)
     run = SecondRun(x.exp, "layer3")
-    with run.hooks():
+    with run.first():
         y = x.exp()
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     (second,) = torch.autograd.grad(y.sum(), x)
