@@ -337,7 +337,9 @@ class _Cutter:
     def _cut(self, bound: float, looked: int) -> Cut:
         verdict, value = self.solver.verdict, self.solver.value
         known = bound if self.complete and self.solver.least_excess else 0.0
-        bound = min(max(known, self.simple_s), value)
+        # Plain numbers: a plan tells them as JSON, which knows none of numpy's truths.
+        value = float(value)
+        bound = float(min(max(known, self.simple_s), value))
         proved = bound >= value * (1 - 1e-9) and self.solver.least_excess
         return Cut(
             verdict.stage_of,

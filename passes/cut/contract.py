@@ -41,6 +41,11 @@ class Movable:
     returns: int = 0
     gradient_bytes: float = 0
 
+    @property
+    def shared(self) -> bool:
+        """Whether several stages may receive it."""
+        return len(self.consumers) > 1
+
     def receive_s(self, link: Link) -> float:
         """Seconds to move it forward."""
         return self.sends * link.latency_s + self.bytes / link.bandwidth

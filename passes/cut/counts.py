@@ -34,6 +34,9 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 MOST_DOWN_SETS = 1_500
 """Above so many places to cut, a sweep and an integer program are quicker than looking at all."""
 
+SHORT = 100
+"""Nodes of a graph along whose single orders the best cut of 1F1B is looked for, too."""
+
 FRONTIER = 1_000
 """Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
 
@@ -169,8 +172,9 @@ class _Counts:
         linear = {mask for order in orders for mask in prefixes(order)}
         if not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE):
             # The search of all may give up where those along single orders do not.
-            for order in orders:
-                self._search(Space(self.graph, prefixes(order)), whole=False)
+            closed = self.graph.size <= SHORT
+            for family in dict.fromkeys(tuple(prefixes(order)) for order in orders):
+                self._search(Space(self.graph, family), whole=False, closed=closed)
         elif len(linear) * 3 < len(masks):
             self._search(Space(self.graph, linear), whole=False)
         bound = self._search(Space(self.graph, masks), whole=True)
@@ -190,8 +194,13 @@ class _Counts:
                 break
             family |= neighbourhood(self.graph, self._masks(), NEIGHBOURS)
 
-    def _search(self, space: Space, *, whole: bool) -> float:
-        """Searches a family on all counts; returns a bound on its cuts and the best so far."""
+    def _search(self, space: Space, *, whole: bool, closed: bool = True) -> float:
+        """Searches a family on all counts; returns a bound on its cuts and the best so far.
+
+        Args:
+            whole: whether the family is all that there is.
+            closed: whether to look for the best of it, and not only for good ones.
+        """
         self.looked = max(self.looked, space.size)
         self._share(space)
         chains = bottleneck_chains(space, self.lineup, apart=self.once)
@@ -205,7 +214,7 @@ class _Counts:
             if stages in chains and least[stages] < self.value * (1 - _SAME):
                 self.solvers[stages].better(space, chains[stages])
                 self._share(space)
-            if least[stages] < self.value * (1 - _SAME):
+            if closed and least[stages] < self.value * (1 - _SAME):
                 found = self.solvers[stages].close(space, bounds, whole=whole)
                 least[stages] = max(least[stages], found)
                 self._share(space)

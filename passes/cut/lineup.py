@@ -113,7 +113,8 @@ class Lineup:
     @cached_property
     def paces(self) -> tuple[Pace, ...]:
         """Of every stage."""
-        found = []
+        found: list[Pace] = []
+        known: dict[Pace, Pace] = {}
         for stage, device in enumerate(self.placement):
             seat = self.devices[device]
             if self._uniform:
@@ -122,9 +123,8 @@ class Lineup:
             else:
                 receives = _fastest([self.between(s, stage) for s in range(stage)])
                 sends = _fastest([self.between(stage, s) for s in range(stage + 1, self.stages)])
-            found.append(
-                Pace(seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s)
-            )
+            pace = Pace(seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s)
+            found.append(known.setdefault(pace, pace))
         return tuple(found)
 
     @cached_property

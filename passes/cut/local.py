@@ -63,6 +63,17 @@ class _Improving:
         found[:, row.ends[at] != ends] = np.nan
         return found
 
+    def _stages(self, stage: int, starts: Integers, end: int) -> Floats:
+        """The same for stages that end at one place, shape (10, starts)."""
+        found = np.full((10, len(starts)), np.nan)
+        pace = self.lineup.paces[stage]
+        for column, start in enumerate(starts.tolist()):
+            row = self.space.row(start, pace)
+            at = row.ends.searchsorted(end)
+            if at < len(row.ends) and row.ends[at] == end:
+                found[:7, column], found[7:, column] = row.times[:, at], row.held[:, at]
+        return found
+
     def _promising(self, position: int, start: int, near: Integers, end: int) -> Booleans:
         """The places where neither stage alone computes for longer than the whole cut takes."""
         if self.rank[0] > 0:
@@ -87,11 +98,9 @@ class _Improving:
         near = near[self._promising(position, start, near, end)]
         if not len(near):
             return
-        before = self._stage(position - 1, start, near)
-        after = [self._stage(position, int(place), np.array([end])) for place in near]
         tried = np.repeat(self.costs[None], len(near), axis=0)
-        tried[:, position - 1] = before.T
-        tried[:, position] = np.concatenate(after, axis=1).T
+        tried[:, position - 1] = self._stage(position - 1, start, near).T
+        tried[:, position] = self._stages(position, near, end).T
         valid = np.flatnonzero(np.isfinite(tried[:, position]).all(axis=1))
         if not len(valid):
             return

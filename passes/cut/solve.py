@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
 from gpipe_compiler.passes.cut.judge import Judge, Verdict
+from gpipe_compiler.passes.cut.line import Line
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
 from gpipe_compiler.passes.cut.search import TOLERANCE, Criterion, search
+from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
@@ -240,7 +242,7 @@ class Solver:
     def _prove_by(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
-            return float(bounds.stage_s[stages, -1])
+            return self._prove_longest(space, lineup, bounds)
         plain = max(float(bounds.way_s[stages, -1]), m * float(bounds.device_s[stages, -1]))
         if lineup.shared:
             return plain
@@ -265,6 +267,13 @@ class Solver:
         split = self.setting.splits_backward
         ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
         return max(least, self._search(space, lineup, bounds, ordered))
+
+    def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
+        least = float(bounds.stage_s[self.setting.stages, -1])
+        sends = None if isinstance(space, Line) else Sends.of(space, lineup)
+        if sends is None or least >= self.ceiling * (1 - TOLERANCE):
+            return least
+        return max(least, self._search(space, lineup, bounds, sends))
 
     def _search(self, space: Space, lineup: Lineup, bounds: Tables, criterion: Criterion) -> float:
         """Searches by one criterion, keeps what it finds, and returns its bound."""

@@ -131,8 +131,9 @@ class Space:
 
     def _start_cache(self) -> None:
         self.limit_s = float("inf")
-        self._rows: dict[tuple[int, Pace], Row] = {}
-        self._short: dict[tuple[int, Pace], Row] = {}  # the same, as far as the limit allows
+        self._rows: dict[Pace, dict[int, Row]] = {}
+        self._short: dict[Pace, dict[int, Row]] = {}  # the same, as far as the limit allows
+        self._recent: tuple[Pace | None, dict[int, Row]] = (None, {})  # of `_short`
         self._common: dict[int, Crossings] = {}
         self._cached = 0
         self._held = 0
@@ -178,24 +179,28 @@ class Space:
         if seconds < self.limit_s:
             self.limit_s = seconds
             self._short.clear()
+            self._recent = (None, {})
 
     def row(self, start: int, pace: Pace) -> Row:
         """All stages that begin at the down-set of this index."""
-        short = self._short.get((start, pace))
+        if self._recent[0] is not pace:  # to look one up takes longer than all the rest
+            self._recent = (pace, self._short.setdefault(pace, {}))
+        short = self._recent[1].get(start)
         if short is not None:
             return short
-        row = self._rows.get((start, pace))
+        known = self._rows.setdefault(pace, {})
+        row = known.get(start)
         if row is None:
             row = self._row(self._crossings(start), start, pace)
             if self._cached + len(row.ends) <= CACHED_PAIRS:
-                self._rows[start, pace] = row
+                known[start] = row
                 self._cached += len(row.ends)
         stop = self._stop(start)
         if len(row.ends) and row.ends[-1] >= stop:
             count = int(np.searchsorted(row.ends, stop))
             row = Row(row.ends[:count], row.times[:, :count], row.held[:, :count])
-        if (start, pace) in self._rows:
-            self._short[start, pace] = row
+        if start in known:
+            self._recent[1][start] = row
         return row
 
     def _crossings(self, start: int) -> Crossings:
@@ -261,6 +266,17 @@ class Space:
     def through(self, value: int, ends: Integers) -> Booleans:
         """Whether a value is used outside each of several down-sets."""
         return np.asarray(self._live[ends, value])
+
+    def crossing(self, values: Sequence[int]) -> Booleans:
+        """Whether each of these is made in each down-set and used outside: (down-sets, values)."""
+        return np.asarray(self._live[:, list(values)])
+
+    def readers(self, values: Sequence[int]) -> Integers:
+        """How many nodes of each down-set use each of these values: (down-sets, values)."""
+        found = np.zeros((self.size, len(values)), dtype=np.int64)
+        for column, value in enumerate(values):
+            found[:, column] = self.member[list(self.graph.values[value].consumers)].sum(axis=0)
+        return found
 
     def _cross(self, start: int) -> Crossings:
         ends = self.ends(start)
