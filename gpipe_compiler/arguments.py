@@ -25,8 +25,9 @@ def compile_parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
-        "example_inputs(), to be trained also loss_fn(output, target) and example_target(); or "
-        "graph.json, ops and edges that are only planned (docs/graph_file.md)",
+        "example_inputs(), to be trained also loss_fn(output, target) and example_target(); "
+        "model.onnx, for ONNX Runtime; or graph.json, ops and edges that are only planned "
+        "(docs/graph_file.md)",
     )
     setting_arguments(parser)
     parser.add_argument(
@@ -96,6 +97,14 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         default="roofline",
         help="op times: estimated from work and bytes, or timed on this machine "
         "(default %(default)s)",
+    )
+    group.add_argument(
+        "--custom-ops",
+        metavar="LIB",
+        type=Path,
+        action="append",
+        default=[],
+        help="a library of custom operators that an ONNX model needs; may be given again",
     )
     machine_arguments(group)
     group.add_argument(

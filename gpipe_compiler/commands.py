@@ -20,7 +20,7 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.machine_arguments import cluster_asked
 from gpipe_compiler.offered import Frontend, Target
-from gpipe_compiler.onnx_command import compile_file, compile_model
+from gpipe_compiler.onnx_command import compile_file, compile_model, is_onnx
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, RematChoice
@@ -73,9 +73,11 @@ def compile_program(arguments: argparse.Namespace) -> None:
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
-        if arguments.model.endswith(".onnx"):
+        if is_onnx(arguments.model):
             compiled = compile_file(arguments, compile_parser(), options, directory, progress)
         else:
+            if arguments.custom_ops:
+                raise UsageError("--custom-ops: only an ONNX file can need them")
             torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
             subject = load(arguments.model, input_specs=arguments.input, training=options.training)
             if Target(arguments.target) is Target.ONNXRUNTIME:
@@ -92,7 +94,8 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
     """Where the package goes; None for a dry run. A place that is taken is refused at once."""
     if arguments.dry_run:
         return None
-    stem = ModelSpec.parse(arguments.model).stem
+    model = arguments.model
+    stem = Path(model).stem if is_onnx(model) else ModelSpec.parse(model).stem
     stages = arguments.stages
     named = f"{stem}_{stages.value}" if isinstance(stages, Auto) else f"{stem}_x{stages}"
     directory: Path = arguments.output or Path(named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from gpipe_compiler.batch_outputs import check_rows
 from gpipe_compiler.codegen.onnx.package import emit_exported
 from gpipe_compiler.codegen.package import refuse_taken
 from gpipe_compiler.compile import (
@@ -20,6 +21,8 @@ from gpipe_compiler.compile import (
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import ValueKind
+from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate import Validation
@@ -59,6 +62,7 @@ def compile_exported(
         )
     progress("planning")
     made, frontier = plan_as_asked(graph, options, progress)
+    check_rows(made, _numbers(made))
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier)
     found: list[Validation] = []
@@ -75,6 +79,17 @@ def compile_exported(
     except ValidationError as error:
         raise left_aside(error, directory) from error
     return Compiled(frontend, made, placed, found[0] if found else None, frontier=frontier)
+
+
+def _numbers(made: Plan) -> frozenset[str]:
+    """The ops that make no tensor: of what they are given they take sizes."""
+    graph = made.graph
+    assert graph is not None
+    return frozenset(
+        op.name
+        for op in graph.ops
+        if all(graph.values[name].kind is not ValueKind.TENSOR for name in op.outputs)
+    )
 
 
 def _refuse_unfit(options: CompileOptions) -> None:

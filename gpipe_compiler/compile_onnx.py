@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpipe_compiler.batch_outputs import check_rows
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.codegen.onnx.package import emit_onnx
 from gpipe_compiler.codegen.package import refuse_taken
@@ -31,6 +32,7 @@ from gpipe_compiler.frontend.onnx.sizes import InputSizes, input_sizes
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import on_kinds
+from gpipe_compiler.passes.onnx_constants import node_of
 from gpipe_compiler.passes.onnx_cost import onnx_rooflines
 from gpipe_compiler.passes.onnx_facts import onnx_facts
 from gpipe_compiler.passes.onnx_measure import onnx_measured
@@ -47,6 +49,7 @@ def compile_onnx(
     directory: Path | None,
     *,
     inputs: Sequence[str] = (),
+    custom_ops: Sequence[Path] = (),
     progress: Progress = silent,
 ) -> Compiled:
     """A package that runs an ONNX model as a pipeline in ONNX Runtime.
@@ -56,6 +59,7 @@ def compile_onnx(
         options: for inference, in the precision of the model.
         directory: where the package goes; None is a dry run, which writes nothing.
         inputs: shapes of the inputs, as `--input` takes them.
+        custom_ops: libraries of custom operators that the model needs.
 
     Raises:
         ValidationError: when the package does not reproduce the model; it then stands beside
@@ -67,7 +71,7 @@ def compile_onnx(
     if directory is not None:
         refuse_taken(directory, force=options.force)
     progress("reading the model")
-    model = read_model(path)
+    model = read_model(path, custom_ops)
     sizes = input_sizes(model, inputs)
     progress("planning")
     options = _microbatches(options, sizes)
@@ -76,6 +80,8 @@ def compile_onnx(
         made, frontier = plan_on(bench, options, progress)
     except PlanError as error:
         raise _explained(error, bench.graph) from error
+    assert made.graph is not None
+    check_rows(made, {op.name for op in made.graph.ops if node_of(op).op_type in _SHAPES})
     if directory is None:
         return Compiled(None, made, None, None, frontier=frontier)
     found: list[Validation] = []
@@ -92,7 +98,7 @@ def compile_onnx(
             made,
             model,
             directory,
-            fixed=sizes.fixed,
+            sizes=sizes,
             force=options.force,
             progress=progress,
             check=hold,
@@ -117,6 +123,9 @@ def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
 
 _MOST = 5
 """Nodes that a message names."""
+
+_SHAPES = ("Shape", "Size")
+"""Operators that read nothing but a shape."""
 
 
 def _microbatches(options: CompileOptions, sizes: InputSizes) -> CompileOptions:

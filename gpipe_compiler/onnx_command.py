@@ -18,6 +18,11 @@ _NEEDED = ("onnx", "onnxruntime")
 _NEEDED_TO_EXPORT = (*_NEEDED, "onnxscript")
 
 
+def is_onnx(model: str) -> bool:
+    """Whether MODEL of the command names an ONNX file."""
+    return model.lower().endswith(".onnx")
+
+
 def compile_file(
     arguments: argparse.Namespace,
     parser: argparse.ArgumentParser,
@@ -50,7 +55,12 @@ def compile_file(
     from gpipe_compiler.compile_onnx import compile_onnx
 
     return compile_onnx(
-        Path(arguments.model), options, directory, inputs=arguments.input, progress=progress
+        Path(arguments.model),
+        options,
+        directory,
+        inputs=arguments.input,
+        custom_ops=arguments.custom_ops,
+        progress=progress,
     )
 
 

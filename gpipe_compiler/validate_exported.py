@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpipe_compiler.codegen.onnx.traits import closeness
 from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
@@ -108,7 +109,8 @@ def _check_apart(entry: Entry, plan: Plan, inputs: list[torch.Tensor], whole: Ar
         dim = graph.values[name].batch_dim
         arrays = [part[name] for part in parts]
         joined[name] = arrays[0] if dim is None else np.concatenate(arrays, axis=dim)
-    mixed = [row.name for row in compare(whole, joined, quantised=False) if row.fault]
+    close = closeness(graph, quantised=False)
+    mixed = [row.name for row in compare(whole, joined, close) if row.fault]
     if mixed:
         raise ModelError(
             f"{', '.join(mixed)} of a batch is not put together from that of its micro-batches: "

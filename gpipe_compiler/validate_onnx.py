@@ -14,19 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
-from onnx import NodeProto
 
+from gpipe_compiler.codegen.onnx.traits import closeness
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.onnx.nodes import title
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.frontend.onnx.running import whole_session
 from gpipe_compiler.frontend.onnx.sizes import InputSizes
-from gpipe_compiler.passes.onnx_constants import is_quantised
+from gpipe_compiler.passes.onnx_constants import draws, is_quantised, node_of
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Row
-from gpipe_compiler.runtime_onnx.arrays import write_arrays
+from gpipe_compiler.runtime_onnx.arrays import random_array, write_arrays
 from gpipe_compiler.runtime_onnx.check import compare
-from gpipe_compiler.runtime_onnx.values import foreign
+from gpipe_compiler.runtime_onnx.errors import StageError
 from gpipe_compiler.validate import Validation, run_check
 
 
@@ -47,6 +47,13 @@ def validate_onnx(
         ModelError: when ONNX Runtime refuses the model itself.
         ValidationError: when the package cannot be run. Differences are reported, not raised.
     """
+    assert plan.graph is not None
+    drawing = [title(node) for op in plan.graph.ops if draws(node := node_of(op))]
+    if drawing:
+        raise ModelError(
+            f"{drawing[0]} draws random numbers, so there is nothing to hold the package against",
+            hint="--no-validate",
+        )
     batches = [plan.batch_size]
     if not sizes.fixed and plan.microbatches > 1:
         batches += [plan.microbatch_size, plan.batch_size + 1]
@@ -58,34 +65,19 @@ def validate_onnx(
         expected = Path(scratch)
         _run_whole(model, calls, sizes, plan, expected)
         rows = [
-            held(directory, samples, inputs, expected, len(plan.orders))
+            held(directory, samples, inputs, expected, len(plan.orders), model.custom_ops)
             for samples, inputs in calls.items()
         ]
     return Validation(tuple(rows))
 
 
 def random_inputs(sizes: InputSizes, samples: int, seed: int) -> dict[str, np.ndarray]:
-    """Arrays of the shapes that the plan is for: normal numbers; integers that are 0 or 1.
-
-    Raises:
-        ModelError: for an input of a type that numpy does not have.
-    """
+    """Arrays of the shapes that the plan is for, filled as `run.py` fills them."""
     generator = np.random.default_rng(seed)
-    arrays = {}
-    for name, shape in sizes.at(samples).items():
-        kind = str(sizes.dtypes[name]).removeprefix("torch.")
-        if foreign(kind):
-            raise ModelError(
-                f"the input {name} is {kind}, which numpy does not have, so ONNX Runtime cannot be "
-                "given one to compare with",
-                hint="--no-validate, and --cost roofline",
-            )
-        dtype = np.dtype(kind)
-        if np.issubdtype(dtype, np.inexact):
-            arrays[name] = generator.standard_normal(shape).astype(dtype)
-        else:
-            arrays[name] = generator.integers(0, 2, shape).astype(dtype)
-    return arrays
+    return {
+        name: random_array(generator, shape, str(sizes.dtypes[name]).removeprefix("torch."))
+        for name, shape in sizes.at(samples).items()
+    }
 
 
 def _run_whole(
@@ -96,29 +88,16 @@ def _run_whole(
     folder: Path,
 ) -> None:
     """Writes the outputs of the whole model for each batch; its session is gone afterwards."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # what is wrong is raised; the rest is not the user's to mend
-    try:
-        session = onnxruntime.InferenceSession(
-            str(model.path), options, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:
-        nodes = [title(n) for n in model.proto.graph.node if _names(n, str(error))]
-        at = f" at {nodes[0]}" if nodes else ""
-        raise ModelError(
-            f"ONNX Runtime refuses {model.path}{at}: {error}",
-            hint="it has to run in one piece before it can run in stages",
-        ) from error
-    names = [output.name for output in session.get_outputs()]
+    session = whole_session(model)
 
     def run(inputs: Mapping[str, np.ndarray], samples: int) -> dict[str, np.ndarray]:
         try:
-            return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-        except Exception as error:
+            return session(inputs)
+        except StageError as error:
             raise ModelError(
-                f"the model fails in ONNX Runtime on {samples} samples: {error}",
-                hint="give it inputs of other sizes with --input",
+                f"on {samples} samples {error}",
+                hint="give it inputs of other sizes with --input, or --no-validate where random "
+                "numbers will not do",
             ) from error
 
     size = plan.microbatch_size
@@ -128,13 +107,6 @@ def _run_whole(
         if not sizes.fixed:
             _check_apart(plan, run(inputs, samples), joined)
         write_arrays(folder / f"{samples}.npz", joined)
-
-
-def _names(node: NodeProto, message: str) -> bool:
-    """Whether a message of ONNX Runtime is about a node: by its name, or domain and operator."""
-    if node.name and node.name in message:
-        return True
-    return bool(node.domain) and f"{node.domain}:{node.op_type}" in message
 
 
 def _parts(
@@ -169,8 +141,8 @@ def _check_apart(
         ModelError: naming the outputs in which they do.
     """
     assert plan.graph is not None
-    quantised = is_quantised(plan.graph)
-    rows = compare(whole, joined, quantised=quantised)
+    close = closeness(plan.graph, quantised=is_quantised(plan.graph))
+    rows = compare(whole, joined, close)
     mixed = [row.name for row in rows if row.fault]
     if mixed:
         raise ModelError(
@@ -181,7 +153,12 @@ def _check_apart(
 
 
 def held(
-    directory: Path, samples: int, inputs: Mapping[str, np.ndarray], expected: Path, devices: int
+    directory: Path,
+    samples: int,
+    inputs: Mapping[str, np.ndarray],
+    expected: Path,
+    devices: int,
+    custom_ops: Sequence[Path] = (),
 ) -> Row:
     """How the outputs of a package compare with those in `expected/<samples>.npz`.
 
@@ -190,8 +167,10 @@ def held(
     """
     given, report = expected / "inputs.npz", expected / "report.json"
     write_arrays(given, inputs)
-    options = ["--reference", expected / f"{samples}.npz", "--input", given, "--report", report]
-    run_check(directory, [*options, "--devices", ",".join(["cpu"] * devices)], threads=1)
+    options: list[object] = ["--devices", ",".join(["cpu"] * devices)]
+    options += ["--reference", expected / f"{samples}.npz", "--input", given, "--report", report]
+    libraries = [word for library in custom_ops for word in ("--custom-ops", library)]
+    run_check(directory, [*options, *libraries], threads=1)
     rows = json.loads(report.read_text())
     worst = max(rows, key=lambda row: row["relative"])
     return Row(

@@ -24,34 +24,46 @@ def node_of(op: Op) -> NodeProto:
     return proto
 
 
-_QUANTISED = ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinear")
+_QUANTISED = (
+    *("QuantizeLinear", "DynamicQuantize", "MatMulInteger", "ConvInteger"),
+    *("QLinear", "QGemm", "QAttention", "QEmbedLayerNormalization"),
+)
 """How operators begin that round to integers."""
 
 
 def is_quantised(graph: Graph) -> bool:
     """Whether some node rounds to integers."""
-    return any(node_of(op).op_type.startswith(_QUANTISED) for op in graph.ops)
+    return any(_rounds(node_of(op)) for op in graph.ops)
+
+
+def _rounds(node: NodeProto) -> bool:
+    return node.op_type.startswith(_QUANTISED) or any(
+        _rounds(inner) for graph in subgraphs(node) for inner in graph.node
+    )
 
 
 def constant_ops(graph: Graph) -> frozenset[str]:
-    """Names of the ops that follow from constants and weights alone.
+    """Names of the ops that follow from constants and weights alone, or from which nothing follows.
 
-    ONNX Runtime folds them when it loads a model. So a stage that reads what they make has them
-    itself, and nothing of them crosses a boundary. What draws random numbers is never among them.
+    ONNX Runtime folds the first and drops the others when it loads a model. So a stage that reads
+    what constants make has them itself, nothing of them crosses a boundary, and no stage has what
+    nobody reads. What draws random numbers is no constant.
     """
-    found: set[str] = set()
+    needed = graph.ancestors(graph.output_values)
+    found = {op.name for op in graph.ops if op.name not in needed}
     varying = {source.name for source in graph.inputs}
     for op in graph.ops:
-        if varying.isdisjoint(op.inputs) and not _draws(node_of(op)):
+        if varying.isdisjoint(op.inputs) and not draws(node_of(op)):
             found.add(op.name)
         else:
             varying.update(op.outputs)
     return frozenset(found)
 
 
-def _draws(node: NodeProto) -> bool:
+def draws(node: NodeProto) -> bool:
+    """Whether a node draws random numbers, or one in its subgraphs does."""
     return node.op_type in _RANDOM or any(
-        _draws(inner) for graph in subgraphs(node) for inner in graph.node
+        draws(inner) for graph in subgraphs(node) for inner in graph.node
     )
 
 

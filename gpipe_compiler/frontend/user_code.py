@@ -123,7 +123,7 @@ def _run_file(file: Path) -> ModuleType:
     name = _module_name(file)
     module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:
-        raise ModelError(f"{file} is no Python source file", hint="its name should end in .py")
+        raise ModelError(f"{file} is no Python source file", hint="name a .py, .onnx or .json file")
     module = importlib.util.module_from_spec(module_spec)
     # dataclasses, pickle and inspect look a class's module up by its name while the file runs.
     before = sys.modules.get(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,47 +26,54 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             if isinstance(found, np.ndarray):
                 return {"": found}
             return {name: found[name] for name in found.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path} cannot be read as .npz: {error}") from error
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays as .npz, by name, whatever the file is called."""
+    """Writes arrays as .npz, by name; a single one as .npy where the file is called so."""
+    if path.suffix == ".npy" and len(arrays) == 1:
+        with path.open("wb") as file:
+            np.lib.format.write_array(file, next(iter(arrays.values())), allow_pickle=False)
+        return
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
-def arrays_for(spec: PipelineSpec, path: Path) -> dict[str, np.ndarray]:
-    """The inputs of a pipeline from a file; a single array is its only input.
+def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
+    """The arrays in a file, by name; a single array is the only one of these names.
 
     Raises:
-        UsageError: when it cannot be read, or has no name and there are several inputs.
+        UsageError: when it cannot be read, or has no name and there are several.
     """
     found = read_arrays(path)
-    if "" in found:
-        if len(spec.inputs) != 1:
-            names = ", ".join(item.name for item in spec.inputs)
-            raise UsageError(f"{path} holds one array; the inputs are {names}: give an .npz")
-        return {spec.inputs[0].name: found[""]}
-    return found
+    if "" not in found:
+        return found
+    if len(names) != 1:
+        raise UsageError(f"{path} holds one array, not {', '.join(names)}: give an .npz")
+    return {names[0]: found[""]}
 
 
 def random_arrays(spec: PipelineSpec, samples: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Arrays that fit: normal numbers, and integers that are 0 or 1; sizes left open are 1."""
+    """Arrays of the planned shapes, for so many samples."""
     generator = np.random.default_rng(seed)
     arrays = {}
     for known in spec.inputs:
-        shape = [1 if size is None else size for size in known.shape]
+        shape = [samples if size is None else size for size in known.shape]
         if known.batched:
             shape[0] = samples
-        dtype = array_dtype(known.dtype)
-        if known.dtype == "bfloat16":
-            numbers = generator.standard_normal(shape).astype(np.float32)
-            arrays[known.name] = (numbers.view(np.uint32) >> 16).astype(dtype)
-        elif np.issubdtype(dtype, np.inexact):
-            arrays[known.name] = generator.standard_normal(shape).astype(dtype)
-        else:
-            arrays[known.name] = generator.integers(0, 2, shape).astype(dtype)
+        arrays[known.name] = random_array(generator, shape, known.dtype)
     return arrays
+
+
+def random_array(generator: np.random.Generator, shape: Sequence[int], kind: str) -> np.ndarray:
+    """Normal numbers, and integers that are 0 or 1; `values` tells what stands for other types."""
+    dtype = array_dtype(kind)
+    if kind == "bfloat16":
+        drawn = generator.standard_normal(shape).astype(np.float32)
+        return (drawn.view(np.uint32) >> 16).astype(dtype)
+    if np.issubdtype(dtype, np.inexact):
+        return generator.standard_normal(shape).astype(dtype)
+    return generator.integers(0, 2, shape).astype(dtype)

@@ -14,7 +14,7 @@ from .values import array_dtype, value_of
 Arrays = Mapping[str, np.ndarray]
 
 
-def batch_size(spec: PipelineSpec, arrays: Arrays) -> int:
+def batch_size(spec: PipelineSpec, arrays: Mapping[str, object]) -> int:
     """The samples in a call, whose arrays are checked.
 
     Raises:
@@ -27,6 +27,8 @@ def batch_size(spec: PipelineSpec, arrays: Arrays) -> int:
         array = arrays.get(known.name)
         if array is None:
             faults.append(f"the input {known.name} is missing")
+        elif not isinstance(array, np.ndarray):
+            faults.append(f"the input {known.name} is a {type(array).__name__}, no numpy array")
         elif fault := _fault(known, array):
             faults.append(fault)
         elif known.batched:
@@ -40,10 +42,14 @@ def batch_size(spec: PipelineSpec, arrays: Arrays) -> int:
 
 
 def _fault(known: Input, array: np.ndarray) -> str:
-    wanted = "x".join("B" if size is None else str(size) for size in known.shape)
-    fits = len(array.shape) == len(known.shape) and all(
-        size in (None, given) or (known.batched and dim == 0)
-        for dim, (size, given) in enumerate(zip(known.shape, array.shape, strict=True))
+    sizes = [None if dim in known.free else size for dim, size in enumerate(known.shape)]
+    if known.batched:
+        sizes[0] = None
+    wanted = "x".join("any" if size is None else str(size) for size in sizes)
+    if known.batched:
+        wanted = f"B{wanted.removeprefix('any')}"
+    fits = len(array.shape) == len(sizes) and all(
+        size in (None, given) for size, given in zip(sizes, array.shape, strict=True)
     )
     if not fits:
         return f"the input {known.name} is {'x'.join(map(str, array.shape))}, not {wanted}"
@@ -83,7 +89,7 @@ def split(spec: PipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Valu
     """The inputs of each micro-batch; they look into the caller's arrays."""
     found: list[Values] = [{} for _ in sizes]
     for known in spec.inputs:
-        array = np.ascontiguousarray(arrays[known.name])
+        array = np.asarray(arrays[known.name], order="C")  # ascontiguousarray gives numbers a size
         start = 0
         for values, size in zip(found, sizes, strict=True):
             part = array[start : start + size] if known.batched else array

@@ -2,20 +2,34 @@
 
 Both run the same nodes, but the optimiser of ONNX Runtime sees other neighbours at a cut, and a
 convolution of a micro-batch may take another kernel than that of the mini-batch: floats differ in
-their last places. An output passes when its largest difference is at most `RELATIVE` of its own
+their last places. An output passes when its largest difference is at most a share of its own
 largest entry; integers and booleans pass when they are equal. In a quantised model a difference in
-the last place may change what a number is rounded to: there it passes within `QUANTISED`.
+the last place may change what a number is rounded to, so there integers may differ too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-RELATIVE = 1e-4
-QUANTISED = 2e-2
+from .values import numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """How close is close enough.
+
+    Attributes:
+        tolerance: by how much of its largest entry an output may differ.
+        quantised: whether that holds for integers too.
+        kinds: of outputs that come as the integers of the same bits, the names of their types.
+    """
+
+    tolerance: float = 1e-4
+    quantised: bool = False
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +50,18 @@ class Row:
 
 
 def compare(
-    expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], *, quantised: bool
+    expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], close: Closeness
 ) -> list[Row]:
-    """Every output, held against the reference."""
-    return [_row(name, array, found.get(name), quantised) for name, array in expected.items()]
+    """Every output in the reference, held against it."""
+    return [_row(name, array, found.get(name), close) for name, array in expected.items()]
 
 
-def _row(name: str, expected: np.ndarray, found: np.ndarray | None, quantised: bool) -> Row:
+def _row(name: str, expected: np.ndarray, found: np.ndarray | None, close: Closeness) -> Row:
+    kind = close.kinds.get(name, "")
+    expected = numbers(expected, kind)
+    found = None if found is None else numbers(found, kind)
     exact = not np.issubdtype(expected.dtype, np.inexact)
-    tolerance = 0.0 if exact and not quantised else QUANTISED if quantised else RELATIVE
+    tolerance = 0.0 if exact and not close.quantised else close.tolerance
     if found is None:
         return Row(name, np.inf, np.inf, tolerance, "is missing")
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -75,6 +92,6 @@ def format_rows(rows: list[Row]) -> str:
     """A line for every output."""
     lines = []
     for row in rows:
-        word = row.fault or "equal" if not row.difference else row.fault or "within tolerance"
+        word = row.fault or ("within tolerance" if row.difference else "equal")
         lines.append(f"{row.name}: largest difference {row.difference:.2g}, {word}")
     return "\n".join(lines)

@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 
-from .arrays import arrays_for, random_arrays, read_arrays, write_arrays
-from .check import compare, format_rows
+from .arrays import arrays_of, random_arrays, write_arrays
+from .check import Closeness, compare, format_rows
 from .errors import PipelineError, UsageError
 from .pipeline import Pipeline
 from .spec import PipelineSpec
+from .whole import Whole
 
 FAILED_CHECK = 3
 INTERRUPTED = 130
+_LOOK_S = 0.1
 WARM_UP = 3
 
 
@@ -29,9 +32,29 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
     """Run the command and return its exit code.
 
     Returns:
-        0 when done, 1 when a stage fails, 2 for wrong usage, 3 for a failed check.
+        0 when done, 1 when a stage fails, 2 for wrong usage, 3 for a failed check. Ctrl-C ends the
+        process, with 130.
     """
     arguments = parser_for(spec).parse_args(argv)
+    codes: list[int] = []
+    # ONNX Runtime does not survive a KeyboardInterrupt in the middle of a call. Python raises it in
+    # the main thread alone, so that one only waits.
+    worker = threading.Thread(
+        target=lambda: codes.append(_obey(spec, folder, arguments)), daemon=True
+    )
+    worker.start()
+    try:
+        while worker.is_alive():
+            worker.join(_LOOK_S)  # a signal that another thread takes does not end the wait
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # without waiting for what still runs
+    return codes[0] if codes else 1
+
+
+def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> int:
+    """Does what is asked; every error that is the user's to mend is one message."""
     pipe: Pipeline | None = None
     try:
         pipe = Pipeline(
@@ -45,9 +68,6 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
     except (PipelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, PipelineError) else 1
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return INTERRUPTED
     finally:
         if pipe is not None:
             pipe.close()
@@ -64,7 +84,9 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     infer = commands.add_parser("infer", help="run the model")
     infer.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
-    infer.add_argument("--output", type=Path, metavar="FILE", help=".npz to write")
+    infer.add_argument(
+        "--output", type=Path, metavar="FILE", help=".npz to write; one output: .npy"
+    )
     infer.set_defaults(work=_infer)
     check = commands.add_parser("check", help="compare with the whole model")
     check.add_argument(
@@ -120,50 +142,69 @@ def _positive(text: str) -> int:
 
 def _inputs(pipe: Pipeline, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     if arguments.input is not None:
-        return arrays_for(pipe.spec, arguments.input)
+        return arrays_of([source.name for source in pipe.spec.inputs], arguments.input)
     return random_arrays(pipe.spec, arguments.batch_size, arguments.seed)
 
 
+def _refuse_unwritable(file: Path | None) -> None:
+    """Raises UsageError for a file that could not be written, before anything is computed."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise UsageError(f"{file} is a directory")
+    if not os.access(file.parent, os.W_OK):
+        raise UsageError(f"{file} cannot be written: there is no writable folder {file.parent}")
+
+
 def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
+    output = arguments.output
+    _refuse_unwritable(output)
+    if output is not None and output.suffix == ".npy" and len(pipe.spec.outputs) != 1:
+        raise UsageError(f"{output}: there are {len(pipe.spec.outputs)} outputs: name an .npz")
     outputs = pipe(_inputs(pipe, arguments), microbatches=arguments.microbatches)
     if pipe.rank:
         return 0
     for name, array in outputs.items():
         print(f"{name}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
-    if arguments.output is not None:
-        write_arrays(arguments.output, outputs)
-        print(f"outputs saved to {arguments.output}")
+    if output is not None:
+        write_arrays(output, outputs)
+        print(f"outputs saved to {output}")
     return 0
 
 
 def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
+    _refuse_unwritable(arguments.report)
+    spec = pipe.spec
     inputs = _inputs(pipe, arguments)
     found = pipe(inputs, microbatches=arguments.microbatches)
     if pipe.rank:
         return 0
-    reference = arguments.reference
-    if reference is None:
-        reference = next(iter(folder.glob("*.staged.onnx")), None)
-    if reference is None:
-        raise UsageError("there is no model to compare with: --reference model.onnx")
-    if reference.suffix == ".onnx":
-        expected = _whole(reference, inputs, arguments.threads)
-    else:
-        expected = read_arrays(reference)
-    rows = compare(expected, found, quantised=pipe.spec.quantised)
+    expected = _reference(spec, folder, arguments, inputs)
+    kinds = {output.name: output.dtype for output in spec.outputs if output.dtype}
+    rows = compare(expected, found, Closeness(spec.tolerance, spec.quantised, kinds))
     print(format_rows(rows))
     if arguments.report is not None:
         arguments.report.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
     return FAILED_CHECK if any(row.fault for row in rows) else 0
 
 
-def _whole(model: Path, inputs: dict[str, np.ndarray], threads: int) -> dict[str, np.ndarray]:
-    """What the whole model makes of the inputs."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(str(model), options, ["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, inputs), strict=True))
+def _reference(
+    spec: PipelineSpec, folder: Path, arguments: argparse.Namespace, inputs: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What the whole model makes of the inputs, or what a file says that it does."""
+    reference = arguments.reference
+    if reference is None:
+        reference = next(iter(folder.glob("*.staged.onnx")), None)
+    if reference is None:
+        raise UsageError("there is no model to compare with: --reference model.onnx")
+    if reference.suffix == ".onnx":
+        if not reference.is_file():
+            raise UsageError(f"there is no file {reference}")
+        return Whole(reference, arguments.threads, arguments.custom_ops)(inputs)
+    expected = arrays_of([output.name for output in spec.outputs], reference)
+    if not expected:
+        raise UsageError(f"{reference} holds no outputs to compare with")
+    return expected
 
 
 def _bench(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from .batches import batch_size, join, sizes_of, split
 from .devices import DeviceChoice, parse_devices
 from .distributed import World, gathered, rank_here, run_rank
 from .engine import Engine
+from .errors import UsageError
 from .local import run_local
 from .spec import PipelineSpec
 from .stage import SessionChoice, Stage
@@ -34,7 +35,7 @@ class Pipeline:
         custom_ops: libraries of custom operators that the model needs.
 
     Raises:
-        UsageError: for devices that are not there.
+        UsageError: for devices and libraries that are not there.
         StageError: when ONNX Runtime refuses a stage.
     """
 
@@ -47,6 +48,9 @@ class Pipeline:
         threads: int = 1,
         custom_ops: Sequence[Path] = (),
     ) -> None:
+        missing = [str(library) for library in custom_ops if not library.is_file()]
+        if missing:
+            raise UsageError(f"there is no library {', '.join(missing)}")
         self.spec = spec
         self.devices = choices(spec, devices)
         self._world = World(len(spec.devices)) if rank_here() is not None else None

@@ -11,14 +11,16 @@ class Input:
 
     Attributes:
         dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`).
-        shape: None where any size will do.
+        shape: as planned; None for the batch, where any size will do.
         batched: whether dimension 0 is the batch, so that it is split into micro-batches.
+        free: further dimensions that may be of any size.
     """
 
     name: str
     dtype: str
     shape: tuple[int | None, ...]
     batched: bool = True
+    free: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,13 @@ class Output:
     Attributes:
         batch_dim: the dimension in which micro-batches are put together; None where all of them
             give the same.
+        dtype: the name of its type where that is none of numpy's, so that it comes as integers of
+            the same bits.
     """
 
     name: str
     batch_dim: int | None = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class PipelineSpec:
         microbatch_size: samples in a micro-batch, as planned.
         fixed: whether micro-batches can be of no other size.
         quantised: whether nodes round to integers, so that last places may show in full.
+        tolerance: by how much of its largest entry an output may differ from the whole model's.
     """
 
     name: str
@@ -82,3 +88,4 @@ class PipelineSpec:
     microbatch_size: int
     fixed: bool = False
     quantised: bool = False
+    tolerance: float = 1e-4

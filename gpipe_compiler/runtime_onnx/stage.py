@@ -13,6 +13,9 @@ from .devices import DeviceChoice
 from .errors import StageError
 from .spec import StageSpec
 
+SILENT = 4
+"""The level of ONNX Runtime's log at which it says nothing: what is wrong is raised."""
+
 Values = dict[str, OrtValue]
 """Values of one micro-batch, by name."""
 
@@ -56,6 +59,8 @@ class Stage:
         self.index = index
         self.spec = spec
         self._memory = choice.device.memory
+        self._quietly = onnxruntime.RunOptions()
+        self._quietly.log_severity_level = SILENT
         try:
             self._session = onnxruntime.InferenceSession(
                 str(folder / spec.file), choice.options(), providers=choice.device.providers
@@ -64,6 +69,12 @@ class Stage:
             raise StageError(
                 f"ONNX Runtime refuses stage {index} ({spec.file}): {error}"
             ) from error
+        provider = choice.device.provider
+        if provider not in self._session.get_providers():
+            raise StageError(
+                f"ONNX Runtime cannot load {provider}, which stage {index} is to run on; it has "
+                "said why above"
+            )
 
     def run(self, microbatch: int, received: Mapping[str, OrtValue]) -> Values:
         """The outputs of one micro-batch, which stay in the memory of the stage's device.
@@ -71,15 +82,18 @@ class Stage:
         Raises:
             StageError: naming stage and micro-batch.
         """
+        if not self.spec.outputs:  # all that the caller wants is made elsewhere
+            return {}
         binding = self._session.io_binding()
         for name in self.spec.inputs:
             binding.bind_ortvalue_input(name, received[name])
         for name in self.spec.outputs:
             binding.bind_output(name, *self._memory)
         try:
-            self._session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(binding, self._quietly)
         except Exception as error:  # as above
+            told = str(error).strip()
             raise StageError(
-                f"stage {self.index} fails on micro-batch {microbatch}: {error}"
+                f"stage {self.index} fails on micro-batch {microbatch}: {told}"
             ) from error
         return dict(zip(self.spec.outputs, binding.get_outputs(), strict=True))

@@ -24,6 +24,7 @@ _FOREIGN: Mapping[str, tuple[int, str]] = {
 """By name: the number that ONNX has for the type, and the integers of the same bits."""
 
 _NAME = {f"tensor({name.replace('_', '')})": name for name in _FOREIGN}
+"""By ONNX Runtime's name of the type."""
 
 
 def foreign(name: str) -> bool:
@@ -36,9 +37,21 @@ def array_dtype(name: str) -> np.dtype:
     return np.dtype(_FOREIGN[name][1] if foreign(name) else name)
 
 
+def name_of(kind: str) -> str:
+    """The name of a type of ONNX Runtime's where numpy does not have it; "" where it does."""
+    return _NAME.get(kind, "")
+
+
 def foreign_name(value: OrtValue) -> str:
     """The name of a value's type where numpy does not have it; "" where it does."""
-    return _NAME.get(value.data_type(), "")
+    return name_of(value.data_type())
+
+
+def numbers(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers in an array that stands for bfloat16, as float32; other arrays as they are."""
+    if dtype != "bfloat16":
+        return array
+    return (array.astype(np.uint32) << 16).view(np.float32)
 
 
 def value_of(array: np.ndarray, dtype: str = "") -> OrtValue:

@@ -117,7 +117,7 @@ def test_sizes_left_open(tmp_path: Path) -> None:
         (("nobody=8x16",), "no input nobody"),
         (("8x16", "8x16"), "1 inputs"),
         (("8x17",), "takes batchx16"),
-        (("8x16:int64",), "takes torch.float32"),
+        (("8x16:int64",), "takes float32"),
     ],
 )
 def test_inputs_that_do_not_fit(inputs: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ names the stage and the micro-batch.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import signal
 import socket
@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import onnx_models
-import onnxruntime
+import packages
 import pytest
+from loading import load_package
 from onnx import ModelProto, TensorProto, helper
 
 from gpipe_compiler.compile import CompileOptions
@@ -77,19 +77,6 @@ def _made(proto: ModelProto, folder: Path, stages: int = 2) -> Path:
     return compile_onnx(path, options, folder / "package", inputs=["8x16"]).directory or folder
 
 
-def _load(package: Path) -> ModuleType:
-    name = f"package_{abs(hash(package))}"
-    spec = importlib.util.spec_from_file_location(
-        name, package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _arrays(samples: int = 8) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(samples)
     return {
@@ -99,11 +86,7 @@ def _arrays(samples: int = 8) -> dict[str, np.ndarray]:
 
 
 def _whole(package: Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    model = onnxruntime.InferenceSession(
-        str(package.parent / "model.onnx"), providers=["CPUExecutionProvider"]
-    )
-    names = [output.name for output in model.get_outputs()]
-    return dict(zip(names, model.run(names, arrays), strict=True))
+    return packages.whole(package.parent / "model.onnx", arrays)
 
 
 def _run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -128,12 +111,12 @@ def test_any_batch_in_any_number_of_parts(
     package: Path, samples: int, microbatches: int | None
 ) -> None:
     arrays = _arrays(samples)
-    found = _load(package).Pipeline()(arrays, microbatches=microbatches)
+    found = load_package(package).Pipeline()(arrays, microbatches=microbatches)
     np.testing.assert_allclose(found["y"], _whole(package, arrays)["y"], rtol=1e-5, atol=1e-6)
 
 
 def test_boundaries_of_types_that_numpy_does_not_have(narrow_package: Path) -> None:
-    module = _load(narrow_package)
+    module = load_package(narrow_package)
     assert {crossing.value for crossing in module.SPEC.crossings} & {"n0", "n1", "n2"}
     x = _arrays()["x"]
     expected = _whole(narrow_package, {"x": x})["f2"]
@@ -142,7 +125,7 @@ def test_boundaries_of_types_that_numpy_does_not_have(narrow_package: Path) -> N
 
 def test_values_as_arrays_and_back(package: Path) -> None:
     """1.0, 2.0 and -0.5 in bfloat16 are the upper halves of their float32."""
-    values = importlib.import_module(f"{_load(package).__name__}.runtime.values")
+    values = importlib.import_module(f"{load_package(package).__name__}.runtime.values")
     bits = np.array([[0x3F80, 0x4000, 0xBF00]], np.uint16)
     value = values.value_of(bits, "bfloat16")
     assert value.data_type() == "tensor(bfloat16)"
@@ -154,7 +137,7 @@ def test_values_as_arrays_and_back(package: Path) -> None:
 
 
 def test_a_stage_that_fails(package: Path) -> None:
-    module = _load(package)
+    module = load_package(package)
     pipe = module.Pipeline()
     arrays = _arrays()
     arrays["number"][5] = ROWS + 1
@@ -193,7 +176,7 @@ def test_the_command_tells_it_without_a_traceback(package: Path, tmp_path: Path)
 def test_inputs_that_do_not_fit(package: Path, change: dict[str, Any], said: str) -> None:
     arrays = {name: array for name, array in (_arrays() | change).items() if array is not None}
     with pytest.raises(Exception, match=said) as caught:
-        _load(package).Pipeline()(arrays)
+        load_package(package).Pipeline()(arrays)
     assert type(caught.value).__name__ == "UsageError"
 
 
@@ -241,7 +224,7 @@ def test_ranks_come_to_what_threads_come_to(narrow_package: Path, tmp_path: Path
         narrow_package, "infer", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz"
     )
     assert done.returncode == 0, done.stderr
-    local = _load(narrow_package).Pipeline()({"x": _arrays(7)["x"]})
+    local = load_package(narrow_package).Pipeline()({"x": _arrays(7)["x"]})
     np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["f2"], local["f2"])
 
 

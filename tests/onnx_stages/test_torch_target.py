@@ -20,7 +20,7 @@ from gpipe_compiler.errors import EmitError, UsageError
 from gpipe_compiler.frontend.subject import Subject
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FAST = (("mlp_digits", 2), ("transformer", 2))
+FAST = (("mlp_digits", 2),)
 
 
 class Tied(nn.Module):
@@ -188,5 +188,7 @@ def test_training_is_refused(tmp_path: Path) -> None:
 def test_examples(example: str, stages: int, tmp_path: Path) -> None:
     words = [str(EXAMPLES / f"{example}.py"), "--stages", str(stages), "--mode", "infer"]
     output = tmp_path / "package"
+    if example == "gpt2_huggingface":  # without labels, and so without a loss
+        words += ["--input", "input_ids=8x64:int64"]
     assert compile_command([*words, "--target", "onnxruntime", "-o", str(output)]) == 0
     assert (output / f"stage_{stages - 1}.onnx").is_file()

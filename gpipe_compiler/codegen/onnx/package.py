@@ -15,9 +15,11 @@ from gpipe_compiler.codegen.onnx.scripts import (
 )
 from gpipe_compiler.codegen.onnx.staged import write_staged
 from gpipe_compiler.codegen.onnx.stages import write_stages
+from gpipe_compiler.codegen.onnx.traits import Traits, closeness
 from gpipe_compiler.codegen.onnx.whole import write_whole
 from gpipe_compiler.codegen.package import PLAN, Progress, copy_runtime, place
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.frontend.onnx.sizes import InputSizes
 from gpipe_compiler.passes.onnx_constants import is_quantised
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
@@ -28,15 +30,12 @@ def emit_onnx(
     model: OnnxModel,
     directory: Path,
     *,
-    fixed: bool = False,
+    sizes: InputSizes,
     force: bool = False,
     progress: Progress,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes the package of a plan of an ONNX graph; see `codegen.package.emit`.
-
-    Args:
-        fixed: whether the model takes batches of one size only.
 
     Returns:
         The absolute path of the package.
@@ -50,7 +49,8 @@ def emit_onnx(
         places = write_stages(plan, model, folder)
         write_staged(plan, model, folder, places)
         assert plan.graph is not None
-        _write_program(plan, folder, fixed=fixed, quantised=is_quantised(plan.graph))
+        close = closeness(plan.graph, quantised=is_quantised(plan.graph))
+        _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free))
 
     return place(directory, write, force=force, check=check)
 
@@ -76,15 +76,16 @@ def emit_exported(
     def write(folder: Path) -> None:
         export_stages(plan, folder, progress)
         write_whole(plan, folder)
-        _write_program(plan, folder, fixed=False, quantised=False)
+        assert plan.graph is not None
+        _write_program(plan, folder, Traits(closeness(plan.graph, quantised=False)))
 
     return place(directory, write, force=force, check=check)
 
 
-def _write_program(plan: Plan, folder: Path, *, fixed: bool, quantised: bool) -> None:
+def _write_program(plan: Plan, folder: Path, traits: Traits) -> None:
     """All of a package but its models."""
     texts = {
-        "schedule.py": write_onnx_schedule(plan, fixed=fixed, quantised=quantised),
+        "schedule.py": write_onnx_schedule(plan, traits),
         "__init__.py": write_onnx_init(plan),
         "run.py": write_onnx_run(plan),
         "README.md": write_onnx_readme(plan),

@@ -14,23 +14,20 @@ from gpipe_compiler.codegen.layout import WIDTH, Expression, call, lay_out, name
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.onnx.staged import staged_file
 from gpipe_compiler.codegen.onnx.stages import stage_file
+from gpipe_compiler.codegen.onnx.traits import Traits
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.schedule.actions import format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime_onnx.check import Closeness
 
 
-def write_onnx_schedule(plan: Plan, *, fixed: bool, quantised: bool) -> str:
-    """The source of `schedule.py`.
-
-    Args:
-        fixed: whether the model takes batches of one size only.
-        quantised: whether nodes round to integers.
-    """
+def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
+    """The source of `schedule.py`."""
     graph = plan.graph
     assert graph is not None
-    pipeline = _pipeline(plan, graph, fixed=fixed, quantised=quantised)
+    pipeline = _pipeline(plan, graph, traits)
     text = lay_out(pipeline, prefix="SPEC = ")
     used = ("Crossing", "Input", "Output", "PipelineSpec", "StageSpec")
     found = [item for item in used if any(f"{item}(" in line for line in text)]
@@ -62,13 +59,13 @@ def _drawing(plan: Plan) -> list[str]:
     ]
 
 
-def _pipeline(plan: Plan, graph: Graph, *, fixed: bool, quantised: bool) -> Expression:
+def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
     placement = plan.placement or tuple(range(len(plan.stages)))
     options = {
         "name": _text(plan.name),
         "stages": _all([_stage(stage) for stage in plan.stages]),
-        "inputs": _all([_input(source, fixed=fixed) for source in graph.inputs]),
-        "outputs": _all([_output(graph.values[item]) for item in graph.output_values]),
+        "inputs": _all([_input(source, traits) for source in graph.inputs]),
+        "outputs": _all([_output(graph.values[item], traits) for item in graph.output_values]),
         "crossings": _all(
             [
                 call("Crossing", [_text(c.value), name(str(c.source)), _numbers(c.targets)])
@@ -81,10 +78,12 @@ def _pipeline(plan: Plan, graph: Graph, *, fixed: bool, quantised: bool) -> Expr
         "microbatches": name(str(plan.microbatches)),
         "microbatch_size": name(str(plan.microbatch_size)),
     }
-    if fixed:
+    if traits.fixed:
         options["fixed"] = name("True")
-    if quantised:
+    if traits.close.quantised:
         options["quantised"] = name("True")
+    if traits.close.tolerance != Closeness().tolerance:
+        options["tolerance"] = name(f"{traits.close.tolerance:.3g}")
     items = [value.prefixed(f"{key}=") for key, value in options.items()]
     return call("PipelineSpec", items, exploded=True)
 
@@ -110,14 +109,17 @@ def _stage(stage: Stage) -> Expression:
     return call("StageSpec", items)
 
 
-def _input(source: Input, *, fixed: bool) -> Expression:
+def _input(source: Input, traits: Traits) -> Expression:
     shape = list(map(str, source.shape or ()))
-    if source.batched and not fixed:
+    if source.batched and not traits.fixed:
         shape[0] = "None"
     sizes = tuple_of([name(size) for size in shape])
     items = [_text(source.name), _text(_numpy(source.dtype)), sizes]
     if not source.batched:
         items.append(name("batched=False"))
+    free = traits.free.get(source.name)
+    if free:
+        items.append(_numbers(free).prefixed("free="))
     return call("Input", items)
 
 
@@ -125,8 +127,11 @@ def _numpy(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _output(value: Value) -> Expression:
+def _output(value: Value, traits: Traits) -> Expression:
     options = [] if value.batch_dim == 0 else [name(f"batch_dim={value.batch_dim}")]
+    kind = traits.close.kinds.get(value.name)
+    if kind:
+        options.append(name(f"dtype={quote(kind)}"))
     return call("Output", [_text(value.name), *options])
 
 

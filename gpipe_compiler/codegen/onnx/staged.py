@@ -13,7 +13,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto
 
 from gpipe_compiler.codegen.onnx.stages import boundary
-from gpipe_compiler.codegen.onnx.weights import Place, point_to, save, write_weights
+from gpipe_compiler.codegen.onnx.weights import Place, point_to, save, take_in, write_weights
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.plan import Plan
@@ -51,11 +51,11 @@ def write_staged(plan: Plan, model: OnnxModel, folder: Path, places: Mapping[str
         rest = folder / f"{path.name}.data"
         _write_rest(proto, model, rest, places)
     else:
-        onnx.external_data_helper.load_external_data_for_model(proto, str(model.path.parent))
+        take_in(proto.graph, model.path.parent)
     _annotate(proto, plan)
-    for output in proto.graph.output:
-        if not output.type.tensor_type.HasField("shape"):
-            output.CopyFrom(boundary(plan.graph, output.name, free=True))
+    for value in (*proto.graph.input, *proto.graph.output):
+        if not value.type.tensor_type.HasField("shape"):
+            value.CopyFrom(boundary(plan.graph, value.name, free=True))
     save(proto, path)
     try:
         onnx.checker.check_model(path)

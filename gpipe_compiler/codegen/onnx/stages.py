@@ -8,7 +8,14 @@ from pathlib import Path
 import onnx
 from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
-from gpipe_compiler.codegen.onnx.weights import INLINE, Place, save, weight_bytes, write_weights
+from gpipe_compiler.codegen.onnx.weights import (
+    INLINE,
+    Place,
+    save,
+    take_in,
+    weight_bytes,
+    write_weights,
+)
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.onnx.nodes import subgraphs
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
@@ -16,6 +23,9 @@ from gpipe_compiler.frontend.onnx.types import element_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.onnx_constants import node_of
 from gpipe_compiler.plan import Plan, Stage
+
+_WEIGHTS_ALONE = 4
+"""The IR version from which on weights need not be inputs too."""
 
 BATCH = "batch"
 """What the free dimension is called at boundaries."""
@@ -47,7 +57,7 @@ def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> Mapping[str, Pla
                 proto.graph, model.path.parent, path.with_name(f"{path.name}.data")
             )
         else:
-            onnx.external_data_helper.load_external_data_for_model(proto, str(model.path.parent))
+            take_in(proto.graph, model.path.parent)
         save(proto, path)
         try:
             onnx.checker.check_model(path)
@@ -64,7 +74,7 @@ def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
     assert graph is not None
     whole = model.proto
     proto = ModelProto()
-    proto.ir_version = whole.ir_version
+    proto.ir_version = max(whole.ir_version, _WEIGHTS_ALONE)
     proto.opset_import.extend(whole.opset_import)
     proto.producer_name = "gpipe-compiler"
     proto.doc_string = f"stage {stage.index} of {len(plan.stages)} of {plan.name}"

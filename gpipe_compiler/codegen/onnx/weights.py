@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,23 @@ def write_weights(graph: GraphProto, folder: Path, file: Path) -> dict[str, Plac
         for tensor in elsewhere:
             _move(tensor, folder, file, target)
     return places
+
+
+def take_in(graph: GraphProto, folder: Path) -> None:
+    """Has a graph hold all of its weights itself.
+
+    ONNX's own function for this refuses files that are links, as model hubs lay them out.
+
+    Args:
+        folder: where the files that its tensors point to are.
+    """
+    for tensor in tensors_of(graph):
+        if _is_external(tensor):
+            target = io.BytesIO()
+            _copy(tensor, folder, target)
+            tensor.raw_data = target.getvalue()
+            del tensor.external_data[:]
+            tensor.data_location = TensorProto.DEFAULT
 
 
 def _move(tensor: TensorProto, folder: Path, file: Path, target: BinaryIO) -> Place:

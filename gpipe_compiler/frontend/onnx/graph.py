@@ -12,9 +12,10 @@ from onnx import NodeProto, TensorProto
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.onnx.nodes import OnnxNode, captured
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
+from gpipe_compiler.frontend.onnx.running import whole_session
 from gpipe_compiler.frontend.onnx.shapes import Described, describe
 from gpipe_compiler.frontend.onnx.sizes import InputSizes
-from gpipe_compiler.frontend.onnx.types import torch_dtype
+from gpipe_compiler.frontend.onnx.types import element_name, torch_dtype
 from gpipe_compiler.ir import (
     FunctionCall,
     Graph,
@@ -42,12 +43,17 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
     within a stage.
 
     Raises:
-        ModelError: for outputs of the model of which no shape is known, naming the nodes.
+        ModelError: for outputs of the model that are weights, no tensors, or of a shape that is
+            not known, naming the nodes.
     """
     proto = model.proto
     once = describe(model, sizes.at(samples))
     twice = once if sizes.fixed else describe(model, sizes.at(2 * samples))
     states = {tensor.name: _state(tensor) for tensor in proto.graph.initializer}
+    states |= {
+        sparse.values.name: _state_of(sparse.values.name, sparse.values.data_type, sparse.dims)
+        for sparse in proto.graph.sparse_initializer
+    }
     ops = _ops(proto.graph.node, states)
     values = {}
     for name in (*sizes.shapes, *(value for op in ops for value in op.outputs)):
@@ -69,24 +75,16 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
             for name, shape in sizes.at(samples).items()
         },
     )
-    _check_outputs(model, graph)
+    _check_outputs(model, graph, once)
     return check(graph, after="the ONNX frontend")
 
 
 def _ops(nodes: Iterable[NodeProto], states: Mapping[str, State]) -> tuple[Op, ...]:
     taken: set[str] = set()
-    made: set[str] = set()
     ops = []
     for node in nodes:
-
-        def argument(name: str) -> Argument:
-            if name in states and name not in made:
-                return StateRef(name)
-            return Ref(name) if name else None
-
-        args = tuple(argument(name) for name in (*node.input, *captured(node)))
+        args = tuple(_argument(name, states) for name in (*node.input, *captured(node)))
         outputs = tuple(name or None for name in node.output)
-        made.update(name for name in outputs if name)
         ops.append(
             Op(
                 _fresh(node, taken),
@@ -97,6 +95,12 @@ def _ops(nodes: Iterable[NodeProto], states: Mapping[str, State]) -> tuple[Op, .
             )
         )
     return tuple(ops)
+
+
+def _argument(name: str, states: Mapping[str, State]) -> Argument:
+    if name in states:
+        return StateRef(name)
+    return Ref(name) if name else None
 
 
 def _fresh(node: NodeProto, taken: set[str]) -> str:
@@ -111,10 +115,14 @@ def _fresh(node: NodeProto, taken: set[str]) -> str:
 
 
 def _state(tensor: TensorProto) -> State:
-    shape, dtype = tuple(tensor.dims), torch_dtype(tensor.data_type)
+    return _state_of(tensor.name, tensor.data_type, tensor.dims)
+
+
+def _state_of(name: str, element: int, dims: Iterable[int]) -> State:
+    shape, dtype = tuple(dims), torch_dtype(element)
     if dtype is None:  # strings, and types of 4 bits: two in a byte
         shape, dtype = ((math.prod(shape) + 1) // 2,), torch.uint8
-    return State(tensor.name, StateKind.PARAMETER, shape, dtype)
+    return State(name, StateKind.PARAMETER, shape, dtype)
 
 
 def _value(
@@ -141,22 +149,45 @@ def _value(
     )
 
 
-def _check_outputs(model: OnnxModel, graph: Graph) -> None:
-    """Raises ModelError where nothing is known of the outputs of the model."""
+def _check_outputs(model: OnnxModel, graph: Graph, known: Mapping[str, Described]) -> None:
+    """Raises ModelError for outputs that cannot be put together from micro-batches."""
+    for result in model.proto.graph.output:
+        if result.name in graph.state:
+            raise ModelError(
+                f"the output {result.name} of {model.path} is a weight, so it does not follow from "
+                "the inputs",
+                hint="take it out of the outputs of the model; it stands in the file",
+            )
+        kind = str(result.type.WhichOneof("value") or "tensor_type").removesuffix("_type")
+        element = known[result.name].element if result.name in known else 0
+        if kind != "tensor":
+            problem = f"is no tensor ({kind})"
+        elif element and torch_dtype(element) is None:
+            problem = f"holds {element_name(element)}"
+        else:
+            continue
+        raise ModelError(
+            f"the output {result.name} of {model.path} {problem}, which cannot be put together "
+            "from micro-batches",
+            hint="take it out of the outputs of the model, and make it outside of it",
+        )
     unknown = [
         name
         for name in graph.output_values
         if name not in graph.values or graph.values[name].kind is not ValueKind.TENSOR
     ]
     if unknown:
+        whole_session(model)  # which says what is wrong, where that is why
         nodes = "".join(f"\n  - {node}" for node in unshaped(graph))
         raise ModelError(
             f"the shape of {', '.join(unknown)} is not known, so the outputs of {model.path} "
             f"cannot be put together from micro-batches; it is lost at{nodes}",
             hint="an operator whose result has as many rows as its numbers say (NonZero, "
-            "NonMaxSuppression) has to stay outside of the pipeline, and so has one that ONNX "
-            "Runtime does not know",
+            "NonMaxSuppression) has to stay outside of the pipeline; for any other, declare the "
+            "shape in the model (graph.value_info, graph.output)",
         )
+    if not any(name in graph.producer for name in graph.output_values):
+        raise ModelError(f"no node of {model.path} makes an output of it: there is nothing to run")
 
 
 def _source(node: NodeProto) -> SourceLocation | None:

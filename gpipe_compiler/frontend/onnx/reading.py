@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +29,12 @@ class OnnxModel:
     Attributes:
         path: absolute; files with weights stand beside it.
         proto: without the weights that stand in other files.
+        custom_ops: libraries of custom operators for ONNX Runtime.
     """
 
     path: Path
     proto: ModelProto
+    custom_ops: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
@@ -43,10 +47,13 @@ class OnnxModel:
         return SourceLocation(str(self.path), 0)
 
 
-def read_model(path: Path) -> OnnxModel:
+def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
     """The model in a file.
 
     Weights in files of their own are not read, but have to be there, and to be long enough.
+
+    Args:
+        custom_ops: libraries of custom operators that it needs.
 
     Raises:
         UsageError: when there is no such file.
@@ -56,7 +63,11 @@ def read_model(path: Path) -> OnnxModel:
     if not path.is_file():
         problem = f"{path} is a directory" if path.is_dir() else f"there is no file {path}"
         raise UsageError(problem, hint="name the .onnx file")
-    path = path.resolve()
+    for library in custom_ops:
+        if not library.is_file():
+            raise UsageError(f"--custom-ops: there is no file {library}")
+    # Of a link, what it is called and what stands beside it count: caches link to hashes.
+    path = Path(os.path.abspath(path))  # noqa: PTH100  # as said
     try:
         proto = onnx.load(path, load_external_data=False)
     except DecodeError as error:
@@ -64,9 +75,10 @@ def read_model(path: Path) -> OnnxModel:
             f"{path} is no ONNX model, or only part of one: {error}",
             hint="copy or export it again",
         ) from error
-    model = OnnxModel(path, proto)
-    if not proto.graph.node and not proto.graph.output:
-        raise ModelError(f"{path} holds no graph", hint="copy or export it again")
+    model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
+    if not proto.graph.output:
+        what = "no outputs" if proto.graph.node else "no graph"
+        raise ModelError(f"{path} holds {what}", hint="copy or export it again")
     _check_opset(model)
     _check_weights(model)
     _check(model)
@@ -85,13 +97,21 @@ def _check_opset(model: OnnxModel) -> None:
 
 
 def _check_weights(model: OnnxModel) -> None:
-    """Raises ModelError with all weights whose files are missing or too short."""
+    """Raises ModelError for names of several weights, and with all whose files are not as told."""
+    times = Counter(tensor.name for tensor in model.proto.graph.initializer)
+    double = [name for name, count in times.items() if count > 1]
+    if double:
+        raise ModelError(
+            f"{model.path} has several weights of the name {', '.join(double)}",
+            hint="export it again",
+        )
     faults = []
     for tensor in tensors_of(model.proto.graph):
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         place = {entry.key: entry.value for entry in tensor.external_data}
-        file = (model.path.parent / place.get("location", "")).resolve()
+        # Links in the folder are followed, a location that leads out of it is not.
+        file = Path(os.path.normpath(model.path.parent / place.get("location", "")))
         if not file.is_relative_to(model.path.parent):
             faults.append(f"{tensor.name} is outside the folder of the model, in {file}")
         elif not file.is_file():
@@ -127,9 +147,9 @@ def _check(model: OnnxModel) -> None:
 
 
 def _complete(proto: ModelProto) -> ModelProto:
-    """The model with inputs in place of its weights, and with some shape for every output.
+    """The model with inputs in place of its weights, and some shape for inputs and outputs.
 
-    Weights are looked at elsewhere, and may be too large for the checker; outputs without a shape
+    Weights are looked at elsewhere, and may be too large for the checker; values without a shape
     are against the rules, but ONNX Runtime does not mind.
     """
     found = ModelProto(
@@ -150,9 +170,9 @@ def _complete(proto: ModelProto) -> ModelProto:
         for tensor in proto.graph.initializer
         if tensor.name not in known
     )
-    for output in graph.output:
-        if output.type.HasField("tensor_type"):
-            output.type.tensor_type.shape.SetInParent()
+    for value in (*graph.input, *graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
     return found
 
 

@@ -1,16 +1,18 @@
 """What is known of every value of an ONNX model: its type, and its shape for inputs of given sizes.
 
 Told by ONNX's own shape inference, with the sizes of the inputs filled in; where that does not know
-an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's. Weights
-are stood in for by inputs of their shape, so a model of any size takes no memory.
+an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's; where
+nobody knows it, by what the model declares. Weights are stood in for by inputs of their shape, so a
+model of any size takes no memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 import onnxruntime
@@ -48,22 +50,55 @@ class Described:
 def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Described]:
     """Every value of the main graph, for inputs of these shapes; unknown ones are left out."""
     light = light_copy(model.proto, sizes)
+    found = _inferred(light, model.custom_ops)
+    missing = _unknown(light, found)
+    declared = [value for value in _declared(model.proto, sizes) if value.name in missing]
+    if declared:
+        light.graph.value_info.extend(declared)
+        found = _inferred(light, model.custom_ops)
+    for tensor in model.proto.graph.initializer:
+        found[tensor.name] = Described(tensor.data_type, tuple(tensor.dims))
+    for sparse in model.proto.graph.sparse_initializer:
+        found[sparse.values.name] = Described(sparse.values.data_type, tuple(sparse.dims))
+    return found
+
+
+def _inferred(light: ModelProto, custom_ops: Sequence[Path]) -> dict[str, Described]:
+    """What the three ways of inference know, one after another."""
     inferred = onnx.shape_inference.infer_shapes(light, check_type=False, data_prop=True)
     found = dict(_described(inferred.graph))
     for further in (_by_runtime, _by_symbols):
         if not _unknown(light, found):
             break
-        for name, known in further(light):
+        for name, known in further(light, custom_ops):
             if known.shape is not None or name not in found:
                 found[name] = known
-    for tensor in model.proto.graph.initializer:
-        found[tensor.name] = Described(tensor.data_type, tuple(tensor.dims))
     return found
 
 
-def _unknown(light: ModelProto, found: Mapping[str, Described]) -> bool:
+def _unknown(light: ModelProto, found: Mapping[str, Described]) -> frozenset[str]:
     made = (name for node in light.graph.node for name in node.output if name)
-    return any(name not in found or found[name].shape is None for name in made)
+    return frozenset(name for name in made if name not in found or found[name].shape is None)
+
+
+def _declared(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[ValueInfoProto]:
+    """The shapes that the model itself declares, as far as they follow from those of the inputs."""
+    symbols = {
+        dim.dim_param: size
+        for source in proto.graph.input
+        for dim, size in zip(
+            source.type.tensor_type.shape.dim, sizes.get(source.name, ()), strict=False
+        )
+        if dim.dim_param
+    }
+    for value in (*proto.graph.value_info, *proto.graph.output):
+        tensor = value.type.tensor_type
+        shape = [
+            dim.dim_value if dim.HasField("dim_value") else symbols.get(dim.dim_param)
+            for dim in tensor.shape.dim
+        ]
+        if tensor.HasField("shape") and None not in shape:
+            yield onnx.helper.make_tensor_value_info(value.name, tensor.elem_type, shape)
 
 
 def light_copy(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> ModelProto:
@@ -107,8 +142,10 @@ def _sized(source: ValueInfoProto, shape: tuple[int, ...] | None) -> ValueInfoPr
 
 
 def _described(graph: GraphProto) -> Iterator[tuple[str, Described]]:
+    inputs = {value.name for value in graph.input}
     for value in (*graph.input, *graph.value_info, *graph.output):
-        yield value.name, _of(value.type)
+        if value.name not in inputs or value.type.tensor_type.HasField("shape"):
+            yield value.name, _of(value.type)
 
 
 def _of(kind: TypeProto) -> Described:
@@ -123,7 +160,7 @@ def _of(kind: TypeProto) -> Described:
     return Described(tensor.elem_type, tuple(dim.dim_value for dim in dims))
 
 
-def _by_symbols(light: ModelProto) -> Iterator[tuple[str, Described]]:
+def _by_symbols(light: ModelProto, _: Sequence[Path]) -> Iterator[tuple[str, Described]]:
     """What ONNX Runtime's inference over symbols makes of it, as of Loops; nothing if it gives up.
 
     It leaves files behind in the working directory when it does.
@@ -137,7 +174,7 @@ def _by_symbols(light: ModelProto) -> Iterator[tuple[str, Described]]:
         yield from _described(inferred.graph)
 
 
-def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
+def _by_runtime(light: ModelProto, custom_ops: Sequence[Path]) -> Iterator[tuple[str, Described]]:
     """What ONNX Runtime knows of a model when it loads it: of its own operators too."""
     asked = ModelProto()
     asked.CopyFrom(light)
@@ -149,6 +186,8 @@ def _by_runtime(light: ModelProto) -> Iterator[tuple[str, Described]]:
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
+        for library in custom_ops:
+            options.register_custom_ops_library(str(library))
         session = onnxruntime.InferenceSession(
             asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )

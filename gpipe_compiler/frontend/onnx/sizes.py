@@ -1,25 +1,35 @@
 """Sizes of the inputs of an ONNX model: which dimension is the batch, how large the others are.
 
-The batch is dimension 0: of every input where it is symbolic, of all where it is a number and the
-same in all of them (then micro-batches are of just that size). Other symbolic dimensions, such as
-the length of a sequence, have to be given.
+The batch is dimension 0: of every input where it is symbolic. Where it is a number in all of them,
+it is that of the first input, and of those that agree with it; micro-batches are of just that size.
+Other symbolic dimensions, such as the length of a sequence, have to be given, each symbol once.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from onnx import ValueInfoProto
 
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.frontend.examples import parse_inputs
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.frontend.onnx.types import element_name, torch_dtype
 
 DEFAULT_BATCH = 8
 """Samples of a mini-batch where nobody says how many."""
+
+Dims: TypeAlias = "tuple[int | str, ...] | None"
+"""Sizes, and names of those that are open; None where the model leaves out the shape."""
+
+_NAMELESS = "?"
+"""An open size without a name."""
+
+_SPEC = re.compile(r"(?:(?P<name>.+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?", re.DOTALL)
+"""What `--input` takes. Names of ONNX may hold anything, also `:` and `=`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class InputSizes:
         batch: samples.
         shapes: by name; for `batch` samples.
         batched: the inputs whose dimension 0 is the batch.
+        free: by name, the dimensions that may be of another size in every call, without the batch.
         fixed: whether the model takes batches of no other size.
         dtypes: by name.
     """
@@ -37,25 +48,23 @@ class InputSizes:
     batch: int
     shapes: Mapping[str, tuple[int, ...]]
     batched: frozenset[str]
+    free: Mapping[str, tuple[int, ...]]
     fixed: bool
     dtypes: Mapping[str, torch.dtype]
 
     def at(self, samples: int) -> dict[str, tuple[int, ...]]:
         """The shapes for so many samples."""
         return {
-            name: (samples * shape[0] // self.batch, *shape[1:]) if name in self.batched else shape
+            name: (samples, *shape[1:]) if name in self.batched else shape
             for name, shape in self.shapes.items()
         }
 
 
-def input_sizes(
-    model: OnnxModel, specs: Sequence[str] = (), batch: int | None = None
-) -> InputSizes:
+def input_sizes(model: OnnxModel, specs: Sequence[str] = ()) -> InputSizes:
     """The sizes that a model declares, completed by what the user gives.
 
     Args:
         specs: `[NAME=]8x128:int64` each, as `--input` takes them.
-        batch: samples, where `specs` do not say; the default is 8.
 
     Raises:
         UsageError: for specs that name no input, or contradict the model, and where dimensions
@@ -64,33 +73,31 @@ def input_sizes(
     """
     sources = _sources(model)
     given = _given(model, sources, specs)
-    shapes, batched, open_dims = {}, set(), []
     declared = {name: _declared(source) for name, source in sources.items()}
-    fixed = _fixed_batch(declared)
-    samples = _samples(given, declared, fixed, batch)
+    for name, shape in given.items():
+        _agree(model, name, declared[name], shape)
+    symbols = _symbols(declared, given)
+    fixed = _fixed_batch(model, declared)
+    batched = _batched(declared, given, fixed)
+    samples = fixed or _samples(given, batched)
+    shapes: dict[str, tuple[int, ...]] = {}
+    missing = []
     for name, dims in declared.items():
-        shape = given.get(name)
-        if shape is not None:
-            _agree(model, name, dims, shape)
-        else:
-            missing = [str(dim) for dim in dims[1:] if not isinstance(dim, int)]
-            if missing:
-                open_dims.append(f"{name} ({', '.join(missing)})")
-                continue
-            first = (samples if not isinstance(dims[0], int) else dims[0],) if dims else ()
-            shape = (*first, *(int(dim) for dim in dims[1:]))
-        if dims and (not isinstance(dims[0], int) or fixed is not None):
-            batched.add(name)
-        shapes[name] = shape
-    if open_dims:
+        known = given.get(name) or _filled(dims, symbols, samples if name in batched else None)
+        open_dims = [dim for dim in known or () if isinstance(dim, str)]
+        if known is None or open_dims:
+            missing.append(f"{name} ({', '.join(open_dims) or 'its whole shape'})")
+        shapes[name] = tuple(dim for dim in known or () if isinstance(dim, int))
+    if missing:
         raise UsageError(
-            f"{model.path.name} leaves sizes open: {'; '.join(open_dims)}",
-            hint="give them: --input NAME=8x128:int64, once for every such input",
+            f"{model.path.name} leaves sizes open: {'; '.join(missing)}",
+            hint="give them: --input NAME=8x128, once for every such size",
         )
     return InputSizes(
         samples,
         shapes,
-        frozenset(batched),
+        batched,
+        {name: _free(declared[name], shape, name in batched) for name, shape in shapes.items()},
         fixed is not None,
         {name: _dtype(model, source) for name, source in sources.items()},
     )
@@ -104,16 +111,22 @@ def _sources(model: OnnxModel) -> dict[str, ValueInfoProto]:
     """
     graph = model.proto.graph
     weights = {tensor.name for tensor in graph.initializer}
+    weights.update(tensor.values.name for tensor in graph.sparse_initializer)
     sources = {source.name: source for source in graph.input if source.name not in weights}
     for name, source in sources.items():
         if not source.type.HasField("tensor_type"):
+            kind = str(source.type.WhichOneof("value")).removesuffix("_type")
             raise ModelError(
-                f"the input {name} of {model.path} is a {source.type.WhichOneof('value')}, no "
-                "tensor: it cannot be split into micro-batches",
+                f"the input {name} of {model.path} is no tensor ({kind}): it cannot be split into "
+                "micro-batches",
                 hint="give the model inputs that are tensors",
             )
     if not sources:
-        raise ModelError(f"{model.path} has no inputs, so there is nothing to stream through it")
+        held = ", ".join(source.name for source in graph.input)
+        but = f" but those that have a value in the file ({held})" if held else ""
+        raise ModelError(
+            f"{model.path} has no inputs{but}, so there is nothing to stream through it"
+        )
     return sources
 
 
@@ -129,78 +142,154 @@ def _dtype(model: OnnxModel, source: ValueInfoProto) -> torch.dtype:
     return dtype
 
 
-def _declared(source: ValueInfoProto) -> tuple[int | str, ...]:
-    """Sizes, and names of those that are open."""
+def _declared(source: ValueInfoProto) -> Dims:
+    """The shape of an input; sizes below 0, which some exporters write, are open."""
+    if not source.type.tensor_type.HasField("shape"):
+        return None
     return tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
+        dim.dim_value
+        if dim.HasField("dim_value") and dim.dim_value >= 0
+        else dim.dim_param or _NAMELESS
         for dim in source.type.tensor_type.shape.dim
     )
 
 
-def _fixed_batch(declared: Mapping[str, tuple[int | str, ...]]) -> int | None:
-    """The batch size of a model that takes no other."""
-    first = {dims[0] for dims in declared.values() if dims}
-    if len(first) == 1 and isinstance(only := first.pop(), int):
-        return only
-    return None
+def _fixed_batch(model: OnnxModel, declared: Mapping[str, Dims]) -> int | None:
+    """The batch size of a model that takes no other, where all sizes are numbers: the first.
+
+    Raises:
+        ModelError: for a batch of no samples.
+    """
+    if any(dims is None for dims in declared.values()):
+        return None
+    first = [dims[0] for dims in declared.values() if dims]
+    if not first or not all(isinstance(size, int) for size in first):
+        return None
+    size = int(first[0])
+    if not size:
+        raise ModelError(
+            f"{model.path} takes batches of no samples",
+            hint="export it with a free first size (dynamic_shapes)",
+        )
+    return size
+
+
+def _batched(
+    declared: Mapping[str, Dims], given: Mapping[str, tuple[int, ...]], fixed: int | None
+) -> frozenset[str]:
+    """The inputs whose dimension 0 is the batch.
+
+    Not where its symbol is that of another dimension too, as of [batch, length] and [length, 4].
+    """
+    first = {name: dims[0] for name, dims in declared.items() if dims}
+    first |= {
+        name: _NAMELESS for name, dims in declared.items() if dims is None and given.get(name)
+    }
+    if fixed is not None:
+        return frozenset(name for name, size in first.items() if size == fixed)
+    later = {dim for dims in declared.values() for dim in (dims or ())[1:]} - {_NAMELESS}
+    free = {name for name, dim in first.items() if isinstance(dim, str)}
+    return frozenset({name for name in free if first[name] not in later} or free)
+
+
+def _filled(
+    dims: Dims, symbols: Mapping[str, int], samples: int | None
+) -> tuple[int | str, ...] | None:
+    """A shape with all that is known of its open sizes."""
+    if dims is None:
+        return None
+    known = [symbols.get(dim, dim) if isinstance(dim, str) else dim for dim in dims]
+    if samples is not None:
+        known[0] = samples
+    return tuple(known)
+
+
+def _free(dims: Dims, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    return tuple(
+        at for at in range(int(batched), len(shape)) if dims is None or isinstance(dims[at], str)
+    )
 
 
 def _given(
     model: OnnxModel, sources: Mapping[str, ValueInfoProto], specs: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    if not specs:
-        return {}
-    args, kwargs = parse_inputs(specs)
-    unknown = sorted(kwargs.keys() - sources.keys())
-    if unknown or len(args) > len(sources):
-        named = f"it has no input {unknown[0]}" if unknown else f"it has {len(sources)} inputs"
-        raise UsageError(
-            f"--input does not fit {model.path.name}: {named}",
-            hint=f"its inputs are {', '.join(sources)}",
-        )
-    found = {**dict(zip(sources, args, strict=False)), **kwargs}
-    shapes = {}
-    for name, tensor in found.items():
-        assert isinstance(tensor, torch.Tensor)
-        wanted = torch_dtype(sources[name].type.tensor_type.elem_type)
-        # Without a dtype a spec means float32: the model knows better.
-        if tensor.dtype not in (wanted, torch.float32):
+    """The shapes in the specs, by input.
+
+    Raises:
+        UsageError: for specs that cannot be read or name no input.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    unnamed = iter(sources)
+    for spec in specs:
+        match = _SPEC.fullmatch(spec)
+        if match is None:
             raise UsageError(
-                f"--input gives {name} as {tensor.dtype}, but {model.path.name} takes {wanted}",
+                f"--input {spec!r} gives no shape",
+                hint="write sizes: 32x3x224x224, or mask=32x128",
+            )
+        name = match["name"] or next(unnamed, "")
+        if name not in sources:
+            what = f"no input {name}" if name else f"{len(sources)} inputs"
+            raise UsageError(
+                f"--input does not fit {model.path.name}: it has {what}",
+                hint=f"its inputs are {', '.join(sources)}",
+            )
+        if name in shapes:
+            raise UsageError(f"--input names {name!r} twice")
+        wanted = torch_dtype(sources[name].type.tensor_type.elem_type)
+        if match["dtype"] and wanted is not getattr(torch, match["dtype"], None):
+            raise UsageError(
+                f"--input gives {name} as {match['dtype']}, but {model.path.name} takes "
+                f"{str(wanted).removeprefix('torch.')}",
                 hint="leave the dtype out",
             )
-        shapes[name] = tuple(tensor.shape)
+        shapes[name] = tuple(int(size) for size in match["sizes"].split("x"))
+        if not shapes[name][0]:
+            raise UsageError(f"--input {spec!r} is an empty batch")
     return shapes
 
 
-def _samples(
-    given: Mapping[str, tuple[int, ...]],
-    declared: Mapping[str, tuple[int | str, ...]],
-    fixed: int | None,
-    batch: int | None,
-) -> int:
-    if fixed is not None:
-        return fixed
-    sizes = {
-        given[name][0]
-        for name, dims in declared.items()
-        if dims and not isinstance(dims[0], int) and given.get(name)
-    }
+def _symbols(
+    declared: Mapping[str, Dims], given: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, int]:
+    """The sizes that symbols stand for.
+
+    Raises:
+        UsageError: for one that is given twice, as different sizes.
+    """
+    found: dict[str, int] = {}
+    for name, shape in given.items():
+        for dim, size in zip(declared[name] or (), shape, strict=False):
+            if not isinstance(dim, str) or dim == _NAMELESS:
+                continue
+            if found.setdefault(dim, size) != size:
+                raise UsageError(f"--input gives {dim} as {found[dim]} and, in {name}, as {size}")
+    return found
+
+
+def _samples(given: Mapping[str, tuple[int, ...]], batched: frozenset[str]) -> int:
+    """The samples of a batch.
+
+    Raises:
+        UsageError: where inputs are given with different numbers of them.
+    """
+    sizes = {given[name][0] for name in batched if name in given}
     if len(sizes) > 1:
         raise UsageError(
             f"--input gives batches of {' and '.join(map(str, sorted(sizes)))} samples"
         )
-    return sizes.pop() if sizes else batch or DEFAULT_BATCH
+    return sizes.pop() if sizes else DEFAULT_BATCH
 
 
-def _agree(
-    model: OnnxModel, name: str, dims: tuple[int | str, ...], shape: tuple[int, ...]
-) -> None:
+def _agree(model: OnnxModel, name: str, dims: Dims, shape: tuple[int, ...]) -> None:
+    """Raises UsageError where a shape is not what the model takes."""
+    if dims is None:
+        return
     if len(dims) != len(shape) or any(
         isinstance(dim, int) and dim != size for dim, size in zip(dims, shape, strict=True)
     ):
         raise UsageError(
             f"--input gives {name} as {'x'.join(map(str, shape))}, but {model.path.name} takes "
-            f"{'x'.join(map(str, dims))}",
+            f"{'x'.join(map(str, dims)) or 'a number'}",
             hint="a size in letters is free, the others are not",
         )

@@ -1,0 +1,51 @@
+"""Packages of ONNX stages in this process, held against one session on the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from loading import load_package
+
+from gpipe_compiler.plan import Plan
+
+Arrays = dict[str, np.ndarray]
+
+
+def whole(model: Path, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """The outputs of the model in one piece."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(model), options, ["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(arrays)), strict=True))
+
+
+def assert_equal(package: Path, model: Path, arrays: Arrays, *, plan: Plan | None = None) -> Arrays:
+    """Holds a package against its model; gives what the package made.
+
+    Args:
+        plan: where numbers follow from the whole of a micro-batch (dynamic quantisation), so that
+            the model has to be run on each of them by itself.
+    """
+    found: Arrays = load_package(package).Pipeline()(arrays)
+    if plan is None:
+        expected = whole(model, arrays)
+    else:
+        count = len(next(iter(arrays.values())))
+        size = plan.microbatch_size
+        number = -(-count // size)
+        parts = [
+            whole(model, dict(zip(arrays, split, strict=True)))
+            for split in zip(
+                *(np.array_split(array, number) for array in arrays.values()), strict=True
+            )
+        ]
+        expected = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6)
+    return found
