@@ -12,10 +12,10 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, astuple
 from enum import Enum
-from typing import overload
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from .schedule.actions import Compute, Phase, SharedSum, Transfer
 from .spec import Remat
 from .stage_links import LinkSeconds, link_seconds
 from .stage_messages import MessageTimes
+from .timed_steps import TimedSteps
 from .transport import Endpoint
 from .wiring import StageWiring, Step
 
@@ -51,32 +52,6 @@ def clock(pipe: Pipeline, inputs: object, target: object, phase_s: float = PHASE
         phase_s: seconds, about, to spend on each device alone, and on all together.
     """
     return _Clock(pipe, inputs, target).measure(phase_s)
-
-
-class _TimedSteps(Sequence[Step]):
-    """A program that notes how long the engine is at each of its steps."""
-
-    def __init__(self, steps: Sequence[Step], device: torch.device) -> None:
-        self._steps = steps
-        self._device = device
-        self.seconds: list[float] = []
-
-    def __iter__(self) -> Iterator[Step]:
-        for step in self._steps:
-            start = time.perf_counter()
-            yield step
-            _settle(self._device)
-            self.seconds.append(time.perf_counter() - start)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @overload
-    def __getitem__(self, index: int) -> Step: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Step]: ...
-    def __getitem__(self, index: int | slice) -> Step | Sequence[Step]:
-        return self._steps[index]
 
 
 class _Recorder:
@@ -155,9 +130,9 @@ class _Watched(Engine):
         self._messages = messages
         self.turn = Turn.WAITING
         self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
-        self.rounds: dict[Turn, list[list[float]]] = {turn: [] for turn in Turn}
+        self.rounds: dict[Turn, list[TimedSteps]] = {turn: [] for turn in Turn}
         self.sums_s: list[float] = []
-        self.worked_s: list[float] = []
+        self.last = TimedSteps((), self.device, apart=False)
         self._record: dict[Transfer, torch.Tensor | None] = {}
         self._outcome = Outcome()
 
@@ -174,18 +149,24 @@ class _Watched(Engine):
         if self.turn is Turn.WAITING:
             self.asked = steps, wiring, job
             recorder = _Recorder(endpoint, self._record, self._messages)
-            self._outcome = super().run(steps, wiring, job, recorder, ended)
+            self.last = TimedSteps(steps, self.device, apart=False)
+            self._outcome = super().run(self.last, wiring, job, recorder, ended)
             if recorder.sum_s is not None:
                 self.sums_s.append(recorder.sum_s)
             return self._outcome
-        timed = _TimedSteps(steps, self.device)
-        outcome = super().run(timed, wiring, job, _Replay(self._record))
-        self.worked_s.append(sum(timed.seconds))
-        self.rounds[self.turn].append(timed.seconds)
+        self.last = TimedSteps(steps, self.device, apart=True)
+        outcome = super().run(self.last, wiring, job, _Replay(self._record))
+        self.rounds[self.turn].append(self.last)
         return outcome
 
-    def stage_seconds(self, turn: Turn) -> dict[int, StageSeconds]:
-        """The medians over all runs of a kind."""
+    def stage_seconds(
+        self, turn: Turn, during: Sequence[tuple[float, float]]
+    ) -> dict[int, StageSeconds]:
+        """The medians over all runs of a kind.
+
+        Args:
+            during: of each run, from when until when its work counts, as long as there is any.
+        """
         assert self.asked is not None
         steps, _, job = self.asked
         again = {
@@ -195,12 +176,16 @@ class _Watched(Engine):
             and step.waits
             and self.manner.remat[step.action.stage] is Remat.FULL
         }
-        rounds = self.rounds[turn]
         found: dict[int, dict[str, float]] = {stage: {"forward_s": 0.0} for stage in self.modules}
         for (stage, name), places in _places(steps, again).items():
-            totals = [sum(seconds[place] for place in places) for seconds in rounds]
-            count = len(places) if self._apart(stage) else job.microbatches
-            found[stage][name] = statistics.median(totals) / count
+            every = [run.mean(places) for run in self.rounds[turn]]
+            counted = [
+                run.mean(inside)
+                for run, (begin, end) in zip(self.rounds[turn], during, strict=True)
+                if (inside := [place for place in places if begin <= run.middles[place] <= end])
+            ]
+            seconds = statistics.median(counted or every)
+            found[stage][name] = seconds / (1 if self._apart(stage) else job.microbatches)
         return {stage: StageSeconds(**times) for stage, times in found.items()}
 
     def _apart(self, stage: int) -> bool:
@@ -229,6 +214,19 @@ def _places(
     return found
 
 
+class _Span(NamedTuple):
+    """A step.
+
+    Attributes:
+        before_s: until the first stage's device begins, where that is of this process.
+        after_s: from when the devices of this process are done.
+    """
+
+    seconds: float
+    before_s: float
+    after_s: float
+
+
 class _Clock:
     """One measurement of a pipeline."""
 
@@ -248,19 +246,18 @@ class _Clock:
             for _ in range(1 + LEAST_ROUNDS):
                 self._step()
             sums_s = self._sums()
+            self.messages.clear()
             devices = range(max(self.pipe.placement) + 1)
-            self._turns(devices)
-            (first_s,) = self._agreed([self._step()], max)
+            (first_s,) = self._agreed([self._step(devices).seconds], max)
             for engine in self.engines:
                 engine.rounds[Turn.BESIDE_OTHERS].clear()
-            around_s: list[float] = []
+            steps: list[_Span] = []
             for _ in range(math.ceil(max(LEAST_ROUNDS, phase_s / first_s))):
                 for device in devices if len(devices) > 1 else ():
-                    self._turns([device])
-                    self._step()
-                self._turns(devices)
-                step_s = self._step()
-                around_s.append(step_s - max(engine.worked_s[-1] for engine in self.engines))
+                    self._step([device])
+                self._step(devices)
+                steps.append(self._step())
+            around_s = self._around(steps)
             together = self._found(Turn.BESIDE_OTHERS)
             alone = self._found(Turn.ALONE) if len(devices) > 1 else together
         finally:
@@ -271,7 +268,7 @@ class _Clock:
             _with_transfers(together, links),
             links.receive_s,
             links.gradient_s,
-            self._agreed([statistics.median(around_s)], min)[0] + sums_s,
+            around_s + sums_s,
         )
 
     def _links(self) -> LinkSeconds:
@@ -280,15 +277,38 @@ class _Clock:
         flat = iter(self._agreed([seconds for row in found for seconds in row], max))
         return LinkSeconds(*(tuple(next(flat) for _ in row) for row in found))
 
-    def _step(self) -> float:
-        """One step; the seconds that it took."""
-        self.pipe.zero_grad()
+    def _step(self, devices: Collection[int] = ()) -> _Span:
+        """One step, as `bench` takes it.
+
+        Args:
+            devices: these work without waiting, and the others rest; none for training.
+        """
+        for engine in self.engines:
+            engine.turn = self._turn(engine, devices)
         start = time.perf_counter()
+        self.pipe.zero_grad()
         if self.pipe.spec.loss is None:
             self.pipe(self.inputs)
         else:
             self.pipe.step(self.inputs, self.target).item()
-        return time.perf_counter() - start
+        end = time.perf_counter()
+        first = [e for e in self.engines if self._place(e) == self.pipe.placement[0]]
+        return _Span(
+            end - start,
+            first[0].last.begun - start if first else 0.0,
+            end - max(engine.last.ended for engine in self.engines),
+        )
+
+    def _around(self, steps: Sequence[_Span]) -> float:
+        """What steps take until the device of the first stage sets to work, and after the last
+        device is done."""
+        before = self._agreed([step.before_s for step in steps], max)
+        after = self._agreed([step.after_s for step in steps], min)
+        return statistics.median(before) + statistics.median(after)
+
+    def _place(self, engine: _Watched) -> int:
+        """The device of an engine."""
+        return self.pipe.placement[min(engine.modules)]
 
     def _sums(self) -> float:
         """Seconds in which processes add up shared gradients, on the one that comes last."""
@@ -296,22 +316,28 @@ class _Clock:
         (least,) = self._agreed([min(found, default=math.inf)], min)
         return least if math.isfinite(least) else 0.0
 
-    def _turns(self, devices: Sequence[int]) -> None:
-        """In the steps to come these devices work, and the others rest."""
-        for engine in self.engines:
-            place = self.pipe.placement[min(engine.modules)]
-            if place not in devices:
-                engine.turn = Turn.RESTING
-            elif len(devices) > max(self.pipe.placement):
-                engine.turn = Turn.BESIDE_OTHERS
-            else:
-                engine.turn = Turn.ALONE
+    def _turn(self, engine: _Watched, devices: Collection[int]) -> Turn:
+        if not devices:
+            return Turn.WAITING
+        if self._place(engine) not in devices:
+            return Turn.RESTING
+        whole = len(devices) > max(self.pipe.placement)
+        return Turn.BESIDE_OTHERS if whole else Turn.ALONE
 
     def _found(self, turn: Turn) -> list[StageSeconds]:
-        """Of every stage, from whichever rank has it."""
+        """Of every stage, from whichever rank has it.
+
+        Devices do not end at once: beside others is what was done before the first one has ended.
+        """
+        rounds = list(zip(*(engine.rounds[turn] for engine in self.engines), strict=True))
+        during = [(-math.inf, math.inf)] * len(rounds)
+        if turn is Turn.BESIDE_OTHERS:
+            begun = self._agreed([max(run.begun for run in runs) for runs in rounds], max)
+            ended = self._agreed([min(run.ended for run in runs) for runs in rounds], min)
+            during = list(zip(begun, ended, strict=True))
         table = [[0.0] * 4 for _ in self.pipe.placement]
         for engine in self.engines:
-            for stage, found in engine.stage_seconds(turn).items():
+            for stage, found in engine.stage_seconds(turn, during).items():
                 table[stage] = list(asdict(found).values())
         flat = self._agreed([number for row in table for number in row], max)
         return [StageSeconds(*flat[4 * stage : 4 * stage + 4]) for stage in range(len(table))]
@@ -339,8 +365,3 @@ def _with_transfers(stages: Sequence[StageSeconds], links: LinkSeconds) -> tuple
             stages, links.forward_s, links.backward_s, strict=True
         )
     )
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

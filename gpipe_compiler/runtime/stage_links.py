@@ -27,6 +27,7 @@ from .schedule.actions import SharedSum, Transfer
 from .schedule.lowering import first_targets
 from .spec import Crossing
 from .stage_messages import MessageSeconds, MessageTimes
+from .timed_steps import settle
 from .transport import Endpoint
 from .wiring import crossings_for, most_work
 
@@ -130,7 +131,7 @@ class _Exchange:
                 with self.timer("expect"):
                     end.expect(self._back)
                 end.take(self._back)
-                _settle(device)
+                settle(device)
         end.flush()
 
     def answer(self, end: Endpoint, device: torch.device) -> None:
@@ -144,7 +145,7 @@ class _Exchange:
                 # Sent before the other, so it is there.
                 with self.timer("take"):
                     end.take(self._aside)
-            _settle(device)
+            settle(device)
             end.send(self._back, tensor)
         end.flush()
 
@@ -214,8 +215,3 @@ def _between_processes(
 
 def _no_sum(total: SharedSum) -> None:
     """Nothing is summed here."""
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

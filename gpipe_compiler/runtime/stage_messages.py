@@ -41,6 +41,11 @@ class MessageTimes:
         self._takes: _Times = defaultdict(list)
         self._ways: _Times = defaultdict(list)
 
+    def clear(self) -> None:
+        """Forget what was seen, as warming up is no measure."""
+        for times in (self._sends, self._expects, self._takes, self._ways):
+            times.clear()
+
     @contextlib.contextmanager
     def sending(self, transfer: Transfer) -> Iterator[None]:
         """Around the start of a message."""

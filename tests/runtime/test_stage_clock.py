@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import queue
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
+from torch import nn
 
-from gpipe_compiler.runtime import stage_clock, stage_links, stage_messages
+from gpipe_compiler.runtime import stage_clock, stage_links, stage_messages, timed_steps
+from gpipe_compiler.runtime.choices import Manner
 from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
+from gpipe_compiler.runtime.engine import Engine
 from gpipe_compiler.runtime.local import LocalEndpoint
 from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.schedule.actions import Transfer
-from gpipe_compiler.runtime.spec import Crossing, Remat, ScheduleKind
-from gpipe_compiler.runtime.stage_clock import clock
+from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Transfer
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.stage_clock import Turn, clock
 from gpipe_compiler.runtime.stage_messages import MessageSeconds, MessageTimes
+from gpipe_compiler.runtime.wiring import Step
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
 
@@ -68,10 +74,12 @@ def test_a_device_of_all_stages_takes_what_they_take(monkeypatch, schedule, rema
     """Where all stages share a device, only GPipe's last micro-batch need not be run again."""
     work = _Clock()
     monkeypatch.setattr(stage_clock, "time", work)
+    monkeypatch.setattr(timed_steps, "time", work)
     inputs, target, _ = data_for("skip", 4 * SAMPLES)
     with slow(
         Pipeline(skip_spec(), None, devices="cpu", schedule=schedule, remat=remat), work
     ) as p:
+        monkeypatch.setattr(p, "zero_grad", lambda: work.sleep(0.25))
         found = clock(p, inputs, target, phase_s=0.05)
 
     for number, seconds in [*enumerate(found.alone), *enumerate(found.together)]:
@@ -80,7 +88,7 @@ def test_a_device_of_all_stages_takes_what_they_take(monkeypatch, schedule, rema
         expected = forward_s, backward_s, 0.0, (forward_s + backward_s) if again else 0.0
         assert dataclasses.astuple(seconds) == pytest.approx(expected)
     assert set(found.receive_s) == set(found.gradient_s) == {0.0}
-    assert found.around_s == pytest.approx(0.0)
+    assert found.around_s == pytest.approx(0.25)
 
 
 def test_devices_are_timed_alone_and_together(one_thread):
@@ -93,6 +101,25 @@ def test_devices_are_timed_alone_and_together(one_thread):
             assert seconds.forward_s >= FORWARD_S * (number + 1)
             assert seconds.backward_s >= BACKWARD_S * (number + 1)
     assert found.receive_s[0] == found.gradient_s[0] == 0.0
+
+
+def test_what_a_device_does_after_the_others_is_not_beside_them():
+    """Of three steps of 1, 2 and 3 s the others end in the second one's second half."""
+    manner = Manner(BatchNorm.MICRO, Precision.FP32, (Remat.NONE,))
+    plain = Engine({0: nn.Identity()}, torch.device("cpu"), None, manner)
+    engine = stage_clock._Watched(plain, MessageTimes())
+    steps = [Step(Compute(0, Phase.FORWARD, microbatch), ()) for microbatch in range(3)]
+    engine.asked = steps, [SimpleNamespace(joint=None)], None
+    run = timed_steps.TimedSteps(steps, torch.device("cpu"), apart=True)
+    run.seconds, run.middles = [1.0, 2.0, 3.0], [0.5, 2.0, 4.5]
+    engine.rounds[Turn.BESIDE_OTHERS] = [run]
+
+    def seconds(begin, end):
+        return engine.stage_seconds(Turn.BESIDE_OTHERS, [(begin, end)])[0].forward_s
+
+    assert seconds(0.0, 2.1) == 1.5
+    assert seconds(-math.inf, math.inf) == 2.0
+    assert seconds(7.0, 5.0) == 2.0  # by clocks that differ nothing is beside others: all counts
 
 
 def test_timing_leaves_weights_and_later_steps_as_they_are(one_thread):
