@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from gpipe_compiler.cluster import PCIE3, Cluster, Device
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
@@ -28,7 +30,8 @@ BYTES_EACH = 12
 MEMORY = 8 * 10**9
 """Of a device, in GPipe's Table 1."""
 
-ENDLESS = 10**15
+SHARE = 40
+"""Cuts take so many times less work than for a package."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,15 @@ def planned(
     remat: RematChoice = RematChoice.AUTO,
     memory: int = MEMORY,
     balance: Sequence[int] = (),
+    exact: bool = True,
 ) -> Fit:
     """The model in a pipeline over devices of so much memory, as this compiler plans it.
 
+    What fits counts here, not how long a step takes: cuts take less work than for a package.
+
     Args:
         balance: how many of the model's parts each stage has; empty for our own cut.
+        exact: whether its stages are rehearsed; else what its cut counts is told.
     """
     subject = Subject(
         "model", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
@@ -123,7 +130,8 @@ def planned(
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
     bench = Workbench(graph, Cluster.of(device, PCIE3), constraints=pinned(balance))
     policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM)
-    plan = bench.plan(bench.choose(devices, microbatches, policy), policy)
+    choice = bench.choose(devices, microbatches, policy)
+    plan = bench.plan(choice, policy, WORK // SHARE, exact_memory=exact)
     return Fit(sized.name, sized.parameters, plan.prediction.device_bytes, plan)
 
 
@@ -134,17 +142,26 @@ def pinned(balance: Sequence[int]) -> Constraints:
     return Constraints(pins=pins) if pins else NO_CONSTRAINTS
 
 
-def largest(sizes: Sequence[int], fit: Callable[[int], Fit]) -> Fit | None:
-    """The last of growing sizes that fits, by bisection; None where the first does not."""
+def largest(sizes: Sequence[int], fit: Callable[[int], Fit], near: int = 0) -> Fit | None:
+    """The last of growing sizes that fits; None where the first does not.
+
+    From a size that may be near it in steps twice as long each time, then by bisection.
+    """
     found: Fit | None = None
     low, high = 0, len(sizes)
+    place = bisect.bisect_right(sizes, near) - 1 if near else high // 2
+    step = 1 if near else high
     while low < high:
-        middle = (low + high) // 2
-        tried = fit(sizes[middle])
+        place = min(max(place, low), high - 1)
+        tried = fit(sizes[place])
         if tried.fits:
-            found, low = tried, middle + 1
+            found, low = tried, place + 1
+            ahead = place + step
         else:
-            high = middle
+            high = place
+            ahead = place - step
+        step *= 2
+        place = ahead if low < ahead < high else (low + high) // 2
     return found
 
 

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,20 @@ from torch.utils._pytree import tree_map
 
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.compile import CompileOptions, plan_as_asked, trace_subject
+from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import PlanError
+from gpipe_compiler.frontend.examples import normal_form
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.workbench import Workbench
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MICROBATCHES = 4
+SHARE = 8
+"""Cuts may take so many times less work than usual: what is told of them is all that counts."""
 ALLOWED = 0.05
 """The share by which a prediction may be off."""
 
@@ -74,6 +79,13 @@ NETWORKS = {
     ),
     "inception": Network("inception", {"width": 16}, {}, {}),
     "mlp_digits": Network("mlp_digits", {"hidden": 256}, {}, {}),
+    "gpt2_huggingface": Network("gpt2_huggingface", {}, {}, {}),
+    "inputs": Network("inputs", {"layers": 6}, {}, {}),
+    "deep_chain": Network("deep_chain", {"layers": 24}, {"batch": 64}, {"batch": 64}),
+    "transformer_l": Network(
+        "transformer_l", {"dim": 128, "feed_forward": 512, "heads": 4, "layers": 6},
+        {"batch": 8, "sequence": 64}, {"batch": 8, "sequence": 64},
+    ),
 }  # fmt: skip
 
 
@@ -115,12 +127,19 @@ def subject_of(name: str) -> Subject:
         sys.path.insert(0, str(EXAMPLES))
     network = NETWORKS[name]
     example = importlib.import_module(network.example)
+    model = example.build_model(**network.model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model = model.to_empty(device="cpu")
+    args, kwargs = normal_form(example.example_inputs(**network.inputs), None)
+    # Where the model makes its own loss, the example has neither of these.
+    has_loss = hasattr(example, "loss_fn")
     return Subject(
         name=name,
-        model=example.build_model(**network.model),
-        args=(example.example_inputs(**network.inputs),),
-        target=example.example_target(**network.target),
-        loss_fn=example.loss_fn,
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        target=example.example_target(**network.target) if has_loss else None,
+        loss_fn=example.loss_fn if has_loss else None,
     )
 
 
@@ -133,28 +152,36 @@ class Made:
     case: dict[str, Any]
 
 
-def packages(name: str, stages: int, optimizer: OptimizerKind, folder: Path) -> Iterable[Made]:
+def packages(name: str, stages: int, optimizer: OptimizerKind, folder: Path) -> Iterator[Made]:
     """Those of one network in so many stages."""
     subject = subject_of(name)
     graph, _ = trace_subject(subject)
+    whole = Workbench(graph, local_cluster())
     schedules = [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B]
     for schedule in schedules[: 1 if stages == 1 else 2]:
         peaks: dict[RematChoice, int] = {}
         for remat in RematChoice:
-            options = CompileOptions(stages, MICROBATCHES, schedule, remat, optimizer=optimizer)
+            bench = whole
             if remat is RematChoice.AUTO:
                 both = [peaks[choice] for choice in (RematChoice.NONE, RematChoice.FULL)]
-                options = dataclasses.replace(options, cluster=_of_memory(sum(both) // 2))
+                bench = dataclasses.replace(whole, cluster=_of_memory(sum(both) // 2))
+            policy = Policy(schedule, remat, optimizer=optimizer)
             with contextlib.suppress(PlanError):
-                plan, _ = plan_as_asked(graph, options)
+                choice = bench.choose(stages, MICROBATCHES, policy)
+                plan = bench.plan(choice, policy, WORK // SHARE, exact_memory=True)
                 peaks[remat] = max(plan.prediction.device_bytes)
                 words = (name, str(stages), schedule.value, remat.value)
                 package = folder / "_".join(words).replace("-", "_")
                 emit(plan, package)
                 # Alone in memory: an example batch may be a slice of all its data.
-                batch = tree_map(torch.clone, (subject.args[0], subject.target))
+                call = (subject.args, dict(subject.kwargs)), subject.target
+                batch = tree_map(_alone, call)
                 case = {"package": str(package), "batch": batch, "optimizer": optimizer.value}
                 yield Made(words, plan, case)
+
+
+def _alone(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _of_memory(memory: int) -> Cluster:
@@ -175,32 +202,56 @@ def measure(cases: Sequence[dict[str, Any]], stages: int, folder: Path) -> list[
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def rows_of(made: Sequence[Made], found: Sequence[Sequence[Sequence[int]]]) -> list[list[str]]:
+@dataclass(frozen=True)
+class Row:
+    """A device of a package.
+
+    Attributes:
+        words: that head the row: network, stages, schedule, remat.
+        action: at which the predicted peak is.
+        predicted, live, allocated: bytes; the last two as `live_memory.py` tells them.
+    """
+
+    words: tuple[str, ...]
+    device: int
+    action: str
+    predicted: int
+    live: int
+    allocated: int
+
+    @property
+    def off(self) -> float:
+        """The share by which the prediction is off."""
+        return self.predicted / self.live - 1
+
+    def cells(self) -> list[str]:
+        """As the table has it."""
+        off = f"{self.off:+.1%}" + " !" * (abs(self.off) > ALLOWED)
+        sizes = _mib(self.predicted), _mib(self.live), off, _mib(self.allocated)
+        return [*self.words, str(self.device), self.action, *sizes]
+
+
+def rows_of(made: Sequence[Made], found: Sequence[Sequence[Sequence[int]]]) -> list[Row]:
     """A row for every device of every package."""
-    rows = []
-    for number, one in enumerate(made):
-        for rank, memory in enumerate(one.plan.prediction.memory):
-            live, allocated = found[rank][number]
-            off = memory.peak / live - 1
-            figures = (_mib(memory.peak), _mib(live), f"{off:+.1%}", _mib(allocated))
-            rows.append([*one.words, str(rank), memory.action, *figures])
-            if abs(off) > ALLOWED:
-                rows[-1][8] += " !"
-    return rows
+    return [
+        Row(one.words, rank, memory.action, memory.peak, *found[rank][number])
+        for number, one in enumerate(made)
+        for rank, memory in enumerate(one.plan.prediction.memory)
+    ]
 
 
-def summary(rows: Sequence[Sequence[str]]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """A row for every network and number of stages: how many peaks, and how far off at most."""
-    found: dict[tuple[str, str], list[Sequence[str]]] = {}
+    found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault((row[0], row[1]), []).append(row)
+        found.setdefault(row.words[:2], []).append(row)
     lines = []
     for words, some in found.items():
-        sizes = [float(row[7]) for row in some]
-        off = max((row[8] for row in some), key=lambda text: abs(float(text.split("%")[0])))
-        spread = f"{min(sizes):.1f} to {max(sizes):.1f}"
-        over = max(float(row[9]) / float(row[7]) - 1 for row in some)
-        lines.append([*words, str(len(some)), spread, off, f"{over:.0%}"])
+        sizes = [row.live for row in some]
+        off = max((row.off for row in some), key=abs)
+        spread = f"{_mib(min(sizes))} to {_mib(max(sizes))}"
+        over = max(row.allocated / row.live - 1 for row in some)
+        lines.append([*words, str(len(some)), spread, f"{off:+.2%}", f"{over:.0%}"])
     header = ("network", "stages", "peaks", "measured MiB", "most off", "workspaces add, at most")
     return markdown(header, lines)
 
@@ -218,19 +269,20 @@ def main() -> None:
     parser.add_argument("--optimizer", type=OptimizerKind, default=OptimizerKind.ADAM)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[list[str]] = []
+    rows: list[Row] = []
     for name in arguments.names or names:
         for stages in arguments.stages:
             with tempfile.TemporaryDirectory() as folder:
                 made = list(packages(name, stages, arguments.optimizer, Path(folder)))
                 cases = [one.case for one in made]
-                rows += rows_of(made, measure(cases, stages, Path(folder)))
-                print(".", end="", file=sys.stderr, flush=True)
+                found = rows_of(made, measure(cases, stages, Path(folder)))
+                rows += found
+                print(summary(found).splitlines()[-1], file=sys.stderr, flush=True)
     print(f"\n{arguments.optimizer.value}, {MICROBATCHES} micro-batches; {machine()}\n")
     print(summary(rows))
     columns = ("network", "stages", "schedule", "remat", "device", "peak at")
     figures = ("predicted MiB", "measured MiB", "off", "with workspaces")
-    print(f"\n{markdown((*columns, *figures), rows)}")
+    print(f"\n{markdown((*columns, *figures), [row.cells() for row in rows])}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ parameter; its Transformers have 1024 words in mini-batches of 32.
 from __future__ import annotations
 
 import argparse
+import bisect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ class Search:
     Attributes:
         how: in words.
         published: the largest that GPipe tells of, and its parameters.
+        near: a size that may be about the largest; 0 for none.
     """
 
     how: str
@@ -162,6 +164,7 @@ class Search:
     devices: int
     microbatches: int
     remat: RematChoice = RematChoice.AUTO
+    near: int = 0
 
     def run(self) -> tuple[Fit | None, float]:
         """The largest that fits, and the seconds that it took to find."""
@@ -176,7 +179,7 @@ class Search:
             print(f"    {self.how}: {found.name} {fullest:.2f} GB {spent:.0f} s", flush=True)
             return found
 
-        return largest(self.sizes, fit), time.perf_counter() - start
+        return largest(self.sizes, fit, self.near), time.perf_counter() - start
 
 
 def fitting(searches: Iterable[Search], title: str) -> str:
@@ -212,44 +215,38 @@ GPIPE_AMOEBANET = {
 FILTERS = 16
 """By so many the networks grow."""
 
-SMALLEST = 0.7
-"""The share of `most_parameters` from which on networks are tried."""
+LIKELY = {"amoebanet": 0.7, "transformer": 0.85}
+"""The share of `most_parameters` that may be about the largest."""
 
 
 def amoebanet_searches(devices: Sequence[int]) -> list[Search]:
     """AmoebaNet-D with GPipe's numbers of layers and as many filters as fit."""
 
-    def filters(layers: int, least: float, most: float) -> list[int]:
-        found = []
-        for count in range(4 * FILTERS, 2048, FILTERS):
-            parameters = amoebanet(layers, count, 1).parameters
-            if parameters > most:
-                break
-            if parameters >= least:
-                found.append(count)
-        return found
+    def filters(layers: int, most: float) -> range:
+        """All whose parameters are no more than that."""
+        every = range(2 * FILTERS, 2048, FILTERS)
+        return every[: bisect.bisect(every, most, key=lambda f: amoebanet(layers, f, 1).parameters)]
 
     most = most_parameters(1)
     plain = [
         Search(
-            f"plain, {text}", "(18, 208) 82M", filters(18, 0, bound), grow(18), 1, count,
+            f"plain, {text}", "(18, 208) 82M", filters(18, bound), grow(18), 1, count,
             RematChoice.NONE,
         )
         for text, count, bound in (
             ("the whole mini-batch", 1, most / 5), ("accumulated", MICRO_BATCHES, most)
         )
     ]  # fmt: skip
-    ours = [
-        Search(
-            f"ours, K={count}",
-            GPIPE_AMOEBANET[count][1],
-            filters(GPIPE_AMOEBANET[count][0], SMALLEST * count * most, count * most),
-            grow(GPIPE_AMOEBANET[count][0]),
-            count,
-            MICRO_BATCHES,
+    ours = []
+    for count in devices:
+        layers, published = GPIPE_AMOEBANET[count]
+        sizes = filters(layers, count * most)
+        near = filters(layers, LIKELY["amoebanet"] * count * most)[-1]
+        ours.append(
+            Search(
+                f"ours, K={count}", published, sizes, grow(layers), count, MICRO_BATCHES, near=near
+            )
         )
-        for count in devices
-    ]
     return [*plain, *ours]
 
 
@@ -270,10 +267,21 @@ def transformer_searches(devices: Sequence[int]) -> list[Search]:
         for text, count in (("the whole mini-batch", 1), ("accumulated", 32))
     ]
     published = {1: "13 (16 GB)", 8: "103 (16 GB)"}
-    ours = [
-        Search(f"ours, K={count}", published.get(count, ""), layers(count), transformer, count, 32)
-        for count in devices
-    ]
+    ours = []
+    for count in devices:
+        sizes = layers(count)
+        near = round(LIKELY["transformer"] * sizes[-1])
+        ours.append(
+            Search(
+                f"ours, K={count}",
+                published.get(count, ""),
+                sizes,
+                transformer,
+                count,
+                32,
+                near=near,
+            )
+        )
     return [*plain, *ours]
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import re
 from collections.abc import Hashable, Sequence
 
-from gpipe_compiler.memory.replay import DeviceJob, Played, Player
+from gpipe_compiler.memory.job import DeviceJob, Played
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.runtime.schedule.actions import Compute, Receive, Send
 
 _STAGE = re.compile(r"^(\d+)(?=[FBW]\d)")

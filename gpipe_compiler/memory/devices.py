@@ -13,7 +13,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.memory.holders import holders_at
-from gpipe_compiler.memory.replay import DeviceJob, Played, StageMemory
+from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.memory.update import UpdateBytes, update_bytes
 from gpipe_compiler.passes.rehearsal import Rehearsals

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.curve import Category, Holder
+from gpipe_compiler.memory.job import DeviceJob, Played
 from gpipe_compiler.memory.ledger import Held, Own
-from gpipe_compiler.memory.replay import DeviceJob, Played, Player
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.passes.tapes import BlockKind
 
 _GRADIENTS = "gradients of parameters"

@@ -13,8 +13,12 @@ from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
-@given(st.lists(st.integers(1, 10**10), max_size=12), st.integers(1, 10**10))
-def test_the_largest_that_fits(sizes: list[int], memory: int) -> None:
+@given(
+    st.lists(st.integers(1, 10**10), max_size=12),
+    st.integers(1, 10**10),
+    st.none() | st.integers(1, 10**10),
+)
+def test_the_largest_that_fits(sizes: list[int], memory: int, near: int | None) -> None:
     sizes.sort()
     tried = []
 
@@ -23,10 +27,23 @@ def test_the_largest_that_fits(sizes: list[int], memory: int) -> None:
         scaled = size * fitting_memory.MEMORY // memory
         return Fit(str(size), size, (scaled,), None)
 
-    found = largest(sizes, fit)
+    found = largest(sizes, fit, near or 0)
     fitting = [size for size in sizes if size * fitting_memory.MEMORY // memory <= 8 * 10**9]
     assert (found.parameters if found else None) == (fitting[-1] if fitting else None)
-    assert len(tried) <= len(sizes).bit_length()
+    assert len(set(tried)) == len(tried) or len(set(sizes)) < len(sizes)
+    if near is None:
+        assert len(tried) <= len(sizes).bit_length()
+
+
+def test_a_near_guess_takes_few_tries() -> None:
+    tried = []
+
+    def fit(size: int) -> Fit:
+        tried.append(size)
+        return Fit(str(size), size, (size * fitting_memory.MEMORY // 78,), None)
+
+    assert largest(range(1, 105), fit, 80).parameters == 78
+    assert tried == [80, 79, 77, 78]
 
 
 @pytest.mark.parametrize(("layers", "millions"), [(3, 282.2), (13, 785.8), (103, 5318.0)])

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gpipe_compiler.memory.replay import DeviceJob, Player, StageMemory
+from gpipe_compiler.memory.job import DeviceJob, StageMemory
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.passes.tapes import Block, BlockKind, Event, StageTapes, Tape
 from gpipe_compiler.runtime.job import Work

@@ -11,8 +11,9 @@ from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, player
 
 from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.curve import CATEGORIES, Category, DeviceMemory, Holder, Point
+from gpipe_compiler.memory.job import Played
 from gpipe_compiler.memory.ledger import Held, Own
-from gpipe_compiler.memory.replay import Played, Player
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 
