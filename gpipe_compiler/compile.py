@@ -20,7 +20,7 @@ from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
 from gpipe_compiler.errors import UsageError, ValidationError
-from gpipe_compiler.exploring import Wish, explore
+from gpipe_compiler.exploring import explore
 from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import Frontend
@@ -44,6 +44,7 @@ from gpipe_compiler.validate import (
     validate_materialised,
     why_not_materialised,
 )
+from gpipe_compiler.wishes import Wish
 from gpipe_compiler.workbench import Workbench
 
 Progress = Callable[[str], None]

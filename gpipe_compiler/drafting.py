@@ -82,7 +82,7 @@ class Drafting:
         setting: in which nothing is recomputed.
         cluster: whose devices the seats of the setting are.
         costs: on each kind of device of the cluster.
-        most_down_sets, work: of every cut, as in `passes.cut.cut`.
+        work: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
     """
@@ -93,7 +93,6 @@ class Drafting:
     cluster: Cluster
     optimizer: OptimizerKind
     costs: tuple[Costs, ...]
-    most_down_sets: int
     work: int
     whole: frozenset[str]
     random: bool
@@ -106,7 +105,6 @@ class Drafting:
         cluster: Cluster,
         setting: Setting,
         policy: Policy,
-        most_down_sets: int,
         work: int,
         constraints: Constraints = NO_CONSTRAINTS,
         facts: Facts | None = None,
@@ -134,7 +132,6 @@ class Drafting:
             cluster,
             policy.optimizer,
             tuple(costs),
-            most_down_sets,
             work,
             whole,
             bool(whole and random_ops(graph)),
@@ -211,7 +208,7 @@ class Drafting:
             other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
         )
         free = self._unlimited()
-        stage_of = cut(heavier, free.setting, self.most_down_sets, work=self.work).stage_of
+        stage_of = cut(heavier, free.setting, work=self.work).stage_of
         judged = cut(self.problem, free.setting, 0, work=self.work, hint=stage_of)
         return free._cut_so(judged, (False,) * self.setting.stages)
 
@@ -312,7 +309,7 @@ class Drafting:
 
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
         setting = dataclasses.replace(self.setting, recompute=recompute)
-        return self._cut_so(cut(problem, setting, self.most_down_sets, work=self.work), recompute)
+        return self._cut_so(cut(problem, setting, work=self.work), recompute)
 
     def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Draft:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
-from gpipe_compiler.exploring import AT_FIRST, EVERYTHING, Free, most_over
+from gpipe_compiler.exploring import AT_FIRST, most_over
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
@@ -16,6 +16,7 @@ from gpipe_compiler.report.units import format_bytes, format_limit, format_secon
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.wishes import EVERYTHING, Free
 from gpipe_compiler.workbench import Workbench
 
 MOST_TRIED = 12

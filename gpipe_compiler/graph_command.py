@@ -20,7 +20,7 @@ from gpipe_compiler.policy import Auto
 from gpipe_compiler.report.tables import figure_table, pairs_table
 from gpipe_compiler.report.units import format_bytes, format_seconds, format_share
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.runtime.wording import counted, listed
 from gpipe_compiler.search_arguments import schedule_of
 
 MICROBATCHES_PER_STAGE = 4
@@ -51,19 +51,28 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         UsageError: for options that say something about a model, of which a graph has none.
     """
     given = [
-        f"--{name.replace('_', '-')}"
+        _option(name)
         for name, value in vars(arguments).items()
         if name not in _UNDERSTOOD and value != parser.get_default(name)
     ]
     if given:
+        understood = sorted(_option(name) for name in _UNDERSTOOD - {"model"})
         raise UsageError(
-            f"{', '.join(given)}: a graph in a JSON file is only planned, not traced or emitted",
-            hint="leave it out, or name a model.py",
+            f"a graph in a JSON file takes no {listed(given, 'nor')}: it is planned, and is no "
+            "model that could be constrained by its modules, trained or emitted",
+            hint=f"give a model.py; or of a graph only {listed(understood)}",
         )
-    if Auto.AUTO in (arguments.stages, arguments.microbatches, schedule_of(arguments)):
+    asked = (arguments.stages, arguments.microbatches, schedule_of(arguments))
+    auto = [
+        f"{option} auto"
+        for option, value in zip(("--stages", "--microbatches", "--schedule"), asked, strict=True)
+        if value is Auto.AUTO
+    ]
+    if auto:
         raise UsageError(
-            "auto: a graph in a JSON file is planned with the settings that are given",
-            hint="give numbers, and a schedule",
+            f"a graph in a JSON file takes no {listed(auto, 'nor')}: the best settings are looked "
+            "for among the plans of a model",
+            hint="say which are to be planned, one after the other: --stages 4 --schedule 1f1b",
         )
     link = dataclasses.replace(
         DEFAULT_LINK,
@@ -83,6 +92,11 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         cluster_asked(arguments) if is_asked else None,
     )
     return plan_graph(read_graph(Path(arguments.model)), setting)
+
+
+def _option(name: str) -> str:
+    """An argument as it is typed."""
+    return f"--{name.replace('_', '-')}"
 
 
 def show_bare_plan(plan: BarePlan) -> RenderableType:

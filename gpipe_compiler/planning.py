@@ -11,7 +11,6 @@ from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.memory.fit import choose_exactly, with_memory
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut import MOST_DOWN_SETS
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.passes.cut.solve import WORK
@@ -33,7 +32,6 @@ def make_plan(
     cluster: Cluster,
     costs: Sequence[Costs],
     policy: Policy = Policy(),  # noqa: B008  # frozen
-    most_down_sets: int = MOST_DOWN_SETS,
     work: int = WORK,
     constraints: Constraints = NO_CONSTRAINTS,
     facts: Facts | None = None,
@@ -47,7 +45,6 @@ def make_plan(
             loss, else inference.
         batch_size: samples of a mini-batch.
         costs: on each kind of device of the cluster.
-        most_down_sets: places to cut up to which the search is over all of them.
         work: how much every cut may work out (`passes.cut.cut`).
         constraints: what the stages are to keep to.
         facts: those of the graph and the first of the costs, where they are known.
@@ -68,9 +65,7 @@ def make_plan(
     training = graph.loss is not None
     setting = setting_for(cluster, stages, microbatches, policy, training=training, devices=devices)
     cluster = cluster.sized(len(setting.seats))
-    drafting = Drafting.of(
-        graph, costs, cluster, setting, policy, most_down_sets, work, constraints, facts
-    )
+    drafting = Drafting.of(graph, costs, cluster, setting, policy, work, constraints, facts)
     choice = policy.remat if graph.loss is not None else RematChoice.NONE
     if exact_memory:
         draft, memory = choose_exactly(drafting, choice, policy.data_parallel)

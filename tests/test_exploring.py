@@ -22,7 +22,7 @@ from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_f
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
 from gpipe_compiler.compile import plan_as_asked
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.exploring import Wish, choices, explore, planned, spread
+from gpipe_compiler.exploring import explore, planned
 from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.memory.fit import remeasured
 from gpipe_compiler.passes.constraints import Constraints
@@ -30,6 +30,7 @@ from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.report.frontier import reason
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.wishes import Wish, choices, devices_to_explore, spread
 from gpipe_compiler.workbench import Workbench
 
 AUTO = Auto.AUTO
@@ -285,10 +286,10 @@ class TestChoices:
         host = Cluster((Device("host", 1e9, 1e9, ROOM, 1e-6),), IN_PROCESS, endless=True)
         pooled = dataclasses.replace(host, pooled=True)
 
-        assert exploring.devices_to_explore(toy(ROOM, 5), 2) == 2
-        assert exploring.devices_to_explore(pooled, 2) == 3
+        assert devices_to_explore(toy(ROOM, 5), 2) == 2
+        assert devices_to_explore(pooled, 2) == 3
         with pytest.raises(UsageError, match="how many host there are"):
-            exploring.devices_to_explore(host, 1)
+            devices_to_explore(host, 1)
 
 
 class TestExploration:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.codegen.comments import shape_text
+from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.contexts import context_of
 from gpipe_compiler.codegen.expressions import Writer, reads_in_order
 from gpipe_compiler.codegen.functions import AUGMENTED
-from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, name
+from gpipe_compiler.codegen.layout import WIDTH, Expression, name
 from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
@@ -22,7 +22,7 @@ from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
 from gpipe_compiler.codegen.uses import Uses, is_attribute
-from gpipe_compiler.codegen.variables import Run, Variables, find_runs, wishes
+from gpipe_compiler.codegen.variables import Run, Variables, find_runs
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (
     Call,
@@ -34,12 +34,10 @@ from gpipe_compiler.ir import (
     Op,
     Ref,
     RegionCall,
-    Result,
     StateRef,
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
-from gpipe_compiler.ir.ops import result_names
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
@@ -87,26 +85,8 @@ def write_body(
     scribe.give(method.given, method.arguments)
     scribe.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
-    returns = tuple(_returned(writer, uses, makers, value) for value in method.returns)
+    returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
     return Body(arguments, tuple(scribe.statements), returns)
-
-
-def _returned(writer: Writer, uses: Uses, makers: Mapping[str, Op], value: str) -> str:
-    """What is returned for a value: in a mode that does not make it, nothing to look at."""
-    variable = writer.variables[value].flat
-    mode = makers[value].mode if value in makers else Mode.ALWAYS
-    pairs = ({train, evaluation} for evaluation, train in uses.partner.items())
-    shared = any(value in pair and _one(writer, pair) for pair in pairs)
-    if mode is Mode.ALWAYS or shared:
-        return variable
-    writer.imports.torch()
-    condition = "self.training" if mode is Mode.TRAIN else "not self.training"
-    return f"{variable} if {condition} else torch.empty(0)"
-
-
-def _one(writer: Writer, values: Collection[str]) -> bool:
-    """Whether one variable holds all of some values."""
-    return len({writer.variables[value].flat for value in values}) == 1
 
 
 def _kind(graph: Graph, value: str) -> ValueKind:
@@ -140,10 +120,17 @@ class _Scribe:
     batch_sizes: frozenset[str] = frozenset()
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
-    shape: str = ""
 
     def __post_init__(self) -> None:
         self.letting_go = LettingGo(self.variables, self.releases)
+        self.bindings = Bindings(
+            self.graph,
+            self.writer,
+            self.variables,
+            self.uses,
+            self.letting_go,
+            self.batch_sizes,
+        )
 
     def give(self, given: Sequence[Given], arguments: Sequence[str]) -> None:
         """Reads batch sizes off the arguments; what they do not change is written as it is."""
@@ -160,7 +147,7 @@ class _Scribe:
                     statement = statement_at(item.op.source)
                     targets = statement.targets if statement else ()
                     asked = targets[0] if len(targets) == 1 else None
-                    wish = self._named(item.op, item.value, asked)
+                    wish = self.bindings.named(item.op, item.value, asked)
                     variable = self.variables.assign(item.value, wish, -1)
                     self._append(item.op, f"{variable} = ", expression)
                     made[expression.flat] = name(variable)
@@ -307,86 +294,9 @@ class _Scribe:
         position: int,
         sources: tuple[SourceLocation | None, ...],
     ) -> None:
-        read = [value for value in op.outputs if value in self.uses.count]
-        asked = dict(zip(op.outputs, wishes(op, self.runs[op.name]), strict=True))
-        freed = self.letting_go.ending(position)
-        for value in read:
-            wish = self._named(op, value, asked[value])
-            if wish is None and freed and len(read) == 1:
-                wish = self._reused(op, freed)
-            variable = self._variable(value, wish, position)
-            self.writer.variables[value] = name(variable)
-            self.letting_go.bound(variable)
-        result, expression = self._read_alone(op.result, expression, position)
-        target = f"{self._target(result)} = " if read else ""
-        note = self._note(read[0]) if len(read) == 1 else ""
-        self._append(op, target, expression, sources, note)
+        bound = self.bindings.of(op, self.runs[op.name], expression, position)
+        self._append(op, bound.target, bound.expression, sources, bound.note)
         self.letting_go.after(op, position, self.statements)
-
-    def _read_alone(
-        self, result: Result, expression: Expression, position: int
-    ) -> tuple[Result, Expression]:
-        """What is bound of a result: no variable is to hold what nobody reads, if it is large."""
-        if not isinstance(result, tuple) or position >= self.releases.busy:
-            return result, expression
-        read = [index for index, item in enumerate(result) if self._is_read(item)]
-        if len(read) != 1 or len(result) == 1:
-            return result, expression
-        end = f"[{read[0]}]"
-        return result[read[0]], replace(
-            expression, flat=expression.within(Binding.ATOM) + end, closing=expression.closing + end
-        )
-
-    def _is_read(self, result: Result) -> bool:
-        return any(value in self.uses.count for value in result_names(result))
-
-    def _reused(self, op: Op, freed: Sequence[str]) -> str:
-        """The name for what a statement of the user makes on the way: that of an operand which is
-        free now, or the one that the statement binds in the end."""
-        operands = {self.writer.variables[value].flat for value in op.inputs}
-        statement = self.runs[op.name].statement
-        targets = statement.targets if statement is not None else ()
-        target = targets[0] if len(targets) == 1 else None
-        return next((name for name in freed if name in operands), target or freed[0])
-
-    def _named(self, op: Op, value: str, wish: str | None) -> str | None:
-        """The user's name for a value; `batch` for a batch size that the user gave none."""
-        if value not in self.batch_sizes:
-            return wish
-        statement = statement_at(op.source)
-        # Any other statement names what it makes of the size.
-        return wish if statement is not None and statement.names_size and wish else "batch"
-
-    def _variable(self, value: str, wish: str | None, position: int) -> str:
-        partner = self.uses.partner.get(value)
-        if partner is not None and self.variables.holder(partner):
-            shared = self.variables.alias(value, partner)
-            assert shared is not None
-            return shared
-        return self.variables.assign(value, wish, position)
-
-    def _target(self, result: Result) -> str:
-        """The left-hand side for a result; `_` where nothing reads a part of it."""
-        if isinstance(result, tuple):
-            parts = [
-                f"({self._target(item)})" if isinstance(item, tuple) else self._target(item)
-                for item in result
-            ]
-            return f"{parts[0]}," if len(parts) == 1 else ", ".join(parts)
-        if result is None or result not in self.uses.count:
-            return "_"
-        return self.writer.variables[result].flat
-
-    def _note(self, value: str) -> str:
-        """The shape of a value, where it is not that of the statement before."""
-        known = self.graph.values.get(value)
-        if known is None or known.kind is not ValueKind.TENSOR or not known.shape:
-            return ""
-        text = shape_text(known, self.graph.batch_size)
-        if text == self.shape:
-            return ""
-        self.shape = text
-        return text
 
     def _append(
         self,

@@ -7,6 +7,7 @@ from gpipe_compiler.codegen.layout import lay_out, name
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.wording import listed
 
 
 def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
@@ -22,18 +23,13 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
         package=package,
         training=plan.training,
         hooks=_hooks(hooks) if hooks is not None and offered else None,
-        offered=_listed(offered),
+        offered=listed(offered),
     )
 
 
 def _hooks(hooks: Hooks) -> list[str]:
     place = str(hooks.file) if hooks.file is not None else hooks.module
     return lay_out(name(quote(place)), prefix="HOOKS = ")
-
-
-def _listed(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
 def write_init(plan: Plan, *, weights: bool) -> str:

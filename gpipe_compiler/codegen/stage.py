@@ -21,6 +21,7 @@ from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind, ValueKind
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
+from gpipe_compiler.runtime.wording import listed
 
 FORWARD, LOSS = "forward", "loss"
 """The methods of a stage that the engine calls."""
@@ -277,13 +278,9 @@ def _return_lines(graph: Graph, plan: Plan, stage: Stage, written: _Written) -> 
             users.append("the caller")
         if graph.loss is not None and value == graph.loss.value:
             users.append("the loss")
-        use = f", for {_listing(users)}" if users else ""
+        use = f", for {listed(users)}" if users else ""
         if condition:
             use += ", in one mode alone"
         label = value if value == variable else f"{value} ({variable})"
         entries.append(f"{label}: {value_text(graph, value)}{use}.")
     return entries
-
-
-def _listing(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

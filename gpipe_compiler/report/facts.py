@@ -66,6 +66,10 @@ def parameter_count(plan: Plan) -> int:
     return sum(stage.parameter_count for stage in plan.stages)
 
 
+BETWEEN = " … "
+"""Stands between the first and the last module of a stage."""
+
+
 def modules_of(plan: Plan, stage: Stage) -> str:
     """The stretch of the model that a stage holds: `conv1 … layer1.2`.
 
@@ -77,7 +81,7 @@ def modules_of(plan: Plan, stage: Stage) -> str:
     names = [note.module for note in own if note.module] or [note.label for note in own]
     if not names:
         return ""
-    return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"
+    return names[0] if names[0] == names[-1] else BETWEEN.join((names[0], names[-1]))
 
 
 def machines(plan: Plan) -> str:

@@ -22,6 +22,7 @@ from gpipe_compiler.report.units import (
     format_seconds,
     format_share,
     format_source,
+    short_path,
     short_source,
 )
 
@@ -152,7 +153,7 @@ def holder_table(plan: Plan, rank: int, most: int) -> Table:
                 str(holder.count),
                 *([str(holder.stage) if holder.stage >= 0 else ""] if several else []),
                 holder.category.value,
-                f"{place.call} {place.module}".strip(),
+                f"{place.call} {short_path(place.module)}".strip(),
                 short_source(place.source) if place.source else "",
             )
         )

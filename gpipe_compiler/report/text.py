@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_compiler.memory.curve import CATEGORIES
-from gpipe_compiler.plan import Plan, Prediction
+from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.report.facts import (
+    BETWEEN,
     boundaries,
     boundary_bytes,
     device_bytes,
@@ -30,6 +31,7 @@ from gpipe_compiler.report.units import (
     format_seconds,
     format_share,
     format_type,
+    short_path,
     short_source,
 )
 from gpipe_compiler.runtime.comparison import Row
@@ -38,6 +40,9 @@ from gpipe_compiler.runtime.wording import counted
 
 _MOST_LISTED = 16
 """Numbers of stages or devices that are all listed."""
+
+_LONGEST_STRETCH = 36
+"""Columns up to which both ends of what a stage holds stand on one line."""
 
 _PLAIN_WIDTH = 200
 """Columns of plain text; wide, so that no cell of a table wraps."""
@@ -124,7 +129,7 @@ def stage_table(plan: Plan) -> Table:
         (
             str(stage.index),
             *([ranks[stage.index]] if ranks else []),
-            modules_of(plan, stage),
+            _stretch(plan, stage),
             _ops(len(stage.ops), len(stage.duplicates)),
             f"{stage.parameter_count:,}",
             format_seconds(stage.forward_s),
@@ -139,6 +144,13 @@ def stage_table(plan: Plan) -> Table:
     ]
     add_rows(table, rows, "stages")
     return table
+
+
+def _stretch(plan: Plan, stage: Stage) -> str:
+    """What a stage holds, on two lines where it is long."""
+    ends = [short_path(name) for name in modules_of(plan, stage).split(BETWEEN)]
+    line = BETWEEN.join(ends)
+    return line if len(line) <= _LONGEST_STRETCH else f"{ends[0]} …\n{ends[-1]}"
 
 
 def _ops(count: int, duplicates: int) -> str:

@@ -69,6 +69,16 @@ def format_source(source: str, home: Path | None = None) -> str:
     return f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source
 
 
+def short_path(path: str, most: int = 28) -> str:
+    """The path of a module for a table: of a long one its last names, at least one."""
+    names = path.split(".")
+    kept = path
+    while len(kept) > most and len(names) > 1:
+        del names[0]
+        kept = f"…{'.'.join(names)}"
+    return kept
+
+
 def short_source(source: str) -> str:
     """A source line for a table: of a file far from here, only its folder and its name."""
     text = format_source(source)

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from .assembly import make_reducer, make_runner, make_scaler
 from .choices import TransportKind, chosen, manner
 from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
@@ -18,9 +19,8 @@ from .execution import Asked, Execution, Programs
 from .held import HeldStages
 from .inputs import Inputs
 from .job import RandomKey, Work
-from .reducer import Reducer, collected, share_initial
-from .runners import DistributedRunner, LocalRunner, Runner
-from .scaler import PipelineScaler, check_weights
+from .reducer import collected, share_initial
+from .runners import Runner
 from .sharding import share_of
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
@@ -94,42 +94,15 @@ class Pipeline:
             spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
         )
         self._scales = Scales(spec, store, seed)
-        self.scaler = self._make_scaler()
-        self._reducer = self._make_reducer()
-        self._runner = self._make_runner()
+        self.scaler = make_scaler(spec, self._team, self.held, self.manner)
+        self._reducer = make_reducer(self._team, self.held, self._owners)
+        self._runner: Runner = make_runner(spec, self._team, self.held, self.manner, self._reducer)
         self._execution = Execution(
             spec, self._team, programs, self._scales, self._runner, self.microbatches
         )
         if self._team.members is not None and store is None:
             share_initial(self._team.members, self.held, self._owners, self._team.placement)
         self.train(self._mode)
-
-    def _make_scaler(self) -> PipelineScaler:
-        enabled = self.manner.precision is Precision.FP16 and self.spec.loss is not None
-        if enabled:
-            check_weights(self.held.modules)
-        # No reference to the pipeline: its threads end when it is forgotten.
-        over_ranks = self._team.over_ranks
-        return PipelineScaler(self._team.device, enabled=enabled, over_ranks=over_ranks)
-
-    def _make_runner(self) -> Runner:
-        team, modules = self._team, self.held.modules
-        if team.members is None:
-            return LocalRunner(self.spec, modules, team.devices, team.placement, self.manner)
-        shared = {item.name: item for item in self.held.shared}
-        return DistributedRunner(
-            self.spec, modules, team.members, shared, self.manner, self._reducer
-        )
-
-    def _make_reducer(self) -> Reducer | None:
-        if self._team.members is None or self._team.replicas == 1:
-            return None
-        placement = self._team.placement
-        owners = {
-            name: tuple(sorted({placement[stage] for stage in stages}))
-            for name, stages in self._owners.items()
-        }
-        return Reducer(self._team.members, self.held.unshared(), self.held.shared, owners)
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:

@@ -124,9 +124,11 @@ def test_a_table(graph: Path, capsys: Printed) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--remat full", "--remat: a graph in a JSON file is only planned"),
-        ("--input 3x4 -o here", "--input, --output: a graph"),
-        ("--schedule auto", "give numbers, and a schedule"),
+        ("--remat full", "a graph in a JSON file takes no --remat: it is planned"),
+        ("--input 3x4 -o here", "takes no --input nor --output"),
+        ("--pin a=0 --split-at b", "takes no --pin nor --split-at"),
+        ("--schedule auto", "takes no --schedule auto: the best settings"),
+        ("--stages auto -m auto", "takes no --stages auto nor --microbatches auto"),
         ("--objective speed", "invalid choice: 'speed'"),
     ],
 )

@@ -16,6 +16,7 @@ from gpipe_compiler.report.units import (
     format_seconds,
     format_share,
     format_source,
+    short_path,
     short_source,
 )
 from gpipe_compiler.runtime.comparison import Row
@@ -207,6 +208,9 @@ def test_other_figures(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Non
     assert short_source("/far/away/model.py:7") == "…/away/model.py:7"
     assert short_source("/model.py:7") == "/model.py:7"
     assert short_source(f"{tmp_path}/model.py:7") == "model.py:7"
+    assert short_path("layer1.0.conv1") == "layer1.0.conv1"
+    assert short_path("encoder.layers.11.self_attn.out_proj") == "…11.self_attn.out_proj"
+    assert short_path("a" * 40) == "a" * 40
     assert [format_rate(rate) for rate in (0.00612, 5.31, 23162.4)] == ["0.00612", "5.31", "23,162"]
 
 

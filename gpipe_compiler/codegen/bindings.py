@@ -1,0 +1,150 @@
+"""What the results of ops are bound to: the user's names, those of free operands, or `_`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gpipe_compiler.codegen.comments import shape_text
+from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.layout import Binding, Expression, name
+from gpipe_compiler.codegen.letting_go import LettingGo
+from gpipe_compiler.codegen.sources import statement_at
+from gpipe_compiler.codegen.uses import Uses
+from gpipe_compiler.codegen.variables import Run, Variables, wishes
+from gpipe_compiler.ir import Graph, Mode, Op, Result, ValueKind
+from gpipe_compiler.ir.ops import result_names
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A statement that binds a result.
+
+    Attributes:
+        target: what stands before the expression: `x, y = `; "" where nothing is bound.
+        note: the shape of what is bound; "" where it is that of the statement before.
+    """
+
+    target: str
+    expression: Expression
+    note: str
+
+
+@dataclass
+class Bindings:
+    """Binds the results of the ops of a method.
+
+    Attributes:
+        batch_sizes: the values that are the number of samples.
+        shape: the one that was noted last.
+    """
+
+    graph: Graph
+    writer: Writer
+    variables: Variables
+    uses: Uses
+    letting_go: LettingGo
+    batch_sizes: frozenset[str]
+    shape: str = ""
+
+    def of(self, op: Op, run: Run, expression: Expression, position: int) -> Bound:
+        """The statement of an op, whose variables are known from here on."""
+        read = [value for value in op.outputs if value in self.uses.count]
+        asked = dict(zip(op.outputs, wishes(op, run), strict=True))
+        freed = self.letting_go.ending(position)
+        for value in read:
+            wish = self.named(op, value, asked[value])
+            if wish is None and freed and len(read) == 1:
+                wish = self._reused(op, run, freed)
+            variable = self._variable(value, wish, position)
+            self.writer.variables[value] = name(variable)
+            self.letting_go.bound(variable)
+        result, expression = self._read_alone(op.result, expression, position)
+        target = f"{self._target(result)} = " if read else ""
+        return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
+
+    def named(self, op: Op, value: str, wish: str | None) -> str | None:
+        """The user's name for a value; `batch` for a batch size that the user gave none."""
+        if value not in self.batch_sizes:
+            return wish
+        statement = statement_at(op.source)
+        # Any other statement names what it makes of the size.
+        return wish if statement is not None and statement.names_size and wish else "batch"
+
+    def _read_alone(
+        self, result: Result, expression: Expression, position: int
+    ) -> tuple[Result, Expression]:
+        """What is bound of a result: no variable is to hold what nobody reads, if it is large."""
+        if not isinstance(result, tuple) or position >= self.letting_go.releases.busy:
+            return result, expression
+        read = [index for index, item in enumerate(result) if self._is_read(item)]
+        if len(read) != 1 or len(result) == 1:
+            return result, expression
+        end = f"[{read[0]}]"
+        return result[read[0]], replace(
+            expression, flat=expression.within(Binding.ATOM) + end, closing=expression.closing + end
+        )
+
+    def _is_read(self, result: Result) -> bool:
+        return any(value in self.uses.count for value in result_names(result))
+
+    def _reused(self, op: Op, run: Run, freed: Sequence[str]) -> str:
+        """The name for what a statement of the user makes on the way: that of an operand which is
+        free now, or the one that the statement binds in the end."""
+        operands = {self.writer.variables[value].flat for value in op.inputs}
+        targets = run.statement.targets if run.statement is not None else ()
+        target = targets[0] if len(targets) == 1 else None
+        return next((name for name in freed if name in operands), target or freed[0])
+
+    def _variable(self, value: str, wish: str | None, position: int) -> str:
+        partner = self.uses.partner.get(value)
+        if partner is not None and self.variables.holder(partner):
+            shared = self.variables.alias(value, partner)
+            assert shared is not None
+            return shared
+        return self.variables.assign(value, wish, position)
+
+    def _target(self, result: Result) -> str:
+        """The left-hand side for a result; `_` where nothing reads a part of it."""
+        if isinstance(result, tuple):
+            parts = [
+                f"({self._target(item)})" if isinstance(item, tuple) else self._target(item)
+                for item in result
+            ]
+            return f"{parts[0]}," if len(parts) == 1 else ", ".join(parts)
+        if result is None or result not in self.uses.count:
+            return "_"
+        return self.writer.variables[result].flat
+
+    def _note(self, value: str) -> str:
+        """The shape of a value, where it is not that of the statement before."""
+        known = self.graph.values.get(value)
+        if known is None or known.kind is not ValueKind.TENSOR or not known.shape:
+            return ""
+        text = shape_text(known, self.graph.batch_size)
+        if text == self.shape:
+            return ""
+        self.shape = text
+        return text
+
+
+def returned(writer: Writer, uses: Uses, makers: Mapping[str, Op], value: str) -> str:
+    """What is returned for a value: in a mode that does not make it, nothing to look at.
+
+    Args:
+        makers: of the values that the method makes.
+    """
+    variable = writer.variables[value].flat
+    mode = makers[value].mode if value in makers else Mode.ALWAYS
+    pairs = ({train, evaluation} for evaluation, train in uses.partner.items())
+    shared = any(value in pair and _one(writer, pair) for pair in pairs)
+    if mode is Mode.ALWAYS or shared:
+        return variable
+    writer.imports.torch()
+    condition = "self.training" if mode is Mode.TRAIN else "not self.training"
+    return f"{variable} if {condition} else torch.empty(0)"
+
+
+def _one(writer: Writer, values: Collection[str]) -> bool:
+    """Whether one variable holds all of some values."""
+    return len({writer.variables[value].flat for value in values}) == 1
