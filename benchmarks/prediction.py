@@ -1,14 +1,15 @@
 """The predicted step of two devices against the clock: every example, schedule and way to start.
 
-    python benchmarks/prediction.py [--rounds 5] [--schedules gpipe 1f1b ...]
+    python benchmarks/prediction.py [--rounds 7] [--schedules gpipe 1f1b ...]
         [--starts threads torchrun] [NAME ...]
 
 For every case a package is made. Its step is predicted as `gpipe-compile --cost measured` does it:
-the stages are timed without waiting for one another, and the schedule is simulated with these
-times. What it takes is what the package's own `bench` says: forward and backward of a mini-batch,
-the median of its steps. What a machine can do changes with its neighbours, from one second to the
-next. So predicting and measuring take turns of a fraction of a second each, all schedules round by
-round, and each measurement is held against the prediction made right before it.
+the stages are timed without waiting for one another, messages as they are sent in training, and the
+schedule is simulated with these times. What it takes is what the package's own `bench` says:
+forward and backward of a mini-batch, the median of its steps. What a machine can do changes with
+its neighbours, from one second to the next. So predicting and measuring take turns of a second or
+so, all schedules round by round, and each measurement is held against the prediction made right
+before it.
 
     ops        predicted before anything of the package ran, from ops timed one by one, with what
                the optimizer takes
@@ -258,7 +259,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--schedules", type=ScheduleKind, nargs="+", default=list(ScheduleKind))
     parser.add_argument("--starts", type=Start, nargs="+", default=list(Start))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

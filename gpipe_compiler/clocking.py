@@ -2,8 +2,9 @@
 
 The times of single ops leave out what happens between them and beside them: autograd's own work,
 Python's, the engine's, another device that uses the same memory, caches and interpreter. So the
-package times its stages (`runtime/stage_clock.py`), without waiting for one another, and the
-schedule is simulated with these times. Nothing is fitted to a step that was measured.
+package times its stages (`runtime/stage_clock.py`), without waiting for one another, and between
+that messages, as they are sent in training; the schedule is simulated with these times. Nothing is
+fitted to how long a step takes.
 """
 
 from __future__ import annotations
