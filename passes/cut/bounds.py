@@ -50,7 +50,7 @@ def simple_bound(graph: Contracted, setting: Setting, lineup: Lineup) -> float:
             bound = max(bound, way + way / sum(1 / r for r in repeats))
         if m > stages:
             # The same with what is computed again, which both take m - (w + 1) / 2 times too.
-            shares = sum((1 + share) / r for share, r in zip(spared, repeats, strict=True))
+            shares = sum((1 + share) / r for share, r in zip(spared.tolist(), repeats, strict=True))
             bound = max(bound, way + twice / shares)
     return bound
 

@@ -251,7 +251,9 @@ class _Cutter:
     def _certified(self) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""
         work = self.work // PER_SOLVER
-        certificate = certify(self.problem, self.setting, self.solver.value, work=work)
+        certificate = certify(
+            self.problem, self.setting, self.solver.value, work=work, least_s=self.simple_s
+        )
         if certificate.stage_of and max(certificate.stage_of) == self.setting.stages - 1:
             self.solver.consider(certificate.stage_of)
         bound, value = certificate.bound_s, self.solver.value

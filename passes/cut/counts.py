@@ -236,7 +236,14 @@ class _Counts:
     def _certify(self) -> None:
         """A bound by an integer program over all counts; a better cut that it finds is kept."""
         lean_problem = dataclasses.replace(self.problem, groups=self.graph.members)
-        certificate = certify(lean_problem, self.widest, self.value, fewer=True, work=CERTIFICATE)
+        certificate = certify(
+            lean_problem,
+            self.widest,
+            self.value,
+            fewer=True,
+            work=CERTIFICATE,
+            least_s=self.bound_s,
+        )
         self.bound_s = max(self.bound_s, certificate.bound_s)
         stage_of = certificate.stage_of
         if stage_of and max(stage_of) + 1 in self.solvers:

@@ -108,14 +108,21 @@ class Program:
         """How many there are."""
         return len(self._rows)
 
-    def relaxed(self, objective: Linear, work: int) -> float:
-        """A bound on the least: that of the program without whole numbers; infinite for none.
+    @property
+    def large(self) -> bool:
+        """Whether it is not solved for whole numbers."""
+        return self.rows > MOST_ROWS
+
+    def relaxed(self, objective: Linear, work: int) -> tuple[float, int]:
+        """A bound on the least, that of the program without whole numbers, and the work it took.
 
         Args:
-            work: about how many numbers of the program may be touched.
+            work: about how many numbers of the program may be touched. The bound is infinite
+                where there is no solution, and minus infinity where none is found so soon.
         """
-        found = _relaxed(self._model(objective), self._iterations(work) * RELAXING)
-        return -math.inf if found is None else found * (1 - REST)
+        found, used = _relaxed(self._model(objective), self._iterations(work) * RELAXING)
+        bound = -math.inf if found is None else found * (1 - REST)
+        return bound, used * self.rows // RELAXING
 
     def least(self, objective: Linear, work: int) -> Solution:
         """Solves for the least of one variable.
@@ -125,8 +132,8 @@ class Program:
                 then is a count, not a clock, so that it ends at the same place on every machine.
         """
         model = self._model(objective)
-        relaxed = _relaxed(model, self._iterations(work) * RELAXING)
-        if relaxed is None or self.rows > MOST_ROWS or relaxed == math.inf:
+        relaxed, _ = _relaxed(model, self._iterations(work) * RELAXING)
+        if relaxed is None or self.large or relaxed == math.inf:
             return Solution(-math.inf if relaxed is None else relaxed * (1 - REST), None)
         solver = _solver()
         solver.passModel(model)
@@ -195,9 +202,9 @@ def _solver() -> highspy.Highs:
     return solver
 
 
-def _relaxed(model: highspy.HighsLp, most: int) -> float | None:
-    """The least without whole numbers, infinite where there is no solution; None where that takes
-    more iterations than so many.
+def _relaxed(model: highspy.HighsLp, most: int) -> tuple[float | None, int]:
+    """The least without whole numbers, infinite where there is no solution, and the iterations of
+    simplex; None where it takes more of them than so many.
 
     The search over whole numbers begins with it, and cannot be ended before that is done.
     """
@@ -206,14 +213,16 @@ def _relaxed(model: highspy.HighsLp, most: int) -> float | None:
     solver.setOptionValue("simplex_iteration_limit", most)
     solver.passModel(model)
     solver.run()
+    info = solver.getInfo()
+    used = max(0, int(info.simplex_iteration_count))
     match solver.getModelStatus():
         case highspy.HighsModelStatus.kOptimal:
-            return float(solver.getInfo().objective_function_value)
+            return float(info.objective_function_value), used
         case highspy.HighsModelStatus.kIterationLimit:
-            return None
+            return None, used
         case highspy.HighsModelStatus.kInfeasible:
-            return math.inf
-    return -math.inf  # not known, as the search over whole numbers may tell
+            return math.inf, used
+    return -math.inf, used  # not known, as the search over whole numbers may tell
 
 
 class _Budget:

@@ -64,14 +64,14 @@ class Sends:
     def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
         """See `Criterion`: those before, and the average of the rest."""
         rest = space.inside[-1][:2, -1:] - space.inside[-1][:2]
-        return np.maximum(tables.stage_s[stage], rest.sum(axis=0) / (stages - stage))
+        return np.asarray(np.maximum(tables.stage_s[stage], rest.sum(axis=0) / (stages - stage)))
 
     def cheap(
         self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """See `Criterion`: each value sent once."""
         longest = np.maximum(self._plain(stage, new), labels[new.label, 0])
-        return np.maximum(longest, tables.stage_s[stage, new.start])
+        return np.asarray(np.maximum(longest, tables.stage_s[stage, new.start]))
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
         """See `Criterion`."""
@@ -90,7 +90,7 @@ class Sends:
         self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """See `Criterion`."""
-        return np.maximum(labels[:, 0], tables.stage_s[stage, start])
+        return np.asarray(np.maximum(labels[:, 0], tables.stage_s[stage, start]))
 
     def _plain(self, stage: int, new: Extensions) -> Floats:
         again = self.lineup.again[stage] * new.forward_s
