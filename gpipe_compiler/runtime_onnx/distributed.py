@@ -41,16 +41,16 @@ class World:
     """
 
     def __init__(self, count: int) -> None:
+        self.rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
+        if size != count:
+            raise UsageError(f"the pipeline needs {count} processes, torchrun started {size}")
         try:
             import torch.distributed as dist
         except ImportError as error:
             raise UsageError(
                 "torchrun starts this package where torch is installed; it is not here"
             ) from error
-        self.rank = int(os.environ["RANK"])
-        size = int(os.environ["WORLD_SIZE"])
-        if size != count:
-            raise UsageError(f"the pipeline needs {count} processes, torchrun started {size}")
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self._dist = dist
 

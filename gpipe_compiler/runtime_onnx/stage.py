@@ -13,7 +13,7 @@ from .devices import DeviceChoice
 from .errors import StageError
 from .spec import StageSpec
 
-SILENT = 4
+_SILENT = 4
 """The level of ONNX Runtime's log at which it says nothing: what is wrong is raised."""
 
 Values = dict[str, OrtValue]
@@ -39,6 +39,8 @@ class SessionChoice:
     def options(self) -> onnxruntime.SessionOptions:
         """What a session is made with."""
         options = onnxruntime.SessionOptions()
+        if self.device.kind == "cpu":  # other providers tell in the log why they are not there
+            options.log_severity_level = _SILENT
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         spin = "1" if self.spinning else "0"
@@ -59,15 +61,15 @@ class Stage:
         self.index = index
         self.spec = spec
         self._memory = choice.device.memory
-        self._quietly = onnxruntime.RunOptions()
-        self._quietly.log_severity_level = SILENT
         try:
             self._session = onnxruntime.InferenceSession(
                 str(folder / spec.file), choice.options(), providers=choice.device.providers
             )
         except Exception as error:  # onnxruntime's errors have no common class
+            custom = "is not a registered function" in str(error)
             raise StageError(
                 f"ONNX Runtime refuses stage {index} ({spec.file}): {error}"
+                f"{'; name the library that has it with --custom-ops' if custom else ''}"
             ) from error
         provider = choice.device.provider
         if provider not in self._session.get_providers():
@@ -90,7 +92,7 @@ class Stage:
         for name in self.spec.outputs:
             binding.bind_output(name, *self._memory)
         try:
-            self._session.run_with_iobinding(binding, self._quietly)
+            self._session.run_with_iobinding(binding)
         except Exception as error:  # as above
             told = str(error).strip()
             raise StageError(

@@ -10,7 +10,7 @@ import onnxruntime
 
 from .devices import DeviceChoice
 from .errors import StageError
-from .stage import SILENT, SessionChoice
+from .stage import SessionChoice
 from .values import array_of, name_of, value_of
 
 
@@ -24,10 +24,8 @@ class Whole:
     def __init__(self, model: Path, threads: int = 1, custom_ops: Sequence[Path] = ()) -> None:
         choice = SessionChoice(DeviceChoice("cpu"), threads, custom_ops=tuple(custom_ops))
         try:
-            options = choice.options()
-            options.log_severity_level = SILENT
             self._session = onnxruntime.InferenceSession(
-                str(model), options, providers=choice.device.providers
+                str(model), choice.options(), providers=choice.device.providers
             )
         except Exception as error:  # onnxruntime's errors have no common class
             raise StageError(f"ONNX Runtime refuses {model}: {error}") from error

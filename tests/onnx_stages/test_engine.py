@@ -228,7 +228,7 @@ def test_ranks_come_to_what_threads_come_to(narrow_package: Path, tmp_path: Path
     np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["f2"], local["f2"])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_takes_the_other_down(package: Path, victim: int) -> None:
     program = (
         "import importlib.util, os, pathlib, signal, sys\n"

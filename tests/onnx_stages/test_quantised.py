@@ -157,4 +157,5 @@ def test_a_transformer_quantised_dynamically(stages: int, tmp_path: Path) -> Non
     assert made.directory is not None
     for samples in (8, 5, 1):
         x = np.random.default_rng(samples).integers(0, 1024, (samples, 32))
-        packages.assert_equal(made.directory, model, {"x": x}, plan=made.plan)
+        # A last place that differs at a cut may be rounded to the next of 256 numbers.
+        packages.assert_equal(made.directory, model, {"x": x}, plan=made.plan, share=5e-3)

@@ -20,7 +20,6 @@ from gpipe_compiler.errors import EmitError, UsageError
 from gpipe_compiler.frontend.subject import Subject
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FAST = (("mlp_digits", 2),)
 
 
 class Tied(nn.Module):
@@ -172,17 +171,16 @@ def test_training_is_refused(tmp_path: Path) -> None:
     assert "--mode infer" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "stages"),
     [
-        *FAST,
         *(
-            pytest.param(name, stages, marks=pytest.mark.slow)
+            (name, stages)
             for name in ("mlp_digits", "transformer", "alexnet", "resnet50", "inception", "unet")
             for stages in (2, 4)
-            if (name, stages) not in FAST
         ),
-        pytest.param("gpt2_huggingface", 2, marks=pytest.mark.slow),
+        ("gpt2_huggingface", 2),
     ],
 )
 def test_examples(example: str, stages: int, tmp_path: Path) -> None:
