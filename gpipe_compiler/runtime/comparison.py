@@ -83,6 +83,7 @@ def compare(
         summed_in: the type that the gradients of some parameters are sums in, where it is coarser
             than their own.
     """
+    actual, expected = _all_dense(actual), _all_dense(expected)
     coarse = {Kind.GRADIENT: summed_in or {}, Kind.WEIGHT: summed_in or {}}
     return tuple(
         _row(
@@ -97,6 +98,18 @@ def compare(
     )
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, zeros and all: gradients of embeddings may be sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _all_dense(tensors: Tensors) -> Tensors:
+    return {
+        kind: {name: dense(tensor) for name, tensor in group.items()}
+        for kind, group in tensors.items()
+    }
+
+
 def flat_tensors(structure: object) -> dict[str, torch.Tensor]:
     """The tensors in a nest of tuples, lists and dicts, named by the way to them: `logits`, `0.1`.
 
@@ -109,7 +122,7 @@ def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors under the names that a reference file gives them."""
     return {
         f"{kind.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for kind, group in tensors.items()
+        for kind, group in _all_dense(tensors).items()
         for name, tensor in group.items()
     }
 

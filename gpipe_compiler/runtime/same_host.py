@@ -147,9 +147,15 @@ class _Peer:
         held = sum(segment.size for segment in self._out)
         if room > LARGEST_BYTES or held + room > MOST_BYTES or len(self._out) == MOST_SEGMENTS:
             return None, None
-        descriptor = os.memfd_create("pipeline", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _ROOM + room)
-        self._out.append(_Segment(descriptor, room))
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("pipeline", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, _ROOM + room)
+            self._out.append(_Segment(descriptor, room))
+        except OSError:  # too many open files, no memory left, or not allowed in this container
+            if descriptor >= 0:
+                os.close(descriptor)
+            return None, None
         return len(self._out) - 1, descriptor
 
     def tell(self, packet: bytes, descriptor: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from tiny_pipelines import SPECS, data_for
 
+from gpipe_compiler.runtime import same_host
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.programs import device_counts
@@ -79,6 +81,25 @@ def refuse(directory: Path) -> None:
         pipe.step(torch.ones(8, 6) if pipe.rank == 0 else None)
 
 
+def by_gloo(directory: Path) -> None:
+    """One pipeline, between processes that cannot share memory; or cannot have any to share."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    if os.environ.get("NO_MEMORY"):
+        os.memfd_create = _no_memory
+        same_host.INLINE_BYTES = 8
+    peers = same_host.join_peers(rank, 2)
+    assert (1 - rank in peers) == bool(os.environ.get("NO_MEMORY"))
+    found = collect("skip", "1f1b")
+    if rank == 0:
+        torch.save(found, directory / "skip-1f1b.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _no_memory(*_):
+    raise OSError(errno.EMFILE, "too many open files")
+
+
 def die(directory: Path) -> None:
     """Rank 1 ends without a word in its second step."""
     with Pipeline(SPECS["norm"](), None, timeout_s=30) as pipe:
@@ -106,4 +127,4 @@ def stall(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"equal": equal, "die": die, "stall": stall}[sys.argv[1]](Path(sys.argv[2]))
+    {"equal": equal, "by_gloo": by_gloo, "die": die, "stall": stall}[sys.argv[1]](Path(sys.argv[2]))

@@ -82,6 +82,15 @@ def test_reference_files_come_back():
     assert torch.equal(again[Kind.OUTPUT]["logits"], torch.ones(2))
 
 
+def test_sparse_gradients_are_held_like_dense_ones():
+    whole = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    reference = unpack(pack({Kind.GRADIENT: {"w": whole.to_sparse()}}))
+    (same,) = compare({Kind.GRADIENT: {"w": whole.to_sparse()}}, reference)
+    (other,) = compare({Kind.GRADIENT: {"w": 2 * whole.to_sparse()}}, reference)
+    assert same.passed
+    assert not other.passed
+
+
 def test_tensors_of_a_nest_are_named_by_the_way_to_them():
     nest = {"logits": torch.ones(1), "states": (torch.ones(2), None, [torch.ones(3)]), "n": 3}
 

@@ -14,10 +14,11 @@ from ranks import collect
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-def torchrun(processes, what, directory):
+def torchrun(processes, what, directory, **variables):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
     command += [f"--nproc-per-node={processes}", str(RANKS), what, str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(RANKS.parent), "OMP_NUM_THREADS": "1"}
+    environment |= variables
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -43,6 +44,22 @@ def test_processes_do_what_threads_do(processes, tmp_path):
         # Refused inputs are refused everywhere, and the next step works.
         assert "the batch is empty" in (tmp_path / "refused-0").read_text()
         assert "rank 0 refused" in (tmp_path / "refused-1").read_text()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("lacking", ["sockets", "memory"])
+def test_gloo_brings_what_cannot_be_shared(lacking, tmp_path):
+    """Where no socket can be named, and where there is no memory to share."""
+    far = tmp_path / "-".join(["far"] * 30)
+    far.mkdir()
+    variables = {"TMPDIR": str(far)} if lacking == "sockets" else {"NO_MEMORY": "1"}
+
+    done = torchrun(2, "by_gloo", tmp_path, **variables)
+
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "skip-1f1b.pt")
+    for key, tensor in collect("skip", "1f1b", "local").items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6, msg=key)
 
 
 @pytest.mark.timeout(150)
