@@ -128,7 +128,7 @@ class Solver:
         bounds = []
         for lineup in lineups:
             space.limit(self.longest_stage())
-            bounds.append(self._prove(space, lineup))
+            bounds.append(self._prove_by(space, lineup, tables(space, lineup), whole=last))
         if last:
             self._work = self._for_enumeration(space)
             for index in sorted(range(len(lineups)), key=bounds.__getitem__):
@@ -227,7 +227,7 @@ class Solver:
             whole: whether it is all that there is, so that what remains open is worth more time.
         """
         lineup = self.lineups[0]
-        bound = self._prove_by(space, lineup, bounds)
+        bound = self._prove_by(space, lineup, bounds, whole=whole)
         if whole and bound < self.ceiling * (1 - TOLERANCE):
             self._work = self._for_enumeration(space)
             bound = max(bound, self._enumerate(space, lineup))
@@ -235,14 +235,11 @@ class Solver:
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _prove(self, space: Space, lineup: Lineup) -> float:
+    def _prove_by(self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool) -> float:
         """Searches by what is known of the schedule; returns a lower bound."""
-        return self._prove_by(space, lineup, tables(space, lineup))
-
-    def _prove_by(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
-            return self._prove_longest(space, lineup, bounds)
+            return self._prove_longest(space, lineup, bounds, whole=whole)
         plain = max(float(bounds.way_s[stages, -1]), m * float(bounds.device_s[stages, -1]))
         if lineup.shared:
             return plain
@@ -268,10 +265,17 @@ class Solver:
         ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
         return max(least, self._search(space, lineup, bounds, ordered))
 
-    def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
+    def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool) -> float:
+        """The same for the longest stage.
+
+        Args:
+            whole: whether the family is all that there is; of a part, what it costs does not pay.
+        """
         least = float(bounds.stage_s[self.setting.stages, -1])
-        sends = None if isinstance(space, Line) else Sends.of(space, lineup)
-        if sends is None or least >= self.ceiling * (1 - TOLERANCE):
+        if not whole or isinstance(space, Line) or least >= self.ceiling * (1 - TOLERANCE):
+            return least
+        sends = Sends.of(space, lineup)
+        if sends is None:
             return least
         return max(least, self._search(space, lineup, bounds, sends))
 
