@@ -46,6 +46,8 @@ SHARE = 8
 """Cuts may take so many times less work than usual: what is told of them is all that counts."""
 ALLOWED = 0.05
 """The share by which a prediction may be off."""
+SLACK = 512
+"""Bytes that may be missed: single numbers (losses, their weights) are not measured."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +222,23 @@ class Row:
     allocated: int
 
     @property
+    def bytes_off(self) -> int:
+        """How much the prediction is off."""
+        return self.predicted - self.live
+
+    @property
     def off(self) -> float:
         """The share by which the prediction is off."""
-        return self.predicted / self.live - 1
+        return self.bytes_off / self.live
+
+    @property
+    def missed(self) -> bool:
+        """Whether it is off by more than it may be."""
+        return abs(self.off) > ALLOWED and abs(self.bytes_off) > SLACK
 
     def cells(self) -> list[str]:
         """As the table has it."""
-        off = f"{self.off:+.1%}" + " !" * (abs(self.off) > ALLOWED)
+        off = f"{self.off:+.1%}" + " !" * self.missed
         sizes = _mib(self.predicted), _mib(self.live), off, _mib(self.allocated)
         return [*self.words, str(self.device), self.action, *sizes]
 
@@ -241,19 +253,24 @@ def rows_of(made: Sequence[Made], found: Sequence[Sequence[Sequence[int]]]) -> l
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A row for every network and number of stages: how many peaks, and how far off at most."""
+    """A row for every network and number of stages: how many peaks, and how far off at most.
+
+    As a share only where there is more than `SLACK`.
+    """
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(row.words[:2], []).append(row)
     lines = []
     for words, some in found.items():
         sizes = [row.live for row in some]
-        off = max((row.off for row in some), key=abs)
+        off = max((row.off for row in some if row.live > SLACK), key=abs, default=0.0)
+        bytes_off = max((row.bytes_off for row in some), key=abs)
         spread = f"{_mib(min(sizes))} to {_mib(max(sizes))}"
         over = max(row.allocated / row.live - 1 for row in some)
-        lines.append([*words, str(len(some)), spread, f"{off:+.2%}", f"{over:.0%}"])
-    header = ("network", "stages", "peaks", "measured MiB", "most off", "workspaces add, at most")
-    return markdown(header, lines)
+        figures = f"{off:+.2%}", str(bytes_off), f"{over:.0%}"
+        lines.append([*words, str(len(some)), spread, *figures])
+    words = ("network", "stages", "peaks", "measured MiB", "most off", "bytes", "workspaces add")
+    return markdown(words, lines)
 
 
 def _mib(size: int) -> str:
