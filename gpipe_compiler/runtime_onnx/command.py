@@ -146,9 +146,12 @@ def _inputs(pipe: Pipeline, arguments: argparse.Namespace) -> dict[str, np.ndarr
     return random_arrays(pipe.spec, arguments.batch_size, arguments.seed)
 
 
-def _refuse_unwritable(file: Path | None) -> None:
-    """Raises UsageError for a file that could not be written, before anything is computed."""
-    if file is None:
+def _refuse_unwritable(pipe: Pipeline, file: Path | None) -> None:
+    """Raises UsageError for a file that could not be written, before anything is computed.
+
+    Of several processes the first writes; the others may be on hosts without such a folder.
+    """
+    if file is None or pipe.rank:
         return
     if file.is_dir():
         raise UsageError(f"{file} is a directory")
@@ -158,7 +161,7 @@ def _refuse_unwritable(file: Path | None) -> None:
 
 def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
     output = arguments.output
-    _refuse_unwritable(output)
+    _refuse_unwritable(pipe, output)
     if output is not None and output.suffix == ".npy" and len(pipe.spec.outputs) != 1:
         raise UsageError(f"{output}: there are {len(pipe.spec.outputs)} outputs: name an .npz")
     outputs = pipe(_inputs(pipe, arguments), microbatches=arguments.microbatches)
@@ -173,7 +176,7 @@ def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
 
 
 def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
-    _refuse_unwritable(arguments.report)
+    _refuse_unwritable(pipe, arguments.report)
     spec = pipe.spec
     inputs = _inputs(pipe, arguments)
     found = pipe(inputs, microbatches=arguments.microbatches)

@@ -164,6 +164,35 @@ def collected() -> ModelProto:
     return proto
 
 
+def nested() -> ModelProto:
+    """An If late in the model and a Loop in one of its branches, which read values made early."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["state", "r0"], ["state_out"]),
+            helper.make_node("Identity", ["again"], ["again_out"]),
+        ],
+        "body",
+        [value("number", INT64, []), value("again", TensorProto.BOOL, []), value("state")],
+        [value("again_out", TensorProto.BOOL, []), value("state_out")],
+    )
+    loop = helper.make_node("Loop", ["trips", "go", "r3"], ["looped"], body=body)
+    taken = helper.make_graph([loop], "taken", [], [value("looped")])
+    other = helper.make_graph(
+        [helper.make_node("MatMul", ["r1", "w1"], ["product"])], "other", [], [value("product")]
+    )
+    proto = onnx_models.chain(4)
+    proto.graph.initializer.append(array("trips", 3, np.int64))
+    proto.graph.initializer.append(array("go", True, np.bool_))
+    proto.graph.input.append(value("flag", TensorProto.BOOL, []))
+    proto.graph.node.extend(
+        [
+            helper.make_node("If", ["flag"], ["either"], then_branch=taken, else_branch=other),
+            helper.make_node("MatMul", ["either", "w0"], ["y"]),
+        ]
+    )
+    return _returns(proto, "y")
+
+
 def with_output(element: str) -> ModelProto:
     """A chain with one more output, of another kind."""
     proto = onnx_models.chain(3)

@@ -11,6 +11,7 @@ import onnx
 import onnx_models
 import packages
 import pytest
+from loading import load_package
 from onnx import ModelProto, TensorProto, helper
 
 from gpipe_compiler.compile import CompileOptions
@@ -20,8 +21,8 @@ from gpipe_compiler.errors import ModelError, UsageError
 ROWS = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
 
 
-def _compile(path: Path, *inputs: str, validate: bool = False) -> Path:
-    options = CompileOptions(2, validate=validate)
+def _compile(path: Path, *inputs: str, stages: int = 2, validate: bool = False) -> Path:
+    options = CompileOptions(stages, validate=validate)
     made = compile_onnx(path, options, path.with_name("package"), inputs=inputs)
     assert made.directory is not None
     return made.directory
@@ -41,6 +42,15 @@ def _compile(path: Path, *inputs: str, validate: bool = False) -> Path:
 def test_equals_the_whole_model(make: Callable[[], ModelProto], tmp_path: Path) -> None:
     path = onnx_models.write(make(), tmp_path / "model.onnx")
     packages.assert_equal(_compile(path), path, {"x": ROWS})
+
+
+def test_subgraphs_that_read_what_other_stages_make(tmp_path: Path) -> None:
+    path = onnx_models.write(odd_models.nested(), tmp_path / "model.onnx")
+    package = _compile(path, stages=5)
+    crossing = {crossing.value for crossing in load_package(package).SPEC.crossings}
+    assert crossing & {"r0", "r1"}
+    for flag in (True, False):
+        packages.assert_equal(package, path, {"x": ROWS, "flag": np.array(flag)})
 
 
 def test_numbers_for_inputs(tmp_path: Path) -> None:
