@@ -235,9 +235,12 @@ class _Exploration:
             self.plans[choice] = self.bench.plan(choice, self._policy(choice), AT_FIRST)
         return self.plans[choice]
 
-    def _measured(self, plan: Plan) -> Plan:
+    def _measured(self, choice: Choice, plan: Plan) -> Plan:
         """A plan with what its devices truly take, where torch can run its graph."""
-        return plan if self.bench.analysis else remeasured(plan, self.policy.optimizer)
+        if self.bench.analysis:
+            return plan
+        facts = self.bench.prepare(choice.microbatches, self.policy).facts
+        return remeasured(plan, self.policy.optimizer, facts.rehearsals)
 
     def _in_full(self, choice: Choice) -> Plan:
         """The plan of a choice, exact in memory; its point is corrected where that does not fit."""
@@ -247,7 +250,7 @@ class _Exploration:
             self.points[choice] = planned(choice, plan)
         else:
             plan = self._kept(choice)
-        plan = self._measured(plan)
+        plan = self._measured(choice, plan)
         if most_over(plan) and self.bench.analysis is None:
             again = self.bench.plan(choice, policy)
             plan = min(plan, again, key=lambda one: _merit(planned(choice, one)))

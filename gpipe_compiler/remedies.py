@@ -7,7 +7,7 @@ better stages for it; it can always have these.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -151,7 +151,15 @@ class _Trials:
     @cached_property
     def _known(self) -> Rehearsals:
         """Of the plan's own graph."""
-        return Rehearsals(self._graph)
+        facts = self.bench.prepare(self.plan.microbatches, self.policy).facts
+        return facts.rehearsals if facts.graph is self._graph else Rehearsals(self._graph)
+
+    @cached_property
+    def _estimates(self) -> Sequence[Costs]:
+        """The costs of the plan's own graph on each kind of device, by their rooflines."""
+        if not self.bench.measured:
+            return self.bench.prepare(self.plan.microbatches, self.policy).costs
+        return costs_by_kind(self._graph, self.plan.cluster.kinds, measured=False)
 
     @cached_property
     def _placement(self) -> tuple[int, ...]:
@@ -194,7 +202,7 @@ class _Trials:
         samples = microbatch_size(changed.batch_size, changed.microbatches, changed.replicas)
         graph = self.bench.described(samples, precision, in_place=self.policy.in_place)
         kinds = self.plan.cluster.kinds
-        before, after = (costs_by_kind(g, kinds, measured=False) for g in (self._graph, graph))
+        before, after = self._estimates, costs_by_kind(graph, kinds, measured=False)
         stages = []
         for stage in changed.stages:
             kind = kinds.index(self.plan.device(stage.index))

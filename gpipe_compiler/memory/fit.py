@@ -57,8 +57,7 @@ def choose_exactly(
     Raises:
         ModelError: naming an op that cannot run.
     """
-    rehearsals = Rehearsals(drafting.facts.graph)
-    first = best = _exact(drafting, drafting.choose(choice), replicas, rehearsals)
+    first = best = _exact(drafting, drafting.choose(choice), replicas)
     limits = [seat.memory for seat in drafting.setting.seats]
     latest = first
     for _ in range(_ROUNDS):
@@ -69,7 +68,7 @@ def choose_exactly(
         draft = _limited(drafting, limits).choose(choice)
         if draft.stages == latest.draft.stages:
             break
-        latest = _exact(drafting, draft.bounded_by(first.draft), replicas, rehearsals)
+        latest = _exact(drafting, draft.bounded_by(first.draft), replicas)
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
         # Limits that were moved in vain must not miss what the plainest choices fit, nor what
@@ -77,7 +76,7 @@ def choose_exactly(
         least = _limited(drafting, [0.0] * len(limits))
         plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
         for draft in (*plain, least.choose(choice)):
-            usual = _exact(drafting, draft.bounded_by(first.draft), replicas, rehearsals)
+            usual = _exact(drafting, draft.bounded_by(first.draft), replicas)
             best = min(best, usual, key=lambda exact: exact.merit)
     return best.draft, best.memory
 
@@ -117,15 +116,19 @@ def layout_of(plan: Plan, optimizer: OptimizerKind) -> Layout:
     )
 
 
-def remeasured(plan: Plan, optimizer: OptimizerKind) -> Plan:
-    """A plan with its graph, told by the quick model so far, with what its devices truly take."""
+def remeasured(plan: Plan, optimizer: OptimizerKind, rehearsals: Rehearsals | None = None) -> Plan:
+    """A plan with its graph, told by the quick model so far, with what its devices truly take.
+
+    Args:
+        rehearsals: of its graph, for stages that have been rehearsed before.
+    """
     assert plan.graph is not None
-    memory = device_memories(plan.graph, layout_of(plan, optimizer))
+    memory = device_memories(plan.graph, layout_of(plan, optimizer), rehearsals)
     told = with_memory(plan.prediction, memory, len(plan.stages))
     return dataclasses.replace(plan, prediction=told)
 
 
-def _exact(drafting: Drafting, draft: Draft, replicas: int, rehearsals: Rehearsals) -> Exact:
+def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
     graph, setting = drafting.facts.graph, drafting.setting
     stages: tuple[Stage, ...] = draft.stages
     layout = Layout(
@@ -140,7 +143,7 @@ def _exact(drafting: Drafting, draft: Draft, replicas: int, rehearsals: Rehearsa
         optimizer=drafting.optimizer,
         on_host=is_host(drafting.cluster.devices[draft.found.seats[0]]),
     )
-    memory = device_memories(graph, layout, rehearsals)
+    memory = device_memories(graph, layout, drafting.facts.rehearsals)
     over = sum(
         max(0.0, device.peak - setting.seats[seat].memory)
         for device, seat in zip(memory, draft.found.seats, strict=True)

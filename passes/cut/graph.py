@@ -16,6 +16,7 @@ from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Nod
 from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
+from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
 
@@ -50,6 +51,11 @@ class Facts:
             saved_tensors(graph),
             shape_values(graph),
         )
+
+    @cached_property
+    def rehearsals(self) -> Rehearsals:
+        """Of its stages, as far as somebody has asked for them: they take seconds."""
+        return Rehearsals(self.graph)
 
     @cached_property
     def kept(self) -> tuple[Op, ...]:
