@@ -45,6 +45,7 @@ def hold(problem: CutProblem, setting: Setting, answer: Cut) -> None:
     times = measure.stages(answer.stage_of, answer.seats)
     bottleneck = measure.bottleneck(answer.stage_of, answer.seats, times)
     assert answer.bottleneck_s == pytest.approx(bottleneck, rel=1e-9)
+    assert isinstance(answer.proved, bool)  # numpy's own cannot be written into a plan
 
 
 def hold_best(problem: CutProblem, setting: Setting) -> None:
