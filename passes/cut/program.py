@@ -20,7 +20,7 @@ seconds."""
 RELAXING = 6
 """Iterations are so many times cheaper before the search over whole numbers than in it."""
 
-PER_STOP = 4_000
+PER_STOP = 8_000
 """The search over whole numbers stops to ask whether to go on so many times for each number that it
 may touch, over the number of rows to the power of `GROWTH`: seen to make up for how much longer it
 takes between two stops in larger programs (0.01 s in one of 2,000 rows, 0.1 s in one of 4,000)."""
