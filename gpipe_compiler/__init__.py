@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING
+import types
+import typing
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from gpipe_compiler.bare_plan import BarePlan, plan_graph
     from gpipe_compiler.bare_setting import BareSetting
     from gpipe_compiler.codegen.package import emit
@@ -105,7 +105,7 @@ __all__ = [
 ]
 
 
-class _Exporting(ModuleType):
+class _Exporting(types.ModuleType):
     """This module, with what it exports."""
 
     def __getattr__(self, name: str) -> object:
@@ -118,7 +118,7 @@ class _Exporting(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         # Python puts every module that is imported from here in its place, also those that are
         # called like what they define: `compile`, `plan`.
-        if not (isinstance(value, ModuleType) and name in _HOMES):
+        if not (isinstance(value, types.ModuleType) and name in _HOMES):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:

@@ -23,14 +23,13 @@ from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.exploring import explore
 from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.auto import Frontend
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.offered import SEARCH_SECONDS
-from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.offered import SEARCH_SECONDS, Frontend
+from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan

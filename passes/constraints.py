@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS as NO_CONSTRAINTS
-from gpipe_compiler.passes.asked import Constraints as Constraints
-from gpipe_compiler.passes.asked import pin_words
+from gpipe_compiler.passes.asked import Constraints, pin_words
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.disjoint import DisjointSets

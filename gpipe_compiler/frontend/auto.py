@@ -14,7 +14,7 @@ from gpipe_compiler.frontend.shorten import Shortened, shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.offered import Frontend as Frontend
+from gpipe_compiler.offered import Frontend
 
 _ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
 """By how many of 69 real models each traces right."""

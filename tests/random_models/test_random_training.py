@@ -24,7 +24,8 @@ from random_training import (
 )
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.auto import Frontend, trace
+from gpipe_compiler.frontend.auto import trace
+from gpipe_compiler.offered import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 
