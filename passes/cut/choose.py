@@ -241,7 +241,7 @@ class _Cutter:
         solver = self.solver
         limited = any(lineup.limited for lineup in solver.lineups)
         room, least_excess = solver.room, solver.least_excess
-        solver.work = self.work // LINEAR
+        solver.work = self.work
         for order in topological_orders(self.graph):
             solver.search(Space(self.graph, set(prefixes(order))), last=not limited)
         if limited and solver.found:
