@@ -37,6 +37,9 @@ MOST_DOWN_SETS = 1_500
 SHORT = 100
 """Nodes of a graph along whose single orders the best cut of 1F1B is looked for, too."""
 
+ROW_WORK = 8
+"""Times the work of one count that the best count gets along single orders of such graphs."""
+
 FRONTIER = 1_000
 """Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
 
@@ -170,16 +173,29 @@ class _Counts:
             self._search_parts(orders)
             return
         linear = {mask for order in orders for mask in prefixes(order)}
-        if not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE):
+        in_turns = not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE)
+        families = list(dict.fromkeys(tuple(prefixes(order)) for order in orders))
+        if in_turns:
             # The search of all may give up where those along single orders do not.
             closed = self.graph.size <= SHORT
-            for family in dict.fromkeys(tuple(prefixes(order)) for order in orders):
+            for family in families:
                 self._search(Space(self.graph, family), whole=False, closed=closed)
         elif len(linear) * 3 < len(masks):
             self._search(Space(self.graph, linear), whole=False)
         bound = self._search(Space(self.graph, masks), whole=True)
         if self.lossless:
             self.bound_s, self.everything = max(bound, self.bound_s), True
+        if in_turns and self.graph.size <= SHORT and self.bound_s < self.value * (1 - _SAME):
+            self._rows(families)
+
+    def _rows(self, families: Sequence[Sequence[int]]) -> None:
+        """Cuts along single orders into the best count, with more work than all counts get."""
+        solver = self._leader()
+        solver.work = self.work * ROW_WORK
+        for family in families:
+            space = Space(self.graph, family)
+            space.limit(solver.longest_stage())
+            solver.close(space, tables(space, solver.lineups[0]), whole=False)
 
     def _search_parts(self, orders: Sequence[Sequence[int]]) -> None:
         """Through single orders, the sweep, and what lies about the best cut; it bounds nothing."""
