@@ -25,8 +25,8 @@ from gpipe_compiler.ir import (
     RegionCall,
     StateRef,
 )
+from gpipe_compiler.passes.blocks import Blocks
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
-from gpipe_compiler.passes.repeats import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
     """Each distinct op of the mode that `run` has, with the names of all that are the same.
 
     Args:
-        run: of the graph, or of the shortest that tells of it (`passes.repeats`).
+        run: of the graph, or of the shortest that tells of it (`passes.blocks`).
 
     Raises:
         ModelError: naming the op that cannot run.

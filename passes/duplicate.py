@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Argument, Graph, Mode, Op, ValueKind
+from gpipe_compiler.passes.blocks import per_value, shortest
 from gpipe_compiler.passes.dry_run import DryRun, modes
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.repeats import per_value, shortest
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import choices
+from gpipe_compiler.passes.blocks import Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
-from gpipe_compiler.passes.repeats import Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[str] = frozenset()

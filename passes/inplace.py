@@ -16,8 +16,8 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.blocks import Blocks
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.repeats import Blocks
 from gpipe_compiler.passes.seen import SeenRun
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.twins import (

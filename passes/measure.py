@@ -18,10 +18,10 @@ from torch import nn
 from gpipe_compiler.cluster import Device
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
+from gpipe_compiler.passes.blocks import shortest
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, work_of
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
-from gpipe_compiler.passes.repeats import shortest
 
 REPEATS = 5
 """Timed runs of an op, after one that is not timed; their median counts."""

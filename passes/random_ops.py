@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.blocks import per_op, shortest
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.repeats import per_op, shortest
 from gpipe_compiler.passes.watch import DispatchWatch
 
 

@@ -15,8 +15,8 @@ import torch
 
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Graph, ModuleCall, Op
+from gpipe_compiler.passes.blocks import BlockNames, Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
-from gpipe_compiler.passes.repeats import BlockNames, Blocks, IrregularError, Meaning
 from gpipe_compiler.passes.watch import DispatchWatch
 
 _NOTHING: frozenset[int] = frozenset()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.blocks import Blocks, IrregularError
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
-from gpipe_compiler.passes.repeats import Blocks, IrregularError
 
 
 @dataclass(frozen=True)

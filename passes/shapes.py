@@ -11,11 +11,12 @@ import torch
 
 from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.blocks import Blocks, IrregularError, settled
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.own_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.precedence import must_run_in_place
-from gpipe_compiler.passes.repeats import Blocks, IrregularError, repeats, settled
+from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision
 
 

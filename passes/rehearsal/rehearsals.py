@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
-from gpipe_compiler.passes.repeats import Blocks, OpForms, refs_of, shortest
+from gpipe_compiler.passes.repeats import OpForms, refs_of
 from gpipe_compiler.passes.tapes import StageTapes
 
 

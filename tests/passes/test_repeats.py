@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST
 from gpipe_compiler.ir import Graph, Ref, Stretch
 from gpipe_compiler.passes import shapes
+from gpipe_compiler.passes.blocks import Blocks
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.distinct import distinct
 from gpipe_compiler.passes.dry_run import DryRun
@@ -28,7 +29,7 @@ from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.repeats import Blocks, repeats
+from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 
