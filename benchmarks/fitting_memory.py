@@ -15,7 +15,7 @@ from torch import nn
 from gpipe_compiler.cluster import PCIE3, Cluster, Device
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice

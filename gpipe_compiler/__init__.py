@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.bare_plan import BarePlan, plan_graph
     from gpipe_compiler.bare_setting import BareSetting
     from gpipe_compiler.codegen.package import emit
+    from gpipe_compiler.command_choices import Frontend
     from gpipe_compiler.compile import (
         Compiled,
         CompileOptions,
@@ -33,8 +34,7 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.frontend.subject import Subject
     from gpipe_compiler.graph_file import BareGraph, BareOp, parse_graph, read_graph
     from gpipe_compiler.ir import Graph
-    from gpipe_compiler.offered import Frontend
-    from gpipe_compiler.passes.asked import Constraints
+    from gpipe_compiler.passes.constraints import Constraints
     from gpipe_compiler.passes.cut.setting import Objective
     from gpipe_compiler.plan import Plan
     from gpipe_compiler.policy import Auto, Policy, RematChoice
@@ -50,8 +50,8 @@ _HOMES = {
     "BatchNorm": "runtime.spec",
     "CompileOptions": "compile",
     "Compiled": "compile",
-    "Constraints": "passes.asked",
-    "Frontend": "offered",
+    "Constraints": "passes.constraints",
+    "Frontend": "command_choices",
     "GPipeCompilerError": "errors",
     "Graph": "ir",
     "Objective": "passes.cut.setting",

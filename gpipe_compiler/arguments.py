@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gpipe_compiler.command_choices import SEARCH_SECONDS, SHOWN_HOLDERS, Frontend, Target
 from gpipe_compiler.machine_arguments import machine_arguments, seconds
-from gpipe_compiler.offered import SEARCH_SECONDS, SHOWN_HOLDERS, Frontend, Target
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.search_arguments import positive, search_arguments, setting_arguments

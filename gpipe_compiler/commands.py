@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 
 from gpipe_compiler.arguments import compile_parser
+from gpipe_compiler.command_choices import Frontend, Target
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.machine_arguments import cluster_asked
-from gpipe_compiler.offered import Frontend, Target
 from gpipe_compiler.onnx_command import compile_file, compile_model, is_onnx
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.plan import Plan

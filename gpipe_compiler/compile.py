@@ -19,6 +19,7 @@ from torch import nn
 from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
+from gpipe_compiler.command_choices import SEARCH_SECONDS, Frontend
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.exploring import explore
 from gpipe_compiler.fitting import refuse_too_large
@@ -28,8 +29,7 @@ from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.offered import SEARCH_SECONDS, Frontend
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -37,13 +37,13 @@ from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.remedies import what_if
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
+from gpipe_compiler.search_space import Wish
 from gpipe_compiler.validate import (
     Validation,
     validate,
     validate_materialised,
     why_not_materialised,
 )
-from gpipe_compiler.wishes import Wish
 from gpipe_compiler.workbench import Workbench
 
 Progress = Callable[[str], None]

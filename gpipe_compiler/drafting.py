@@ -12,8 +12,8 @@ from itertools import chain
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.passes.constraints import constrain
+from gpipe_compiler.passes.constrain import constrain
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate

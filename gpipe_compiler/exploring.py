@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_fits
+from gpipe_compiler.command_choices import SEARCH_SECONDS
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
 from gpipe_compiler.memory.fit import remeasured
-from gpipe_compiler.offered import SEARCH_SECONDS
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.report.units import format_seconds
 from gpipe_compiler.runtime.wording import counted
-from gpipe_compiler.wishes import Wish, choices
+from gpipe_compiler.search_space import Wish, choices
 from gpipe_compiler.workbench import Workbench
 
 MOST_TOO_LARGE = 24

@@ -16,7 +16,7 @@ from gpipe_compiler.report.units import format_bytes, format_limit, format_secon
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.runtime.wording import counted
-from gpipe_compiler.wishes import EVERYTHING, Free
+from gpipe_compiler.search_space import EVERYTHING, Free
 from gpipe_compiler.workbench import Workbench
 
 MOST_TRIED = 12

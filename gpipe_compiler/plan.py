@@ -22,7 +22,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.memory.curve import DeviceMemory
 from gpipe_compiler.memory.what_if import WhatIf
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 

@@ -9,7 +9,7 @@ from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.memory.fit import choose_exactly, with_memory
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.setting import Seat, Setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from gpipe_compiler.passes.asked import Constraints
+from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind

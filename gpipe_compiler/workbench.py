@@ -10,8 +10,8 @@ from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.passes.constraints import check_names
+from gpipe_compiler.passes.constrain import check_names
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut.graph import Facts

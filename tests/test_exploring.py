@@ -25,12 +25,12 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.exploring import explore, planned
 from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.memory.fit import remeasured
-from gpipe_compiler.passes.asked import Constraints
+from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.report.frontier import reason
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
-from gpipe_compiler.wishes import Wish, choices, devices_to_explore, spread
+from gpipe_compiler.search_space import Wish, choices, devices_to_explore, spread
 from gpipe_compiler.workbench import Workbench
 
 AUTO = Auto.AUTO

@@ -19,11 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.reference import MiniBatchStatistics
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.plan import Plan

@@ -26,11 +26,11 @@ from torch.nn import functional as F
 
 from gpipe_compiler import cli, machine_arguments
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.splitting import Losses
 from gpipe_compiler.validate import validate
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.validate import Validation, validate
 

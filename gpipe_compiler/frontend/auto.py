@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, ModelError, TraceError
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.kernels import same_kernels
@@ -14,7 +15,6 @@ from gpipe_compiler.frontend.shorten import Shortened, shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.offered import Frontend
 
 _ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
 """By how many of 69 real models each traces right."""

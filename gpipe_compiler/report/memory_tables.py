@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_compiler.command_choices import SHOWN_HOLDERS
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.memory.curve import CATEGORIES, DeviceMemory, Holder
-from gpipe_compiler.offered import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.tables import add_rows, figure_table

@@ -17,11 +17,11 @@ import torch
 
 from gpipe_compiler import cli, commands
 from gpipe_compiler.cluster import Cluster, Link
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontier import Frontier
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.comparison import Row

@@ -17,13 +17,13 @@ from torch import nn
 
 from gpipe_compiler import cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import trace
 from gpipe_compiler.exploring import most_over
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.fit import remeasured
 from gpipe_compiler.memory.what_if import Remedy
-from gpipe_compiler.offered import Frontend
-from gpipe_compiler.passes.asked import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.remedies import what_if

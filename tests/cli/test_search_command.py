@@ -14,7 +14,7 @@ import pytest
 from gpipe_compiler import cli, machine_arguments
 from gpipe_compiler.arguments import compile_parser
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
-from gpipe_compiler.passes.asked import Constraints
+from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.search_arguments import constraints_of
 

@@ -38,11 +38,11 @@ from taggers import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.passes import loss_terms
 from gpipe_compiler.passes.loss_weight import different_means, loss_weight, weigh_loss
 from gpipe_compiler.passes.shapes import annotate

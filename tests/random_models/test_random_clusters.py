@@ -23,11 +23,11 @@ from random_models import REGIONS, RUN, Recipe, recipes
 from random_packages import Layout, subject_of
 
 from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.frontend.auto import trace
-from gpipe_compiler.offered import Frontend
-from gpipe_compiler.passes.asked import Constraints
-from gpipe_compiler.passes.constraints import constrain
+from gpipe_compiler.passes.constrain import constrain
+from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting

@@ -15,10 +15,10 @@ from random_models import REGIONS, RUN, TYPED, Recipe, Step, recipes
 from random_packages import Layout, device_counts, layouts, package_of, plan_of, subject_of
 from safetensors.torch import save_file
 
+from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.offered import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.check import check_pipeline
 from gpipe_compiler.runtime.comparison import Row, pack
