@@ -233,7 +233,7 @@ class Drafting:
 
     def _fitted(self, draft: Draft) -> list[Draft]:
         """The same cut, whose stages recompute as fast as fits: in segments too, or not."""
-        devices = self._ways(draft)
+        devices = self._ways(draft, FEW if self.work < WORK else MANY)
         return [self._remade(draft, devices, allowed) for allowed in (tuple(Remat), _WHOLE)]
 
     def _remade(
@@ -246,9 +246,12 @@ class Drafting:
                 stages[number] = way.of(stages[number], split=self.setting.splits_backward)
         return self._draft(draft.found, draft.table, tuple(stages))
 
-    def _ways(self, draft: Draft) -> list[DeviceWays]:
-        """What the stages of every device can do."""
-        most = FEW if self.work < WORK else MANY
+    def _ways(self, draft: Draft, most: int) -> list[DeviceWays]:
+        """What the stages of every device can do.
+
+        Args:
+            most: places of each stage to look at (`passes.remat.choices`).
+        """
         found = []
         for order, seat in zip(draft.orders, draft.found.seats, strict=True):
             costs = self.costs[self.setting.seats[seat].kind].ops
@@ -259,12 +262,17 @@ class Drafting:
             found.append(DeviceWays.of(order, draft.joint, draft.stages, known, split=split))
         return found
 
-    def with_frontiers(self, draft: Draft) -> Draft:
-        """The same, with every stage's frontier of time against memory; for a plan to be used."""
+    def with_frontiers(self, draft: Draft, choice: RematChoice) -> Draft:
+        """The same, with every stage's frontier of time against memory; for a plan to be used.
+
+        Args:
+            choice: what the draft was chosen from. Where that was no frontier, this one is for
+                people to look at, and found among fewer places.
+        """
         if self.facts.graph.loss is None or self.work < WORK:
             return draft
         stages = list(draft.stages)
-        for device in self._ways(draft):
+        for device in self._ways(draft, MANY if choice is RematChoice.AUTO else FEW):
             for stage in device.stages:
                 stages[stage.index] = dataclasses.replace(
                     stages[stage.index], frontier=device.frontier(stage.index)

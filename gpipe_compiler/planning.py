@@ -73,7 +73,7 @@ def make_plan(
     else:
         draft = drafting.choose(choice)
         prediction = draft.prediction
-    draft = drafting.with_frontiers(draft)
+    draft = drafting.with_frontiers(draft, choice)
     _prove(graph, draft, setting)
     return Plan(
         name=graph.name,
