@@ -70,7 +70,8 @@ def block_ends(times: Sequence[float], blocks: int) -> list[int]:
         most = sizes[largest]
         giver = -1
         while giver != largest:
-            smallest = min(range(blocks), key=lambda block: (sizes[block], block))
+            # The nearest of several: the neighbour on that side is larger, so it has an item.
+            smallest = min(range(blocks), key=lambda block: (sizes[block], abs(block - largest)))
             if most <= sizes[smallest] + 1:
                 return ends
             if largest < smallest:

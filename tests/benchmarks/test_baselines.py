@@ -66,6 +66,8 @@ def test_blocks_move_the_nearest_item_to_the_smallest_block() -> None:
     assert block_ends([1, 2, 3, 4, 5, 6], 2) == [4, 6]
     assert block_ends([0, 0], 2) == [1, 2]
     assert block_ends([5, 5, 5, 5], 2) == [2, 4]
+    # An empty block has no item to give.
+    assert block_ends([0, 0, 0, 1, 1], 4) == [1, 2, 4, 5]
 
 
 @given(st.lists(st.floats(0, 1), min_size=4, max_size=40), st.integers(2, 4))
