@@ -48,7 +48,9 @@ example_target = example_inputs
 """
 
 
-@pytest.mark.parametrize("layers", [3, 13, 103, 415, 1663])
+@pytest.mark.parametrize(
+    "layers", [3, 13, 103, *(pytest.param(n, marks=pytest.mark.slow) for n in (415, 1663))]
+)
 def test_transformer_l_has_the_published_number_of_parameters(layers: int) -> None:
     subject = load(f"{TRANSFORMER_L}:transformer_{layers}")
 

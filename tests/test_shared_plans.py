@@ -130,7 +130,7 @@ def test_no_cut_is_quicker(share, monkeypatch):
 def cut_at(ends):
     """In the place of `passes.cut.cut`: the layers up to each end make a stage."""
 
-    def cut(problem, setting, _, work):
+    def cut(problem, setting, work):
         if any(len(group) > 1 and min(group) < LAYERS for group in problem.groups):
             raise PlanError("these cuts are given")
         layer_of = {node.name: layer for layer, node in enumerate(problem.nodes)}

@@ -24,6 +24,7 @@ class Small:
         learning_rate: that suits the small model, None for the example's own.
         fp32_loss: whether it computes its loss in fp32, whatever its weights are.
         needs: a package that is not always installed.
+        wide: whether it takes long to cut.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Small:
     learning_rate: float | None = None
     fp32_loss: bool = False
     needs: str = "torch"
+    wide: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -71,7 +73,7 @@ SMALL = (
     Small("gpt2_huggingface", {"dim": 32, "layers": 2}, {"sequence": 16}, fp32_loss=True,
           needs="transformers"),
     Small("inception", {"width": 8}),
-    Small("amoebanet", {"layers": 3, "filters": 16}),
+    Small("amoebanet", {"layers": 3, "filters": 16}, wide=True),
     Small("deep_chain", {"layers": 6, "width": 8}, {"batch": 16}, {"batch": 16}),
     Small("inputs"),
 )  # fmt: skip

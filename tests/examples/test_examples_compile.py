@@ -37,10 +37,6 @@ FP32_TOLERANCE = 1e-6
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 """Not this machine as it is measured at the moment, so that cuts are the same every day."""
 
-every_example = pytest.mark.parametrize(
-    "small",
-    [pytest.param(small, id=str(small)) for small in SMALL],
-)
 FEW = {
     (2, ScheduleKind.GPIPE),
     (4, ScheduleKind.ONE_F_ONE_B),
@@ -50,15 +46,21 @@ FEW = {
 }
 """Every schedule and every number of stages once; the others are slow as they are many."""
 
+ONE = {(4, ScheduleKind.ONE_F_ONE_B)}
+"""Of the examples that take long to cut."""
+
+
 every_pipeline = pytest.mark.parametrize(
-    ("stages", "schedule"),
+    ("small", "stages", "schedule"),
     [
         pytest.param(
-            *pipeline,
-            marks=() if pipeline in FEW else pytest.mark.slow,
-            id=f"K{pipeline[0]}-{pipeline[1].value}",
+            small,
+            stages,
+            schedule,
+            marks=() if (stages, schedule) in (ONE if small.wide else FEW) else pytest.mark.slow,
+            id=f"{small}-K{stages}-{schedule.value}",
         )
-        for pipeline in itertools.product((2, 4), ScheduleKind)
+        for small, stages, schedule in itertools.product(SMALL, (2, 4), ScheduleKind)
     ],
 )
 
@@ -178,7 +180,6 @@ def train_under_torchrun(
 
 
 @every_pipeline
-@every_example
 def test_trains_on_threads_to_the_weights_of_the_plain_loop(
     small: Small, stages: int, schedule: ScheduleKind, tmp_path: Path
 ) -> None:
@@ -209,7 +210,6 @@ def test_trains_under_torchrun_to_the_weights_of_the_plain_loop(
 
 @pytest.mark.slow
 @every_pipeline
-@every_example
 def test_compiles_validates_and_trains_under_torchrun(
     small: Small, stages: int, schedule: ScheduleKind, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_the_others_end_with_a_message(package, tmp_path, rank, how):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_without_failures_know_of_a_restart(package, tmp_path):
     """Over several hosts torchrun counts a restart only where processes have failed."""
     script = '[ "$RANK" = 0 ] || export TORCHELASTIC_RESTART_COUNT=1; exec "$@"'
