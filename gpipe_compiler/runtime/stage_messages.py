@@ -78,7 +78,7 @@ class MessageTimes:
     def at_least(
         self, least: MessageSeconds, value: str, source: int, target: int, *, gradient: bool = False
     ) -> MessageSeconds:
-        """What a message costs: what was seen of it here, on average, where that is more.
+        """What a message costs: the median of what was seen of it here, where that is more.
 
         Args:
             value, source, target, gradient: as a `Transfer` has them.

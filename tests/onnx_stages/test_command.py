@@ -57,6 +57,13 @@ def _run(
     )
 
 
+def _assert_refused(done: subprocess.CompletedProcess[str], code: int, said: str) -> None:
+    """An error in words, without a traceback."""
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
 def test_infer(package: Path, suffix: str, tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
@@ -107,17 +114,13 @@ def test_bench(package: Path) -> None:
     ],
 )
 def test_wrong_usage(package: Path, words: tuple[str, ...], said: str) -> None:
-    done = _run(package, "infer", *words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    _assert_refused(_run(package, "infer", *words), 2, said)
 
 
 def test_a_file_that_is_no_array(package: Path, tmp_path: Path) -> None:
     (tmp_path / "x.npz").write_text("nothing")
     done = _run(package, "infer", "--input", tmp_path / "x.npz")
-    assert done.returncode == 2
-    assert "cannot be read" in done.stderr
+    _assert_refused(done, 2, "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -136,18 +139,13 @@ def test_files_that_are_not_as_they_should_be(
 ) -> None:
     (tmp_path / "empty.npz").touch()
     np.savez(tmp_path / "hollow.npz")
-    done = _run(package, *words, folder=tmp_path)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    _assert_refused(_run(package, *words, folder=tmp_path), 2, said)
 
 
 def test_a_reference_that_does_not_run(package: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_text("nothing")
     done = _run(package, "check", "--reference", tmp_path / "broken.onnx")
-    assert done.returncode == 1
-    assert "ONNX Runtime refuses" in done.stderr
-    assert "Traceback" not in done.stderr
+    _assert_refused(done, 1, "ONNX Runtime refuses")
 
 
 def test_a_package_of_one_batch_size(tmp_path: Path) -> None:
@@ -170,10 +168,7 @@ def test_a_stage_that_is_damaged(tmp_path: Path) -> None:
     assert compile_command([str(path), "--stages", "2", "-o", str(tmp_path / "p")]) == 0
     stage = tmp_path / "p" / "stage_1.onnx"
     stage.write_bytes(stage.read_bytes()[:200])
-    done = _run(tmp_path / "p", "infer")
-    assert done.returncode == 1
-    assert "refuses stage 1 (stage_1.onnx)" in done.stderr
-    assert "Traceback" not in done.stderr
+    _assert_refused(_run(tmp_path / "p", "infer"), 1, "refuses stage 1 (stage_1.onnx)")
 
 
 def test_options_that_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
