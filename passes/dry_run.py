@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import autocast
 
@@ -46,14 +46,14 @@ class DryRun:
 
     graph: Graph
     training: bool
-    mode: FakeTensorMode
+    mode: HostFakes
     states: Mapping[str, torch.Tensor]
     interpreter: Interpreter
 
     @classmethod
     def of(cls, graph: Graph, *, training: bool) -> DryRun:
         """The graph with fake state; its trainable parameters need gradients when training."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = HostFakes()
         graph = _on_host(graph)
         interpreter = Interpreter(graph, {}, training).prepare()
         with mode:

@@ -1,0 +1,81 @@
+"""Fake tensors with the memory that real kernels of the host would take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_WORKSPACE = 3
+"""The place of the workspace among the results of an LSTM."""
+_FLOAT = 4
+_PAGE = 4096
+_ROW = 64
+_NO_STRIDE = 256
+
+
+class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
+    """A mode of fake tensors that gives an LSTM's workspace the size that it has.
+
+    The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
+    torch's own meta kernel takes to be empty.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Runs the op on fake tensors."""
+        returned = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is not _LSTM or not isinstance(returned, tuple):
+            return returned
+        size = lstm_workspace_bytes(returned[0], args[0], args[6])
+        with self:
+            workspace = torch.empty(size, dtype=torch.uint8)
+        return *returned[:_WORKSPACE], workspace, *returned[_WORKSPACE + 1 :]
+
+
+def lstm_workspace_bytes(output: torch.Tensor, taken: torch.Tensor, cells: torch.Tensor) -> int:
+    """Bytes of the workspace of one layer of an LSTM, in one direction.
+
+    What oneDNN 3 keeps for training (`set_workspace_sizes` and `set_offsets` in its
+    src/cpu/rnn/rnn_utils): the gates, what a projection would make, and the states and cells of two
+    layers with their gradients; each in rows of whole cache lines and from a new page on.
+
+    Args:
+        output, taken: what the layer gives and takes, steps x samples x features.
+        cells: the cells at the beginning.
+    """
+    steps, samples, hidden = output.shape
+    item = output.element_size()
+    states = 2 * (steps + 1) * samples
+    widest = max(hidden, taken.shape[-1])
+    sizes = (
+        steps * samples * _row(4 * hidden, item),
+        steps * samples * _row(hidden, item),
+        states * _row(widest, item),
+        states * hidden * cells.element_size(),
+        states * _row(widest, _FLOAT),
+        states * _row(widest, _FLOAT),
+        states * hidden * _FLOAT,
+    )
+    return sum(-(-size // _PAGE) * _PAGE for size in sizes)
+
+
+def _row(numbers: int, item: int) -> int:
+    """Bytes of a row: cache lines, and not so many that rows would fall upon each other in one."""
+    line = _ROW // item
+    padded = -(-numbers // line) * line
+    return (padded + line * (padded % _NO_STRIDE == 0)) * item

@@ -1,0 +1,89 @@
+"""Models whose kernels take other memory than torch's fake tensors tell, against real runs.
+
+Peaks are those of the emitted package in training, as torch's own allocator tells them
+(`helpers/live_bytes.py`); workspaces are what the kernel itself returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.passes.fakes import lstm_workspace_bytes
+from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.runtime.spec import ScheduleKind
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from live_memory import Case, count
+
+ALLOWED = 0.005
+"""The share by which a prediction may be off here."""
+
+ONEDNN = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch runs LSTMs without oneDNN"
+)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, and a linear one on what it makes last."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, both_ways: bool) -> None:
+        super().__init__()
+        self.layer = kind(24, 32, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(64 if both_ways else 32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def peaks(
+    model: nn.Module, x: torch.Tensor, remat: RematChoice, folder: Path, microbatches: int = 4
+) -> tuple[int, int]:
+    """The predicted peak of a package of one stage, and the measured one."""
+    batch = x, torch.randn(len(x), 8)
+    subject = Subject("unlike", model, (x,), target=batch[1], loss_fn=F.mse_loss)
+    options = CompileOptions(1, microbatches, ScheduleKind.GPIPE, remat, validate=False)
+    package = folder / f"unlike_{folder.name}"
+    made = compile(subject, options, package)
+    live, _ = count(Case(str(package), batch, options.optimizer.value))
+    return made.plan.prediction.device_bytes[0], live
+
+
+@ONEDNN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("steps", "samples", "width", "hidden"), [(1, 1, 3, 4), (9, 5, 40, 64), (4, 3, 512, 20)]
+)
+def test_an_lstms_workspace_is_that_of_its_kernel(
+    steps: int, samples: int, width: int, hidden: int, dtype: torch.dtype
+) -> None:
+    weights = [p.detach() for p in nn.LSTM(width, hidden, dtype=dtype).parameters()]
+    taken = torch.randn(steps, samples, width, dtype=dtype)
+    state = torch.zeros(1, samples, hidden, dtype=dtype)
+    found = torch.ops.aten.mkldnn_rnn_layer(
+        taken, *weights, state, state, False, [], 2, hidden, 1, True, False, False, True
+    )
+    assert lstm_workspace_bytes(found[0], taken, state) == found[3].untyped_storage().nbytes()
+
+
+@ONEDNN
+@pytest.mark.parametrize("remat", [RematChoice.NONE, RematChoice.FULL])
+def test_the_peak_of_an_lstm(remat: RematChoice, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(nn.LSTM, both_ways=remat is RematChoice.NONE)
+    told, live = peaks(model, torch.randn(16, 10, 24), remat, tmp_path)
+    assert told == pytest.approx(live, rel=ALLOWED)
+
+
+def test_the_peak_of_a_gru(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(nn.GRU, both_ways=False)
+    told, live = peaks(model, torch.randn(8, 4, 24), RematChoice.NONE, tmp_path, 2)
+    assert told == pytest.approx(live, rel=ALLOWED)
