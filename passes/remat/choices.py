@@ -13,27 +13,22 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from gpipe_compiler.passes.remat.problem import (
     Choice,
     RematProblem,
     Segment,
-    Storages,
     evaluate,
     uniform,
 )
+from gpipe_compiler.passes.remat.search import search
 
 MANY = 96
 """Places that are looked at, at most, for a plan that is to be used."""
 
 FEW = 24
 """The same, while plans are compared."""
-
-WAYS = 64
-"""To every place, with the same storages kept, at most."""
-
 
 _ALL_COUNTS = 2
 """For a plan that is to be used: up to so many times the square root of the number of ops, every
@@ -61,8 +56,10 @@ def choices(problem: RematProblem, most: int = MANY) -> tuple[Choice, ...]:
     crossing = _crossing(problem)
     known = [*_usual(problem), *_spaced(problem, crossing, every=most >= MANY)]
     wanted = {end for choice in _usual(problem) for segment in choice.segments for end in segment}
-    search = _Search(problem, _some_places(problem.places, most, crossing, wanted))
-    found = {choice.segments: choice for choice in (*known, *search.run())}
+    found = {choice.segments: choice for choice in known}
+    for segments in search(problem, _some_places(problem.places, most, crossing, wanted)):
+        if segments not in found:
+            found[segments] = evaluate(problem, segments)
     return tuple(_undominated(found.values()))
 
 
@@ -165,164 +162,3 @@ def _crossing(problem: RematProblem) -> list[int]:
         change[start + 1] += problem.sizes[number]
         change[last[number] + 1] -= problem.sizes[number]
     return list(itertools.accumulate(change[:-1]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """What was decided up to a place.
-
-    Attributes:
-        before: the way it goes on from, and the segment it adds.
-    """
-
-    seconds: float
-    kept: int
-    peak: int
-    before: tuple[_Way, Segment | None] | None = None
-
-    def segments(self) -> tuple[Segment, ...]:
-        found: list[Segment] = []
-        way = self
-        while way.before is not None:
-            way, segment = way.before
-            if segment is not None:
-                found.append(segment)
-        return tuple(reversed(found))
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """From one place to a later one.
-
-    Attributes:
-        keeps: the storages that are kept.
-        saved: those besides that are there while the segment runs again, and their bytes.
-    """
-
-    seconds: float
-    keeps: Storages
-    saved: Storages
-    saved_bytes: int
-    segment: Segment | None
-
-
-class _Search:
-    """One run over some places."""
-
-    def __init__(self, problem: RematProblem, places: Sequence[int]) -> None:
-        self.problem = problem
-        self.places = places
-        self.open = _open(problem, places)
-
-    def run(self) -> list[Choice]:
-        """The choices that are left at the end, judged anew."""
-        first = self.problem.saved((0, self.places[0]))
-        ways: list[dict[Storages, list[_Way]]] = [{} for _ in self.places]
-        start = self.problem.bytes(first)
-        ways[0][first & self.open[0]] = [_Way(0.0, start, start)]
-        for index, place in enumerate(self.places):
-            for kept, known in ways[index].items():
-                ways[index][kept] = _thinned(_best(known), WAYS)
-            for later, move in self._moves(index, place):
-                for kept, known in ways[index].items():
-                    target = ways[later].setdefault((kept | move.keeps) & self.open[later], [])
-                    target.extend(self._made(known, kept, move))
-        found = {way.segments() for known in ways[-1].values() for way in known}
-        return [evaluate(self.problem, segments) for segments in found]
-
-    def _made(self, known: Sequence[_Way], kept: Storages, move: _Move) -> list[_Way]:
-        """The ways that go on by a move."""
-        added = self.problem.bytes(move.keeps - kept)
-        there = move.saved_bytes - self.problem.bytes(kept & move.saved)
-        return [
-            _Way(
-                way.seconds + move.seconds,
-                way.kept + added,
-                max(way.peak, way.kept + added + there),
-                (way, move.segment),
-            )
-            for way in known
-        ]
-
-    def _moves(self, index: int, place: int) -> list[tuple[int, _Move]]:
-        """All moves from a place: to keep what comes up to the next, and the segments."""
-        if index + 1 == len(self.places):
-            return []
-        problem = self.problem
-        keeping = problem.saved((place, self.places[index + 1]))
-        found = [(index + 1, _Move(0.0, keeping, frozenset(), 0, None))]
-        given: set[int] = set()
-        saved: set[int] = set()
-        for later in range(index + 1, len(self.places)):
-            for step in problem.steps[self.places[later - 1] : self.places[later]]:
-                saved |= step.saves
-                for maker, storages in step.reads:
-                    if maker < place:
-                        given |= storages
-            inside = frozenset(saved - given)
-            if inside:
-                segment = place, self.places[later]
-                seconds = problem.seconds(segment)
-                size = problem.bytes(inside)
-                found.append((later, _Move(seconds, frozenset(given), inside, size, segment)))
-        return found
-
-
-def _open(problem: RematProblem, places: Sequence[int]) -> list[Storages]:
-    """For every place, the storages that may be kept both by what comes before and after it."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for position, step in enumerate(problem.steps):
-        for number in step.saves.union(*(storages for _, storages in step.reads)):
-            first.setdefault(number, position)
-            last[number] = position
-    return [
-        frozenset(number for number, start in first.items() if start < place <= last[number])
-        for place in places
-    ]
-
-
-def _best(ways: list[_Way]) -> list[_Way]:
-    """The ways that no other is as good as in everything."""
-    ways.sort(key=lambda way: (way.seconds, way.kept, way.peak))
-    best: list[_Way] = []
-    # A staircase of those so far: ascending in what they keep, descending in their peaks.
-    kept: list[int] = []
-    peaks: list[int] = []
-    for way in ways:
-        place = bisect.bisect_right(kept, way.kept)
-        if place and peaks[place - 1] <= way.peak:
-            continue
-        end = place
-        while end < len(kept) and peaks[end] >= way.peak:
-            end += 1
-        kept[place:end] = [way.kept]
-        peaks[place:end] = [way.peak]
-        best.append(way)
-    return best
-
-
-def _thinned(ways: list[_Way], most: int) -> list[_Way]:
-    """At most about so many: of those that keep and need about the same, the fastest.
-
-    Those that keep the least, need the least, or both together, stay.
-    """
-    if len(ways) <= most:
-        return ways
-    side = math.isqrt(most)
-    # By their ratio: in little memory, small differences count.
-    kept = [math.log1p(way.kept) for way in ways]
-    peaks = [math.log1p(way.peak) for way in ways]
-    min_kept, min_peak = min(kept), min(peaks)
-    width = (max(kept) - min(kept)) / side or 1
-    height = (max(peaks) - min(peaks)) / side or 1
-    cells: dict[tuple[int, int], _Way] = {}
-    for way, mine, peak in zip(ways, kept, peaks, strict=True):  # the fastest first
-        cell = int((mine - min_kept) / width), int((peak - min_peak) / height)
-        cells.setdefault(cell, way)
-    least = (
-        min(ways, key=lambda way: (way.kept, way.seconds)),
-        min(ways, key=lambda way: (way.peak, way.seconds)),
-        min(ways, key=lambda way: (way.kept + way.peak, way.seconds)),
-    )
-    return list({id(way): way for way in (*cells.values(), *least)}.values())

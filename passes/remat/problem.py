@@ -118,23 +118,26 @@ class Choice:
 def evaluate(problem: RematProblem, segments: Collection[Segment]) -> Choice:
     """What some segments come to, by the definition."""
     ordered = tuple(sorted(segments))
-    inside = {position for start, stop in ordered for position in range(start, stop)}
-    keepers: list[tuple[int, Storages]] = [
-        (position, step.saves)
-        for position, step in enumerate(problem.steps)
-        if position not in inside
-    ]
-    keepers.extend((segment[0], problem.given(segment)) for segment in ordered)
-    kept = frozenset[int]().union(*(storages for _, storages in keepers))
-    peak = problem.bytes(kept)
-    whole = kept
+    kept: set[int] = set()
+    again: set[int] = set()
+    held = peak = place = 0
+
+    def keep(storages: Storages) -> int:
+        new = storages - kept
+        kept.update(new)
+        return problem.bytes(new)
+
     for segment in ordered:
-        before = (storages for position, storages in keepers if position < segment[1])
+        held += sum(keep(step.saves) for step in problem.steps[place : segment[0]])
+        held += keep(problem.given(segment))
         saved = problem.saved(segment)
-        peak = max(peak, problem.bytes(saved.union(*before)))
-        whole |= saved
+        peak = max(peak, held + problem.bytes(saved - kept))
+        again |= saved
+        place = segment[1]
+    held += sum(keep(step.saves) for step in problem.steps[place:])
     seconds = sum(map(problem.seconds, ordered))
-    return Choice(ordered, seconds, problem.bytes(kept), peak, problem.bytes(whole))
+    whole = held + problem.bytes(again - kept)
+    return Choice(ordered, seconds, held, max(peak, held), whole)
 
 
 def uniform(problem: RematProblem, count: int) -> list[Segment]:

@@ -1,0 +1,294 @@
+"""The dynamic programming over places (see `choices`).
+
+All that leads to one place is a table with a row for each way, so that a move goes on from all of
+them at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpipe_compiler.passes.remat.problem import RematProblem, Segment, Storages
+
+WAYS = 64
+"""To every place, with the same storages kept, at most."""
+
+_BLOCK = 256
+"""Rows that are held at once against those that are known to stay."""
+
+Rows = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+def search(problem: RematProblem, places: Sequence[int]) -> list[tuple[Segment, ...]]:
+    """The segments with ends at some places that no others are better than.
+
+    Where there are too many ways to a place, they are the best of a part.
+    """
+    return _Search(problem, places).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """From one place to a later one.
+
+    Attributes:
+        keeps: the storages that are kept.
+        saved: those besides that are there while the segment runs again.
+        segment: whether there is one; else all is kept that is saved on the way.
+    """
+
+    later: int
+    seconds: float
+    keeps: Storages
+    saved: Storages
+    segment: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """What may have been decided up to a place, a row for each way.
+
+    Attributes:
+        kept: bytes.
+        peak: bytes at the worst moment so far.
+        group: of the ways with the same storages kept, ascending.
+        before: the index of the place that it comes from, -1 at the start.
+        row: of the way that it goes on from, there.
+        segment: whether what lies between is one.
+    """
+
+    seconds: Numbers
+    kept: Rows
+    peak: Rows
+    group: Rows
+    before: Rows
+    row: Rows
+    segment: Flags
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def rows(self, wanted: Rows) -> _Ways:
+        """Some of them."""
+        return _Ways(*(getattr(self, name)[wanted] for name in _COLUMNS))
+
+
+_COLUMNS = tuple(_Ways.__slots__)
+
+
+@dataclass
+class _Arrivals:
+    """What comes to a place.
+
+    Attributes:
+        groups: a number for each set of storages of its columns that is kept.
+    """
+
+    columns: tuple[int, ...]
+    tables: list[_Ways]
+    groups: dict[bytes, int]
+
+    def numbers(self, kept: Flags) -> Rows:
+        """Of the groups with these storages; a row for each."""
+        packed = np.packbits(kept, axis=1)
+        groups = self.groups
+        return np.array(
+            [groups.setdefault(row.tobytes(), len(groups)) for row in packed], dtype=np.int64
+        )
+
+    def kept(self) -> Flags:
+        """For each group the columns that are kept."""
+        width = (len(self.columns) + 7) // 8
+        packed = np.frombuffer(b"".join(self.groups), dtype=np.uint8)
+        packed = packed.reshape(len(self.groups), width)
+        return np.unpackbits(packed, axis=1, count=len(self.columns)).astype(bool)
+
+    def ways(self) -> _Ways:
+        """The best of all."""
+        whole = _Ways(*(np.concatenate([getattr(t, n) for t in self.tables]) for n in _COLUMNS))
+        # Of ways that come to the same, the one that came first.
+        order = np.lexsort((whole.peak, whole.kept, whole.seconds, whole.group))
+        ends = np.flatnonzero(np.diff(whole.group[order])) + 1
+        chosen = []
+        for rows in np.split(order, ends):
+            best = rows[_best(whole.kept[rows], whole.peak[rows])]
+            chosen.append(_thinned(whole, best, WAYS))
+        return whole.rows(np.concatenate(chosen))
+
+
+class _Search:
+    """One run over some places."""
+
+    def __init__(self, problem: RematProblem, places: Sequence[int]) -> None:
+        self.problem = problem
+        self.places = places
+        self.sizes = np.array(problem.sizes, dtype=np.int64)
+        self.arrivals = [
+            _Arrivals(tuple(sorted(storages)), [], {}) for storages in _open(problem, places)
+        ]
+        self.ways: list[_Ways] = []
+
+    def run(self) -> list[tuple[Segment, ...]]:
+        """The segments of all that is left at the end."""
+        self._start()
+        for index in range(len(self.places)):
+            self.ways.append(self.arrivals[index].ways())
+            self._go_on(index)
+        return list({self._segments(row): None for row in range(len(self.ways[-1]))})
+
+    def _start(self) -> None:
+        first = self.problem.saved((0, self.places[0]))
+        start = np.array([self.problem.bytes(first)])
+        arrivals = self.arrivals[0]
+        group = arrivals.numbers(_flags(arrivals.columns, first)[None])
+        nothing = np.zeros(1, dtype=np.int64)
+        arrivals.tables.append(
+            _Ways(np.zeros(1), start, start, group, nothing - 1, nothing, nothing > 0)
+        )
+
+    def _go_on(self, index: int) -> None:
+        """Make all moves from a place."""
+        ways = self.ways[index]
+        here = self.arrivals[index]
+        kept = here.kept()
+        sizes = self.sizes[list(here.columns)]
+        position = {number: column for column, number in enumerate(here.columns)}
+        rows = np.arange(len(ways))
+        before = np.full(len(ways), index)
+        for move in self._moves(index):
+            both = kept @ (sizes * _flags(here.columns, move.keeps))
+            added = self.problem.bytes(move.keeps) - both
+            there = self.problem.bytes(move.saved) - kept @ (
+                sizes * _flags(here.columns, move.saved)
+            )
+            target = self.arrivals[move.later]
+            left = np.zeros((len(kept), len(target.columns)), dtype=bool)
+            shared = [(c, position[n]) for c, n in enumerate(target.columns) if n in position]
+            if shared:
+                theirs, mine = zip(*shared, strict=True)
+                left[:, list(theirs)] = kept[:, list(mine)]
+            left |= _flags(target.columns, move.keeps)
+            now = ways.kept + added[ways.group]
+            target.tables.append(
+                _Ways(
+                    ways.seconds + move.seconds,
+                    now,
+                    np.maximum(ways.peak, now + there[ways.group]),
+                    target.numbers(left)[ways.group],
+                    before,
+                    rows,
+                    np.full(len(ways), move.segment),
+                )
+            )
+
+    def _moves(self, index: int) -> Iterator[_Move]:
+        """From a place: to keep what comes up to the next, and the segments."""
+        places, steps = self.places, self.problem.steps
+        if index + 1 == len(places):
+            return
+        keeping = self.problem.saved((places[index], places[index + 1]))
+        yield _Move(index + 1, 0.0, keeping, frozenset(), segment=False)
+        given: set[int] = set()
+        saved: set[int] = set()
+        for later in range(index + 1, len(places)):
+            for step in steps[places[later - 1] : places[later]]:
+                saved |= step.saves
+                for maker, storages in step.reads:
+                    if maker < places[index]:
+                        given |= storages
+            inside = frozenset(saved - given)
+            if inside:
+                seconds = self.problem.seconds((places[index], places[later]))
+                yield _Move(later, seconds, frozenset(given), inside, segment=True)
+
+    def _segments(self, row: int) -> tuple[Segment, ...]:
+        """Those of a way to the end."""
+        found: list[Segment] = []
+        index = len(self.places) - 1
+        while index > 0:
+            ways = self.ways[index]
+            before = int(ways.before[row])
+            if ways.segment[row]:
+                found.append((self.places[before], self.places[index]))
+            index, row = before, int(ways.row[row])
+        return tuple(reversed(found))
+
+
+def _flags(columns: Sequence[int], storages: Storages) -> Flags:
+    """Which of the columns are of these storages."""
+    return np.fromiter((number in storages for number in columns), bool, len(columns))
+
+
+def _open(problem: RematProblem, places: Sequence[int]) -> list[Storages]:
+    """For every place, the storages that may be kept both by what comes before and after it."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, step in enumerate(problem.steps):
+        for number in step.saves.union(*(storages for _, storages in step.reads)):
+            first.setdefault(number, position)
+            last[number] = position
+    return [
+        frozenset(number for number, start in first.items() if start < place <= last[number])
+        for place in places
+    ]
+
+
+def _best(kept: Rows, peak: Rows) -> Rows:
+    """The rows that none before keeps and needs as little as; the fastest come first."""
+    best: list[int] = []
+    # A staircase of those so far: ascending in what they keep, descending in their peaks.
+    stairs: list[int] = []
+    peaks: list[int] = []
+    for start in range(0, len(kept), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        places = np.searchsorted(np.array(stairs, dtype=np.int64), kept[block], side="right")
+        lowest = np.array([np.iinfo(np.int64).max, *peaks])
+        left = np.flatnonzero(lowest[places] > peak[block]) + start
+        for row, mine, high in zip(
+            left.tolist(), kept[left].tolist(), peak[left].tolist(), strict=True
+        ):
+            place = bisect.bisect_right(stairs, mine)
+            if place and peaks[place - 1] <= high:
+                continue
+            end = place
+            while end < len(stairs) and peaks[end] >= high:
+                end += 1
+            stairs[place:end] = [mine]
+            peaks[place:end] = [high]
+            best.append(row)
+    return np.array(best, dtype=np.int64)
+
+
+def _thinned(ways: _Ways, rows: Rows, most: int) -> Rows:
+    """At most about so many rows: of those that keep and need about the same, the fastest.
+
+    Those that keep the least, need the least, or both together, stay.
+
+    Args:
+        rows: the fastest first.
+    """
+    if len(rows) <= most:
+        return rows
+    side = math.isqrt(most)
+    seconds, kept, peak = ways.seconds[rows], ways.kept[rows], ways.peak[rows]
+    # By their ratio: in little memory, small differences count.
+    cells = _cells(kept, side) * (side + 1) + _cells(peak, side)
+    fastest = np.sort(np.unique(cells, return_index=True)[1])
+    least = [int(np.lexsort((seconds, size))[0]) for size in (kept, peak, kept + peak)]
+    return rows[list(dict.fromkeys((*fastest.tolist(), *least)))]
+
+
+def _cells(sizes: Rows, side: int) -> Rows:
+    """So many cells of about equal ratios, and for each of the sizes its own."""
+    logs = np.log1p(sizes)
+    width = (logs.max() - logs.min()) / side or 1
+    cells: Rows = ((logs - logs.min()) / width).astype(np.int64)
+    return cells
