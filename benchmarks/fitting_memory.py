@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import PCIE3, Cluster, Device
+from gpipe_compiler.drafting import Drafting
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
+from gpipe_compiler.memory.fit import choose_exactly, first_that_fits
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.plan import Plan
+from gpipe_compiler.planning import setting_for
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 from gpipe_compiler.workbench import Workbench
@@ -91,7 +93,6 @@ class Fit:
     name: str
     parameters: int
     bytes: tuple[int, ...]
-    plan: Plan
 
     @property
     def fits(self) -> bool:
@@ -113,26 +114,40 @@ def planned(
     remat: RematChoice = RematChoice.AUTO,
     memory: int = MEMORY,
     balance: Sequence[int] = (),
-    exact: bool = True,
 ) -> Fit:
     """The model in a pipeline over devices of so much memory, as this compiler plans it.
 
-    What fits counts here, not how long a step takes: cuts take less work than for a package.
+    What fits counts here, not how long a step takes: cuts take less work than for a package, and
+    with AUTO the first plan that fits will do.
 
     Args:
         balance: how many of the model's parts each stage has; empty for our own cut.
-        exact: whether its stages are rehearsed; else what its cut counts is told.
     """
     subject = Subject(
         "model", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
     )
     graph = trace_fx(subject, training=True)
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
-    bench = Workbench(graph, Cluster.of(device, PCIE3), constraints=pinned(balance))
+    constraints = pinned(balance)
     policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM)
-    choice = bench.choose(devices, microbatches, policy)
-    plan = bench.plan(choice, policy, WORK // SHARE, exact_memory=exact)
-    return Fit(sized.name, sized.parameters, plan.prediction.device_bytes, plan)
+    bench = Workbench(graph, Cluster.of(device, PCIE3))
+    prepared = bench.prepare(microbatches, policy)
+    setting = setting_for(bench.cluster, devices, microbatches, policy, training=True)
+    drafting = Drafting.of(
+        prepared.graph,
+        prepared.costs,
+        bench.cluster.sized(len(setting.seats)),
+        setting,
+        policy,
+        WORK // SHARE,
+        constraints,
+        prepared.facts,
+    )
+    if remat is RematChoice.AUTO:
+        _, found = first_that_fits(drafting, policy.data_parallel)
+    else:
+        _, found = choose_exactly(drafting, remat, policy.data_parallel)
+    return Fit(sized.name, sized.parameters, tuple(device.peak for device in found))
 
 
 def pinned(balance: Sequence[int]) -> Constraints:
@@ -142,12 +157,16 @@ def pinned(balance: Sequence[int]) -> Constraints:
     return Constraints(pins=pins) if pins else NO_CONSTRAINTS
 
 
-def largest(sizes: Sequence[int], fit: Callable[[int], Fit], near: int = 0) -> Fit | None:
-    """The last of growing sizes that fits; None where the first does not.
+def largest(
+    sizes: Sequence[int], fit: Callable[[int], Fit], near: int = 0
+) -> tuple[Fit | None, Fit | None]:
+    """The last of growing sizes that fits, None where the first does not; and the next one, which
+    does not, None where all fit.
 
     From a size that may be near it in steps twice as long each time, then by bisection.
     """
     found: Fit | None = None
+    beyond: Fit | None = None
     low, high = 0, len(sizes)
     place = bisect.bisect_right(sizes, near) - 1 if near else high // 2
     step = 1 if near else high
@@ -158,11 +177,11 @@ def largest(sizes: Sequence[int], fit: Callable[[int], Fit], near: int = 0) -> F
             found, low = tried, place + 1
             ahead = place + step
         else:
-            high = place
+            beyond, high = tried, place
             ahead = place - step
         step *= 2
         place = ahead if low < ahead < high else (low + high) // 2
-    return found
+    return found, beyond
 
 
 def most_parameters(devices: int) -> int:

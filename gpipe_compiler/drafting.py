@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from gpipe_compiler.cluster import Cluster, Link
+from gpipe_compiler.cut_stages import stage_of_cut
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.constrain import constrain
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
@@ -20,7 +21,6 @@ from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabul
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
@@ -30,8 +30,7 @@ from gpipe_compiler.prediction import predict, shared
 from gpipe_compiler.recomputing import DeviceWays, runs, ways
 from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, OptimizerKind, Remat
-from gpipe_compiler.simulate import StageTimes
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Remat
 
 _WORTH_A_CUT = 1e-3
 """The share of a step from which on the sums of shared gradients are tried to be avoided."""
@@ -86,6 +85,7 @@ class Drafting:
         work: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
+        cuts: those made so far, by groups, the stages that recompute, and what the seats hold.
     """
 
     facts: Facts
@@ -97,6 +97,7 @@ class Drafting:
     work: int
     whole: frozenset[str]
     random: bool
+    cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -156,23 +157,42 @@ class Drafting:
         if choice is RematChoice.FULL:
             full = self._cut((True,) * self.setting.stages)
             return full.bounded_by(self._cut(nothing)) if full.joint else full
-        free = self._unlimited()._cut(nothing)
-        if not self._merit(free)[0]:
+        free, *tried = self._tried()
+        if not tried:
             return free
-        drafts = [*self._fitted(free), *self._fitted(self._cut(nothing))]
+        return self._balanced(min(tried, key=self._merit)).bounded_by(free)
+
+    def first_that_fits(self) -> Draft | None:
+        """What AUTO tries first of all that fits, for who asks no more than whether anything does.
+
+        None where it finds nothing.
+        """
+        return next((draft for draft in self._tried() if not self._merit(draft)[0]), None)
+
+    def _tried(self) -> Iterator[Draft]:
+        """What AUTO tries; only the best cut as it is, where that fits."""
+        nothing = (False,) * self.setting.stages
+        free = self._unlimited()._cut(nothing)
+        yield free
+        if not self._merit(free)[0]:
+            return
+        yield from self._fitted(free)
+        latest = self._fitted(self._cut(nothing))
+        yield from latest
         for again in self._first_stages():
-            drafts.extend(self._fitted(self._cut(again)))
+            latest = self._fitted(self._cut(again))
+            yield from latest
         asked = nothing
         while True:
             wanted = tuple(
                 again or stage.remat is not Remat.NONE
-                for again, stage in zip(asked, drafts[-1].stages, strict=True)
+                for again, stage in zip(asked, latest[-1].stages, strict=True)
             )
             if wanted == asked:
                 break
             asked = wanted
-            drafts.extend(self._fitted(self._cut(asked)))
-        return self._balanced(min(drafts, key=self._merit)).bounded_by(free)
+            latest = self._fitted(self._cut(asked))
+            yield from latest
 
     def _balanced(self, best: Draft) -> Draft:
         """The draft, or a better one in which what is recomputed counts for what it takes."""
@@ -318,14 +338,17 @@ class Drafting:
 
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
         setting = dataclasses.replace(self.setting, recompute=recompute)
-        return self._cut_so(cut(problem, setting, work=self.work), recompute)
+        key = problem.groups, recompute, tuple(seat.memory for seat in setting.seats)
+        if key not in self.cuts:
+            self.cuts[key] = cut(problem, setting, work=self.work)
+        return self._cut_so(self.cuts[key], recompute)
 
     def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Draft:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
         table = tabulate(self.facts, stage_of, self.setting.stages)
         stages = tuple(
-            _stage(self.facts, table, index, found.times[index], again, self.optimizer)
+            stage_of_cut(self.facts, table, index, found.times[index], again, self.optimizer)
             for index, again in enumerate(recompute)
         )
         return self._draft(found, table, stages)
@@ -341,56 +364,3 @@ class Drafting:
         orders = self.setting.orders_with(joint) if joint else self.setting.orders
         expected = predict(self.facts.graph, stages, orders, found, between, joint)
         return Draft(found, table, stages, orders, joint, expected)
-
-
-def _stage(
-    facts: Facts,
-    table: StageTable,
-    index: int,
-    times: StageTimes,
-    recompute: bool,
-    optimizer: OptimizerKind,
-) -> Stage:
-    graph = facts.graph
-    ops = table.ops[index]
-    names = dict.fromkeys(name for op in ops for name in graph.op_of[op].states(graph.modules))
-    if index == 0:
-        names.update(dict.fromkeys(_unread(graph)))
-    states = [graph.state[name] for name in names]
-    received = [crossing for crossing in table.crossings if index in crossing.targets]
-    return Stage(
-        index=index,
-        ops=ops,
-        duplicates=table.duplicates[index],
-        inputs=table.inputs[index],
-        outputs=table.outputs[index],
-        state=tuple(names),
-        forward_s=times.forward_s,
-        backward_s=times.backward_s,
-        receive_bytes=_bytes(graph, received),
-        gradient_bytes=_bytes(graph, [crossing for crossing in received if crossing.gradient]),
-        parameter_bytes=sum(s.bytes for s in states if s.kind is StateKind.PARAMETER),
-        parameter_count=sum(
-            s.bytes // s.dtype.itemsize for s in states if s.kind is StateKind.PARAMETER
-        ),
-        saved_bytes=facts.saved.saved_bytes(ops) if graph.loss is not None else 0,
-        input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
-        remat=Remat.FULL if recompute else Remat.NONE,
-        state_bytes=sum(held_bytes(graph, state, optimizer) for state in states),
-        weight_s=times.weight_s,
-        update_s=times.update_s,
-    )
-
-
-def _unread(graph: Graph) -> list[str]:
-    """The parameters and buffers that no op reads: the model's state all the same, so kept."""
-    read = {name for op in graph.ops for name in op.states(graph.modules)}
-    return [
-        name
-        for name, state in graph.state.items()
-        if name not in read and state.kind is not StateKind.CONSTANT
-    ]
-
-
-def _bytes(graph: Graph, crossings: Sequence[Crossing]) -> int:
-    return sum(graph.values[crossing.value].bytes for crossing in crossings)

@@ -81,6 +81,29 @@ def choose_exactly(
     return best.draft, best.memory
 
 
+def first_that_fits(drafting: Drafting, replicas: int) -> tuple[Draft, tuple[DeviceMemory, ...]]:
+    """The first draft of AUTO that is found to fit, however long its step, and its memory.
+
+    Where none fits, what `choose_exactly` finds nearest to it.
+
+    Raises:
+        ModelError: naming an op that cannot run.
+    """
+    limits = [seat.memory for seat in drafting.setting.seats]
+    for _ in range(1 + _ROUNDS):
+        draft = _limited(drafting, limits).first_that_fits()
+        if draft is None:
+            break
+        exact = _exact(drafting, draft, replicas)
+        if not exact.over:
+            return exact.draft, exact.memory
+        moved = _moved(drafting, exact, limits)
+        if moved is None:
+            break
+        limits = moved
+    return choose_exactly(drafting, RematChoice.AUTO, replicas)
+
+
 def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:
     """A prediction that tells what the devices truly take.
 

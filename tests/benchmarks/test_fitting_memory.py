@@ -25,11 +25,13 @@ def test_the_largest_that_fits(sizes: list[int], memory: int, near: int | None) 
     def fit(size: int) -> Fit:
         tried.append(size)
         scaled = size * fitting_memory.MEMORY // memory
-        return Fit(str(size), size, (scaled,), None)
+        return Fit(str(size), size, (scaled,))
 
-    found = largest(sizes, fit, near or 0)
+    found, beyond = largest(sizes, fit, near or 0)
     fitting = [size for size in sizes if size * fitting_memory.MEMORY // memory <= 8 * 10**9]
     assert (found.parameters if found else None) == (fitting[-1] if fitting else None)
+    left = sizes[len(fitting) :]
+    assert (beyond.parameters if beyond else None) == (left[0] if left else None)
     assert len(set(tried)) == len(tried) or len(set(sizes)) < len(sizes)
     if near is None:
         assert len(tried) <= len(sizes).bit_length()
@@ -40,9 +42,10 @@ def test_a_near_guess_takes_few_tries() -> None:
 
     def fit(size: int) -> Fit:
         tried.append(size)
-        return Fit(str(size), size, (size * fitting_memory.MEMORY // 78,), None)
+        return Fit(str(size), size, (size * fitting_memory.MEMORY // 78,))
 
-    assert largest(range(1, 105), fit, 80).parameters == 78
+    found, beyond = largest(range(1, 105), fit, 80)
+    assert (found.parameters, beyond.parameters) == (78, 79)
     assert tried == [80, 79, 77, 78]
 
 
