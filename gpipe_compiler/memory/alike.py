@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from gpipe_compiler.memory.job import DeviceJob, Played
+from gpipe_compiler.memory.marks import counted
 from gpipe_compiler.memory.replay import Player
-from gpipe_compiler.runtime.schedule.actions import Compute, Receive, Send
+from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Receive, Send
 
 _STAGE = re.compile(r"^(\d+)(?=[FBW]\d)")
 
 
 def play_all(jobs: Sequence[DeviceJob]) -> list[Played]:
     """Every device's program played, alike ones once."""
+    # Devices that begin otherwise are not alike, and that is seen sooner: under 1F1B each does.
+    begins = [_beginning(job) for job in jobs]
+    often = Counter(begins)
     known: dict[Hashable, tuple[DeviceJob, Played]] = {}
     found = []
-    for job in jobs:
-        key = _likeness(job)
+    for job, begin in zip(jobs, begins, strict=True):
+        if often[begin] == 1:
+            found.append(Player(job).play())
+            continue
+        key = begin, _likeness(job)
         if key not in known:
             known[key] = job, Player(job).play()
         found.append(_renamed(*known[key], job))
     return found
+
+
+def _beginning(job: DeviceJob) -> Hashable:
+    """Equal for devices that are alike: how many steps, and how many before the first backward."""
+    first = (
+        place
+        for place, step in enumerate(job.steps)
+        if isinstance(step.action, Compute) and step.action.phase is not Phase.FORWARD
+    )
+    return len(job.steps), next(first, None)
 
 
 def _likeness(job: DeviceJob) -> Hashable:
@@ -69,8 +87,7 @@ def _likeness(job: DeviceJob) -> Hashable:
         kind = stage.remat, stage.trains, wiring.split, dims
         stages.append((place(index), needs, made, returned, tape, kind, job.row_bytes.get(index)))
     sizes = tuple(job.crossing_bytes.get(name) for name in places if isinstance(name, str))
-    inputs = tuple(sorted(place(name) for name in job.inputs))
-    return tuple(steps), tuple(stages), sizes, inputs, job.microbatches
+    return tuple(steps), tuple(stages), sizes, job.microbatches
 
 
 def _renamed(job: DeviceJob, played: Played, other: DeviceJob) -> Played:
@@ -85,6 +102,6 @@ def _renamed(job: DeviceJob, played: Played, other: DeviceJob) -> Played:
     return dataclasses.replace(
         played,
         action=action(played.action),
-        points=tuple(dataclasses.replace(p, action=action(p.action)) for p in played.points),
+        points=dataclasses.replace(played.points, actions=counted(other.steps)),
         stage_peaks={stages[stage]: peak for stage, peak in played.stage_peaks.items()},
     )

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, overload
 
 MOST_POINTS = 160
 """Points of a curve that stand in a plan."""
@@ -74,6 +74,42 @@ class Point:
     after: int
 
 
+@dataclass(frozen=True)
+class Curve(Sequence[Point]):
+    """The points of all actions of a device, which may be many: each is made when asked for.
+
+    Attributes:
+        actions: that print as a point has them.
+        peaks, afters: of each.
+    """
+
+    actions: Sequence[object]
+    peaks: Sequence[int]
+    afters: Sequence[int]
+
+    @overload
+    def __getitem__(self, place: int) -> Point: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Point, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Point | tuple[Point, ...]:
+        if isinstance(place, slice):
+            return tuple(self[index] for index in range(*place.indices(len(self))))
+        return Point(str(self.actions[place]), self.peaks[place], self.afters[place])
+
+    def __len__(self) -> int:
+        return len(self.peaks)
+
+    def above(self, fixed: int, *further: Point) -> Curve:
+        """The same with so many bytes more everywhere, and with further points."""
+        return Curve(
+            [*self.actions, *(point.action for point in further)],
+            [*(peak + fixed for peak in self.peaks), *(point.peak for point in further)],
+            [*(after + fixed for after in self.afters), *(point.after for point in further)],
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """The memory of a device over a training step, the optimizer's included.
@@ -94,7 +130,7 @@ class DeviceMemory:
     peak: int
     action: str
     sizes: Sizes
-    points: tuple[Point, ...] = ()
+    points: Sequence[Point] = ()
     holders: tuple[Holder, ...] = ()
     stages: tuple[int, ...] = ()
     stage_peaks: tuple[int, ...] = ()
@@ -149,7 +185,8 @@ def _shortened(points: Sequence[Point], most: int) -> tuple[Point, ...]:
     if len(points) <= most:
         return tuple(points)
     ends = [len(points) * index // most for index in range(most + 1)]
+    peaks = points.peaks if isinstance(points, Curve) else [point.peak for point in points]
     return tuple(
-        max(points[start:end], key=lambda point: point.peak)
+        points[max(range(start, end), key=peaks.__getitem__)]
         for start, end in itertools.pairwise(ends)
     )

@@ -134,7 +134,6 @@ class Pipeline:
                 DeviceJob(
                     steps=steps_of(program, wiring),
                     stages={s: stages[s] for s in own},
-                    inputs=[source.name for source in graph.inputs] if device == 0 else [],
                     crossing_bytes=sizes,
                     shared_bytes={name: graph.state[name].bytes for name in shared},
                     row_bytes=rows,
@@ -153,14 +152,14 @@ class Pipeline:
         remembered = base.get(Category.OPTIMIZER, 0)
         fixed = sum(base.values())
         gradients = played.after[CATEGORIES.index(Category.GRADIENTS)]
-        points = [Point(p.action, p.peak + fixed, p.after + fixed) for p in played.points]
+        further: tuple[Point, ...] = ()
         peak, action = played.peak, played.action
         sizes = dict(zip(CATEGORIES, played.sizes, strict=True))
         found: Sequence[Holder] = ()
         update = 0
         if self.graph.loss is not None:
             update = gradients + self._update(device).temporary
-            points.append(Point(UPDATE, update + fixed, gradients + fixed))
+            further = (Point(UPDATE, update + fixed, gradients + fixed),)
         if update > peak:
             peak, action = update, UPDATE
             sizes = dict.fromkeys(CATEGORIES, 0)
@@ -182,7 +181,7 @@ class Pipeline:
             peak=peak + fixed,
             action=action,
             sizes=tuple(sizes.values()),
-            points=tuple(points),
+            points=played.points.above(fixed, *further),
             holders=tuple(sorted(everything, key=lambda holder: -holder.bytes)),
             stages=tuple(self.jobs[device].stages),
             stage_peaks=tuple(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.memory.curve import Point, Sizes
+from gpipe_compiler.memory.curve import Curve, Sizes
 from gpipe_compiler.memory.ledger import Held
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.passes.tapes import BlockKind
@@ -42,7 +42,6 @@ class DeviceJob:
     Attributes:
         steps: its program.
         stages: that it holds, by number.
-        inputs: the values that lie there from the beginning: those of the batch.
         crossing_bytes: of each boundary value of one micro-batch.
         shared_bytes: of each parameter that stages of several devices own.
         row_bytes: for each stage, of the rows in which its gradients go to other replicas, from
@@ -51,7 +50,6 @@ class DeviceJob:
 
     steps: Sequence[Step]
     stages: Mapping[int, StageMemory]
-    inputs: Collection[str]
     crossing_bytes: Mapping[str, int]
     shared_bytes: Mapping[str, int]
     row_bytes: Mapping[int, int]
@@ -84,6 +82,17 @@ class Flight:
     again: bool = False
     without: frozenset[BlockKind] = frozenset()
 
+    def share(self, block: int | None, holders: int) -> Held | None:
+        """A storage gets further holders."""
+        held = None if block is None else self.blocks.get(block)
+        if held is not None:
+            held.holders += holders
+        return held
+
+    def held_again(self) -> dict[int, Held | None]:
+        """All that is shared, each with another holder."""
+        return {block: self.share(block, 1) for block in self.blocks}
+
 
 @dataclass(frozen=True)
 class Played:
@@ -91,7 +100,8 @@ class Played:
 
     Attributes:
         peak: bytes at most.
-        position: of the step during which that is.
+        action: during which that is.
+        position: of that step.
         sizes: by category at the peak.
         points: after every compute action and sum.
         stage_peaks: by stage, of what is its own.
@@ -102,7 +112,7 @@ class Played:
     action: str
     position: int
     sizes: Sizes
-    points: tuple[Point, ...]
+    points: Curve
     stage_peaks: Mapping[int, int]
     after: Sizes
 

@@ -35,6 +35,9 @@ class Own:
     block: int
 
 
+PLACE = {category: place for place, category in enumerate(CATEGORIES)}
+"""Where each category stands among them."""
+
 Told = Callable[[int, int, Held | Own], None]
 """Called with the number of a storage, its bytes where it comes to life and -1 where it ends, and
 what it is."""
@@ -52,9 +55,7 @@ class Ledger:
         self.now: list[int] = list(NOTHING)
         self.total = 0
         self.of_stage = dict.fromkeys(stages, 0)
-        self.alive: dict[int, Held] = {}
         self.told = told
-        self._index = {item: number for number, item in enumerate(CATEGORIES)}
         self._count = 0
 
     @property
@@ -76,37 +77,53 @@ class Ledger:
             counted: False where its bytes have been added already.
         """
         held = Held(size, category, name, stage, self.number())
-        self.alive[held.number] = held
         if counted:
             self._add(held, size)
         return held
 
-    def let_go(self, held: Held | None, *, counted: bool = True) -> None:
-        """A holder lets go; the last one ends the storage.
-
-        Args:
-            counted: False where its bytes have been taken off already.
-        """
+    def let_go(self, held: Held | None) -> None:
+        """A holder lets go; the last one ends the storage."""
         if held is None:
             return
         held.holders -= 1
         if held.holders == 0:
-            del self.alive[held.number]
-            if counted:
-                self._add(held, -held.bytes)
+            self._add(held, -held.bytes)
 
-    def add(self, sizes: Sizes, stage: int) -> None:
-        """The sum changes by what an action of a stage has come to."""
-        change = sum(sizes)
-        for index, size in enumerate(sizes):
+    def end_in(self, stage: int, held: Held | None) -> None:
+        """The last holder lets go within an action of a stage, which has taken the bytes off.
+
+        They were not the stage's own where another has made them.
+        """
+        if held is None:
+            return
+        held.holders -= 1
+        if held.stage != stage:
+            self.of_stage[stage] += held.bytes
+            if held.stage in self.of_stage:
+                self.of_stage[held.stage] -= held.bytes
+
+    def add(self, changes: Iterable[tuple[int, int]], stage: int) -> None:
+        """The sum changes by what an action of a stage has come to.
+
+        Args:
+            changes: numbers of categories, and by how many bytes each.
+        """
+        change = 0
+        for index, size in changes:
             self.now[index] += size
+            change += size
         self.total += change
         self.of_stage[stage] += change
 
     def _add(self, held: Held, change: int) -> None:
-        self.now[self._index[held.category]] += change
+        self.now[PLACE[held.category]] += change
         self.total += change
         if held.stage in self.of_stage:
             self.of_stage[held.stage] += change
         if self.told is not None:
             self.told(held.number, change if change >= 0 else -1, held)
+
+
+def gradient_of(value: str) -> str:
+    """What the gradient of a value is called."""
+    return f"gradient of {value}"

@@ -8,13 +8,15 @@ at the next transfer of its device, as it has where the receiver is not behind.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
-from gpipe_compiler.memory.curve import Category, Point
-from gpipe_compiler.memory.job import DeviceJob, Flight, Peak, Played, StageMemory
-from gpipe_compiler.memory.ledger import Held, Ledger, Own, Told
+from gpipe_compiler.memory.curve import Category, Curve
+from gpipe_compiler.memory.cycles import Cycles, cycles_of
+from gpipe_compiler.memory.job import DeviceJob, Flight, Played, StageMemory
+from gpipe_compiler.memory.ledger import Held, Ledger, Own, Told, gradient_of
+from gpipe_compiler.memory.marks import Marks, counted, is_counted
 from gpipe_compiler.memory.script import Move, Script, Scripts
+from gpipe_compiler.memory.tables import Tables, posted
 from gpipe_compiler.passes.tapes import BlockKind, Tape
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,
@@ -27,9 +29,11 @@ from gpipe_compiler.runtime.schedule.actions import (
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.wiring import Need, Part, Step
 
-_CASTS = frozenset({BlockKind.CAST})
-_BUFFERS = frozenset({BlockKind.BUFFER})
 _NO_KINDS: frozenset[BlockKind] = frozenset()
+_BUFFERS = frozenset({BlockKind.BUFFER})
+_NEITHER = frozenset({BlockKind.BUFFER, BlockKind.CAST})
+_WITHOUT_CASTS = {_NO_KINDS: frozenset({BlockKind.CAST}), _BUFFERS: _NEITHER}
+"""For kinds of blocks that there are none of, these and casts."""
 _NO_BLOCKS: frozenset[int] = frozenset()
 
 
@@ -43,46 +47,78 @@ class Player:
     def __init__(self, job: DeviceJob, told: Told | None = None) -> None:
         self.job = job
         self.ledger = Ledger(job.stages, told)
-        self.flights: dict[tuple[int, int], Flight] = {}
         self._told = told
-        self._values: dict[tuple[str, int], Held | None] = {
-            (name, m): None for name in job.inputs for m in range(job.microbatches)
-        }
-        self._gradients: dict[tuple[str, int, int], Held | None] = {}
-        self._posted: dict[Transfer, Held] = {}
-        self._under_way: list[Held | None] = []
-        self._forwards: set[int] = set()
-        self._backwards: set[int] = set()
-        self._weights: set[int] = set()
+        self._tables = Tables()
         self._last = job.last_backwards() if job.row_bytes else {}
-        self._points: list[Point] = []
-        self._peak = Peak(0, "", 0, self.ledger.sizes)
-        self._stage_peaks = dict.fromkeys(job.stages, 0)
-        self._position = 0
-        self._highest = 0
+        self._marks = Marks(self.ledger, job.stages)
+        self._next = 0
+        self._backwards = sorted(job.stages, reverse=True)
 
     def play(self, until: int | None = None) -> Played:
-        """All steps, or those before a position."""
-        for position, step in enumerate(self.job.steps[:until]):
-            self._position = position
-            self._step(step)
+        """All steps, or those before a position.
+
+        Where nobody listens, what repeats is not played to its end: see `_cycle`.
+        """
+        steps = self.job.steps
+        end = len(steps) if until is None else min(until, len(steps))
+        joint = any(stage.wiring.joint is not None for stage in self.job.stages.values())
+        repeating = () if self._told or joint or until is not None else cycles_of(steps)
+        for cycles in repeating:
+            self._steps(cycles.start)
+            self._cycle(cycles)
+        self._steps(end)
         if until is None:
             self._arrive()
-        peak = self._peak
+        marks, peak = self._marks, self._marks.peak
         return Played(
             peak.bytes,
             peak.action,
             peak.position,
             peak.sizes,
-            tuple(self._points),
-            self._stage_peaks,
+            Curve(counted(steps[:end]), marks.peaks, marks.afters),
+            marks.stage_peaks,
             self.ledger.sizes,
         )
+
+    def _steps(self, end: int) -> None:
+        """The steps up to a place."""
+        for position in range(self._next, end):
+            self._marks.begin(position)
+            self._step(self.job.steps[position])
+        self._next = end
+
+    def _cycle(self, cycles: Cycles) -> None:
+        """A part of the program that repeats.
+
+        When two cycles end in the same state but for the numbers of the micro-batches, so do all
+        others, and each has the curve of the second: only the last is played besides.
+        """
+        done, look = 0, 1
+        while done < cycles.count:
+            before = self._state(done * cycles.shift) if done == look else None
+            total, first = self.ledger.total, len(self._marks.peaks)
+            self._steps(self._next + cycles.period)
+            done += 1
+            if before is None:
+                continue
+            look *= 2
+            left = cycles.count - 1 - done
+            if left < 1 or total != self.ledger.total:
+                continue
+            if before == self._state(done * cycles.shift):
+                self._marks.repeat(first, left)
+                self._tables.move_on(left * cycles.shift)
+                self._next += left * cycles.period
+                done += left
+
+    def _state(self, microbatch: int) -> Hashable:
+        """What decides all that is to come, seen from a micro-batch."""
+        ledger = self.ledger
+        return ledger.sizes, tuple(ledger.of_stage.values()), self._tables.seen_from(microbatch)
 
     def _step(self, step: Step) -> None:
         """One action, and what is let go after it."""
         action = step.action
-        self._highest = self.ledger.total
         match action:
             case Compute(phase=Phase.FORWARD):
                 self._forward(action, step)
@@ -92,18 +128,18 @@ class Player:
                 self._weight(action)
             case Send(transfer=transfer):
                 self._send(transfer)
-            case Receive(transfer=transfer):
-                self._receive(transfer)
+            case Receive():
+                self._receive(action)
             case SharedSum(parameter=name):
                 self._sum(name)
         self._drop(step)
-        ended = self._last.get(self._position)
+        ended = self._last.get(self._marks.position)
         if ended is not None:
             size = self.job.row_bytes[ended]
             self.ledger.take(size, Category.COMMUNICATION, "gradients in rows", ended)
-            self._mark(str(action), None, ended)
-        if isinstance(action, Compute | SharedSum):
-            self._points.append(Point(str(action), self._highest, self.ledger.total))
+            self._marks.mark(action, None, ended)
+        if is_counted(step):
+            self._marks.point()
 
     # --- the actions -------------------------------------------------------------------------
 
@@ -118,15 +154,18 @@ class Player:
         for need in stage.wiring.needs:
             self._read(stage, need, microbatches, flight)
         self._drop(step)
-        arguments = self._held_again(flight) if flight.again else {}
-        without = flight.without | (_CASTS if stage.index in self._forwards else _NO_KINDS)
-        self._forwards.add(stage.index)
+        arguments = flight.held_again() if flight.again else {}
+        tables = self._tables
+        without = flight.without
+        if stage.index in tables.forwards:
+            without = _WITHOUT_CASTS[without]
+        tables.forwards.add(stage.index)
         tape = tapes.forward_again if flight.again else tapes.forward
-        handed = frozenset(tapes.returned.values())
-        left = self._play(action, flight, tape, handed, without)
+        left = self._play(action, flight, tape, stage.scripts.handed_on, without)
         for name in stage.wiring.spec.outputs:
-            held = self._share(flight, tapes.returned.get(name), len(microbatches))
-            self._values.update({(name, m): held for m in microbatches})
+            held = flight.share(tapes.returned.get(name), len(microbatches))
+            for m in microbatches:
+                tables.values[name, m] = held
         self._let_go(flight, left)
         if not stage.trains:
             self._let_go(flight, tuple(flight.blocks))
@@ -134,17 +173,18 @@ class Player:
         if flight.again:
             self._let_go(flight, tuple(flight.blocks))
             flight.blocks.update(arguments)
-        self.flights[stage.index, microbatches[0]] = flight
+        tables.flights[stage.index, microbatches[0]] = flight
 
     def _backward(self, action: Compute) -> None:
         stage = self.job.stages[action.stage]
         tapes = stage.scripts.tapes
         microbatches = self._microbatches(stage, action)
-        flight = self.flights[stage.index, microbatches[0]]
-        without = flight.without | _CASTS
+        tables = self._tables
+        flight = tables.flights[stage.index, microbatches[0]]
+        without = _WITHOUT_CASTS[flight.without]
         if flight.again:
             # The copies of buffers that the first forward has made are used up by the second.
-            left = self._play(action, flight, tapes.forward, _NO_BLOCKS, without | _BUFFERS)
+            left = self._play(action, flight, tapes.forward, _NO_BLOCKS, _NEITHER)
             self._let_go(flight, left)
         for value, parts in stage.wiring.returned:
             held = self._gradient(stage, value, parts, microbatches)
@@ -153,55 +193,61 @@ class Player:
                 self.ledger.let_go(held)
             else:
                 flight.blocks[block] = held
-        tape = tapes.backward if stage.index in self._backwards else tapes.first_backward
-        self._backwards.add(stage.index)
-        left = self._play(action, flight, tape, frozenset(tapes.sent_back.values()), without)
+        tape = tapes.backward if stage.index in tables.backwards else tapes.first_backward
+        tables.backwards.add(stage.index)
+        left = self._play(action, flight, tape, stage.scripts.handed_back, without)
         for need in stage.wiring.needs:
             if need.gradient:
-                held = self._share(flight, tapes.sent_back.get(need.value), len(microbatches))
-                self._gradients.update({(need.value, stage.index, m): held for m in microbatches})
+                held = flight.share(tapes.sent_back.get(need.value), len(microbatches))
+                for m in microbatches:
+                    tables.gradients[need.value, stage.index, m] = held
         self._let_go(flight, left)
         if not stage.wiring.split:
             self._let_go(flight, tuple(flight.blocks))
-            del self.flights[stage.index, microbatches[0]]
+            del tables.flights[stage.index, microbatches[0]]
 
     def _weight(self, action: Compute) -> None:
         stage = self.job.stages[action.stage]
-        flight = self.flights[stage.index, action.microbatch]
+        tables = self._tables
+        flight = tables.flights[stage.index, action.microbatch]
         tapes = stage.scripts.tapes
-        tape = tapes.weight if stage.index in self._weights else tapes.first_weight
-        self._weights.add(stage.index)
+        tape = tapes.weight if stage.index in tables.weights else tapes.first_weight
+        tables.weights.add(stage.index)
         if tape is not None:
-            left = self._play(action, flight, tape, _NO_BLOCKS, flight.without | _CASTS)
+            without = _WITHOUT_CASTS[flight.without]
+            left = self._play(action, flight, tape, _NO_BLOCKS, without)
             self._let_go(flight, left)
         self._let_go(flight, tuple(flight.blocks))
-        del self.flights[stage.index, action.microbatch]
+        del tables.flights[stage.index, action.microbatch]
 
     def _send(self, transfer: Transfer) -> None:
         held: Held | None = None
+        gradients = self._tables.gradients
         if not transfer.gradient:
-            held = self._values.get((transfer.value, transfer.microbatch))
+            held = self._tables.values.get((transfer.value, transfer.microbatch))
             if held is not None:
                 held.holders += 1
         else:
-            for stage in sorted(self.job.stages, reverse=True):
+            for stage in self._backwards:
                 key = transfer.value, stage, transfer.microbatch
-                if key in self._gradients:
-                    held = self._summed(held, self._gradients.pop(key))
+                if key in gradients:
+                    held = self._summed(held, gradients.pop(key))
         self._arrive()
-        self._under_way.append(held)
+        self._tables.under_way.append(held)
 
-    def _receive(self, transfer: Transfer) -> None:
+    def _receive(self, action: Receive) -> None:
+        transfer = action.transfer
         size = self.job.crossing_bytes[transfer.value]
         name = gradient_of(transfer.value) if transfer.gradient else transfer.value
-        self._posted[transfer] = self.ledger.take(size, Category.BOUNDARY, name)
-        self._mark(f"receive {transfer}")
+        held = self.ledger.take(size, Category.BOUNDARY, name)
+        self._tables.posted[posted(transfer)] = held
+        self._marks.mark(action)
 
     def _sum(self, name: str) -> None:
         """Two more of the parameter's size: what comes from another owner, and the sum."""
         size = 2 * self.job.shared_bytes.get(name, 0)
         held = self.ledger.take(size, Category.COMMUNICATION, name)
-        self._mark(f"sum {name}")
+        self._marks.mark(f"sum {name}")
         self.ledger.let_go(held)
 
     # --- what the engine holds ---------------------------------------------------------------
@@ -213,23 +259,24 @@ class Player:
 
     def _drop(self, step: Step) -> None:
         for key in step.drops:
-            self.ledger.let_go(self._values.pop(key, None))
+            self.ledger.let_go(self._tables.values.pop(key, None))
 
     def _arrive(self) -> None:
         """What was sent has left."""
-        for held in self._under_way:
+        for held in self._tables.under_way:
             self.ledger.let_go(held)
-        self._under_way.clear()
+        self._tables.under_way.clear()
 
     def _read(
         self, stage: StageMemory, need: Need, microbatches: Sequence[int], flight: Flight
     ) -> None:
         """A stage holds a value that it reads."""
+        values = self._tables.values
         for m in microbatches:
-            if (need.value, m) not in self._values and need.sender is not None:
+            if need.sender is not None and (need.value, m) not in values:
                 self._arrive()
-                transfer = Transfer(need.value, m, need.sender, need.via)
-                self._values[need.value, m] = self._posted.pop(transfer)
+                came = self._tables.posted.pop((need.value, m, need.sender, need.via, False))
+                values[need.value, m] = came
         block = stage.scripts.tapes.received.get(need.value)
         if block is None or block in flight.blocks:
             return
@@ -237,41 +284,35 @@ class Player:
         if len(microbatches) > 1 and joint is not None and joint.get(need.value) is not None:
             size = stage.scripts.tapes.blocks[block].bytes
             flight.blocks[block] = self.ledger.take(size, Category.BOUNDARY, need.value)
-            self._mark(f"{stage.index}F")
+            self._marks.mark(f"{stage.index}F")
             return
-        held = self._values.get((need.value, microbatches[0]))
+        held = values.get((need.value, microbatches[0]))
         if held is not None:
             held.holders += 1
         flight.blocks[block] = held
-
-    def _held_again(self, flight: Flight) -> dict[int, Held | None]:
-        """What a stage has received, held until its forward runs again."""
-        for held in flight.blocks.values():
-            if held is not None:
-                held.holders += 1
-        return dict(flight.blocks)
 
     def _gradient(
         self, stage: StageMemory, value: str, parts: Sequence[Part], microbatches: Sequence[int]
     ) -> Held | None:
         """What has come for a value, summed; for a joint stage put together."""
         pieces = []
+        tables = self._tables
         for m in microbatches:
             total: Held | None = None
             for part in parts:
                 if part.remote:
                     self._arrive()
-                    transfer = Transfer(value, m, part.stage, stage.index, gradient=True)
-                    total = self._summed(total, self._posted.pop(transfer))
+                    came = tables.posted.pop((value, m, part.stage, stage.index, True))
+                    total = self._summed(total, came)
                 else:
-                    total = self._summed(total, self._gradients.pop((value, part.stage, m)))
+                    total = self._summed(total, tables.gradients.pop((value, part.stage, m)))
             pieces.append(total)
         if len(pieces) == 1:
             return pieces[0]
         block = stage.scripts.tapes.arriving.get(value)
         size = 0 if block is None else stage.scripts.tapes.blocks[block].bytes
         joined = self.ledger.take(size, Category.BOUNDARY, gradient_of(value))
-        self._mark(f"{stage.index}B")
+        self._marks.mark(f"{stage.index}B")
         for piece in pieces:
             self.ledger.let_go(piece)
         return joined
@@ -281,17 +322,10 @@ class Player:
         if total is None or summand is None:
             return summand if total is None else total
         found = self.ledger.take(total.bytes, Category.BOUNDARY, total.name)
-        self._mark("sum")
+        self._marks.mark("sum")
         self.ledger.let_go(total)
         self.ledger.let_go(summand)
         return found
-
-    def _share(self, flight: Flight, block: int | None, holders: int) -> Held | None:
-        """A storage gets further holders."""
-        held = None if block is None else flight.blocks.get(block)
-        if held is not None:
-            held.holders += holders
-        return held
 
     def _let_go(self, flight: Flight, blocks: Iterable[int]) -> None:
         """A stage lets go of shared blocks."""
@@ -307,16 +341,18 @@ class Player:
         tape: Tape,
         handed: frozenset[int],
         without: frozenset[BlockKind],
-    ) -> list[int]:
+    ) -> tuple[int, ...]:
         """Play a tape; gives the shared blocks that the stage has let go of and others hold.
 
         Args:
             handed: the blocks that the tape makes for others, who take them afterwards.
         """
         scripts = self.job.stages[flight.stage].scripts
-        left = [b for b in scripts.ended(tape) if b in handed or self._stays(scripts, flight, b)]
+        left = tuple(
+            [b for b in scripts.ended(tape) if b in handed or self._stays(scripts, flight, b)]
+        )
         script = scripts.of(tape, left, without)
-        self._mark(str(action), script, flight.stage)
+        self._marks.mark(action, script, flight.stage)
         self.ledger.add(script.net, flight.stage)
         if self._told is not None:
             self._follow(scripts, flight, script)
@@ -341,7 +377,7 @@ class Player:
     def _move(self, scripts: Scripts, flight: Flight, move: Move) -> None:
         """A shared block comes to life, or ends; its bytes are counted with its script."""
         if not move.alive:
-            self.ledger.let_go(flight.blocks.pop(move.block, None), counted=False)
+            self.ledger.end_in(flight.stage, flight.blocks.pop(move.block, None))
             return
         flight.blocks[move.block] = self.ledger.take(
             scripts.tapes.blocks[move.block].bytes,
@@ -367,21 +403,3 @@ class Player:
             held = flight.blocks[move.block] if move.alive else before
             assert held is not None  # nothing of the batch ends
             self._told(held.number, size, held)
-
-    def _mark(self, action: str, script: Script | None = None, stage: int | None = None) -> None:
-        """Take note of the memory at a moment: now, or when a script is at its peak."""
-        now = self.ledger.total + (script.peak if script else 0)
-        self._highest = max(self._highest, now)
-        if now > self._peak.bytes:
-            sizes = self.ledger.sizes
-            if script is not None:
-                sizes = tuple(map(operator.add, sizes, script.at_peak))
-            self._peak = Peak(now, action, self._position, sizes)
-        if stage is not None:
-            own = self.ledger.of_stage[stage] + (script.peak if script else 0)
-            self._stage_peaks[stage] = max(self._stage_peaks[stage], own)
-
-
-def gradient_of(value: str) -> str:
-    """What the gradient of a value is called."""
-    return f"gradient of {value}"

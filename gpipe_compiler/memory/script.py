@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe_compiler.memory.curve import CATEGORIES, NOTHING, Category, Sizes
+from gpipe_compiler.memory.curve import NOTHING, Category, Sizes
+from gpipe_compiler.memory.ledger import PLACE
 from gpipe_compiler.passes.tapes import BlockKind, StageTapes, Tape
 
 
@@ -26,7 +27,7 @@ class Script:
         moves: in order.
         peak: bytes more than at the beginning, at most; 0 where it never takes more.
         at_peak: the same by category.
-        net: bytes more by category when it has ended.
+        net: bytes more when it has ended: the places of categories, and how many of each.
         place: how many of `moves` lie before the peak.
         shared: those of `moves` that are of shared blocks.
     """
@@ -34,7 +35,7 @@ class Script:
     moves: tuple[Move, ...]
     peak: int
     at_peak: Sizes
-    net: Sizes
+    net: tuple[tuple[int, int], ...]
     place: int
     shared: tuple[Move, ...]
 
@@ -48,7 +49,7 @@ class Scripts:
 
     def __init__(self, tapes: StageTapes) -> None:
         self.tapes = tapes
-        self._made: dict[tuple[int, frozenset[int], frozenset[BlockKind]], Script] = {}
+        self._made: dict[tuple[int, tuple[int, ...], frozenset[BlockKind]], Script] = {}
 
     @cached_property
     def shared(self) -> frozenset[int]:
@@ -56,6 +57,16 @@ class Scripts:
         tapes = self.tapes
         tables = (tapes.received, tapes.returned, tapes.arriving, tapes.sent_back)
         return frozenset(block for table in tables for block in table.values())
+
+    @cached_property
+    def handed_on(self) -> frozenset[int]:
+        """The blocks that a forward makes for others."""
+        return frozenset(self.tapes.returned.values())
+
+    @cached_property
+    def handed_back(self) -> frozenset[int]:
+        """The blocks that a backward makes for others."""
+        return frozenset(self.tapes.sent_back.values())
 
     @cached_property
     def category(self) -> Mapping[int, Category]:
@@ -73,26 +84,27 @@ class Scripts:
             found.update({block: name for name, block in table.items()})
         return found
 
-    def of(self, tape: Tape, held: Collection[int], without: Collection[BlockKind] = ()) -> Script:
+    def of(self, tape: Tape, held: tuple[int, ...], without: frozenset[BlockKind]) -> Script:
         """The script of a tape.
 
         Args:
-            held: the shared blocks that somebody else holds.
+            held: the shared blocks that somebody else holds, in the order of `ended`.
             without: kinds of blocks that there are none of, or that are there already.
         """
-        key = id(tape), frozenset(held), frozenset(without)
-        if key not in self._made:
-            self._made[key] = self._script(self._moves(tape, key[1], key[2]))
-        return self._made[key]
+        key = id(tape), held, without
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._script(self._moves(tape, held, without))
+        return found
 
-    def ended(self, tape: Tape) -> frozenset[int]:
+    def ended(self, tape: Tape) -> tuple[int, ...]:
         """The shared blocks that a stage lets go of in a tape."""
         return self._ends[id(tape)]
 
     @cached_property
-    def _ends(self) -> Mapping[int, frozenset[int]]:
+    def _ends(self) -> Mapping[int, tuple[int, ...]]:
         return {
-            id(tape): self.shared.intersection(e.block for e in tape.events if not e.alive)
+            id(tape): tuple(self.shared.intersection(e.block for e in tape.events if not e.alive))
             for tape in self._tapes
         }
 
@@ -139,12 +151,12 @@ class Scripts:
         now = list(NOTHING)
         total = peak = place = 0
         at_peak = NOTHING
-        index = {item: number for number, item in enumerate(CATEGORIES)}
         for number, move in enumerate(moves):
             size = blocks[move.block].bytes if move.alive else -blocks[move.block].bytes
-            now[index[category[move.block]]] += size
+            now[PLACE[category[move.block]]] += size
             total += size
             if total > peak:
                 peak, at_peak, place = total, tuple(now), number + 1
         shared = tuple(move for move in moves if move.block in self.shared)
-        return Script(tuple(moves), peak, at_peak, tuple(now), place, shared)
+        net = tuple((index, size) for index, size in enumerate(now) if size)
+        return Script(tuple(moves), peak, at_peak, net, place, shared)

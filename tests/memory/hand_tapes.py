@@ -14,7 +14,7 @@ from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.passes.tapes import Block, BlockKind, Event, StageTapes, Tape
 from gpipe_compiler.runtime.job import Work
 from gpipe_compiler.runtime.schedule import lower
-from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.schedule.actions import Orders, Phase
 from gpipe_compiler.runtime.spec import (
     Crossing,
     PipelineSpec,
@@ -31,8 +31,12 @@ KEPT, TEMPORARY, GRADIENT, WEIGHT_GRADIENT = 1000, 300, 70, 11
 X, Y, A, T, GY, GX, G, W, LOSS = range(9)
 
 
-def chain_tapes(first: bool, last: bool, x: int = VALUE) -> StageTapes:
-    """A stage that takes x and makes y (or the loss): it keeps `a`, takes `t` for a while."""
+def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False) -> StageTapes:
+    """A stage that takes x and makes y (or the loss): it keeps `a`, takes `t` for a while.
+
+    Args:
+        split: whether the gradient of its parameter is made in an action of its own.
+    """
     kinds = {
         X: (x, BlockKind.RECEIVED),
         Y: (VALUE, BlockKind.ACTIVATION),
@@ -50,6 +54,8 @@ def chain_tapes(first: bool, last: bool, x: int = VALUE) -> StageTapes:
         forward = [pair for pair in forward if pair[0] != Y]
         ends = [pair for pair in ends if pair[0] != GY]
     later = [pair for pair in backward if pair[0] != W]
+    weight = [(W, 1)]
+    backward = later if split else backward
     return StageTapes(
         ops=("op",),
         blocks={n: Block(size, kind, 0, str(size), "uint8") for n, (size, kind) in kinds.items()},
@@ -61,7 +67,9 @@ def chain_tapes(first: bool, last: bool, x: int = VALUE) -> StageTapes:
         kept=frozenset({A}),
         forward_again=_tape([*forward, (A, 0)]),
         first_backward=_tape([*backward, *ends]),
-        backward=_tape([*later, (W, 1), (W, 0), *ends]),
+        backward=_tape([*later, *([] if split else [(W, 1), (W, 0)]), *ends]),
+        first_weight=_tape(weight) if split else None,
+        weight=_tape([*weight, (W, 0)]) if split else None,
     )
 
 
@@ -69,9 +77,20 @@ def _tape(pairs: Sequence[tuple[int, int]]) -> Tape:
     return Tape(tuple(Event(block, bool(alive), 0) for block, alive in pairs))
 
 
-def players(orders: Orders, microbatches: int, remat: Remat = Remat.NONE) -> list[Player]:
-    """Those of a chain of stages, one on every device, that trains."""
-    count = len(orders)
+def players(
+    orders: Orders,
+    microbatches: int,
+    remat: Remat = Remat.NONE,
+    placement: Sequence[int] | None = None,
+) -> list[Player]:
+    """Those of a chain of stages that trains.
+
+    Args:
+        placement: the device of each stage; one on every device by default.
+    """
+    placement = range(len(orders)) if placement is None else placement
+    count = len(placement)
+    split = {action.stage for order in orders for action in order if action.phase is Phase.WEIGHT}
     spec = PipelineSpec(
         name="chain",
         stages=tuple(
@@ -88,29 +107,27 @@ def players(orders: Orders, microbatches: int, remat: Remat = Remat.NONE) -> lis
         microbatches=microbatches,
         microbatch_size=1,
     )
-    placement = tuple(range(count))
-    wiring = wire(spec, placement, Work.TRAIN)
+    wiring = wire(spec, placement, Work.TRAIN, (), split)
     programs = lower(orders, placement, spec.crossings)
-    middle = chain_tapes(first=False, last=False)
-    found = []
-    for stage, program in enumerate(programs):
+    middle = chain_tapes(first=False, last=False, split=bool(split))
+    stages = []
+    for stage in range(count):
         ends = stage == 0, stage == count - 1
-        tapes = _named(chain_tapes(*ends) if any(ends) else middle, stage)
-        memory = StageMemory(wiring[stage], Scripts(tapes), remat)
-        found.append(
-            Player(
-                DeviceJob(
-                    steps=steps_of(program, wiring),
-                    stages={stage: memory},
-                    inputs=["v0"] if stage == 0 else [],
-                    crossing_bytes={f"v{s}": VALUE for s in range(count)},
-                    shared_bytes={},
-                    row_bytes={},
-                    microbatches=microbatches,
-                )
+        tapes = _named(chain_tapes(*ends, split=bool(split)) if any(ends) else middle, stage)
+        stages.append(StageMemory(wiring[stage], Scripts(tapes), remat))
+    return [
+        Player(
+            DeviceJob(
+                steps=steps_of(program, wiring),
+                stages={s: stages[s] for s in range(count) if placement[s] == device},
+                crossing_bytes={f"v{s}": VALUE for s in range(count)},
+                shared_bytes={},
+                row_bytes={},
+                microbatches=microbatches,
             )
         )
-    return found
+        for device, program in enumerate(programs)
+    ]
 
 
 def _named(tapes: StageTapes, stage: int) -> StageTapes:
