@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
+_INDEX = torch.ops.aten.index.Tensor
+_EMBEDDING = "EmbeddingBackward0"
 _FLOAT = 4
 _PAGE = 4096
 _ROW = 64
@@ -18,10 +20,11 @@ _NO_STRIDE = 256
 
 
 class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
-    """A mode of fake tensors that gives an LSTM's workspace the size that it has.
+    """A mode of fake tensors that knows what torch's own meta kernels do not.
 
     The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
-    torch's own meta kernel takes to be empty.
+    the meta kernel takes to be empty. And the sparse gradient of an embedding has no rows for its
+    padding: how many that are depends on numbers, and the most are taken, all of them.
     """
 
     def __init_subclass__(cls) -> None:
@@ -38,6 +41,10 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs the op on fake tensors."""
+        if func is _INDEX and _node() == _EMBEDDING:
+            (mask,) = args[1]
+            with self:
+                return args[0].new_empty((mask.numel(), *args[0].shape[mask.dim() :]))
         returned = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func is not _LSTM or not isinstance(returned, tuple):
             return returned
@@ -45,6 +52,12 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         with self:
             workspace = torch.empty(size, dtype=torch.uint8)
         return *returned[:_WORKSPACE], workspace, *returned[_WORKSPACE + 1 :]
+
+
+def _node() -> str:
+    """The node of a backward that is at work; empty where none is."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
 
 
 def lstm_workspace_bytes(output: torch.Tensor, taken: torch.Tensor, cells: torch.Tensor) -> int:

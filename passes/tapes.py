@@ -80,6 +80,23 @@ class Tape:
     events: tuple[Event, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How the sparse gradients of a stage's parameters grow: tapes tell the first micro-batch's.
+
+    A sum of sparse gradients has the rows of all of them, and is made beside what it is made of.
+
+    Attributes:
+        first: bytes that they have by the tapes, after any micro-batch. What looks into the batch
+            is none.
+        each: bytes of the rows of one micro-batch; of those of `n`, where there are two or more, a
+            sum has `n` times as many.
+    """
+
+    first: int
+    each: int
+
+
 @dataclass(frozen=True)
 class StageTapes:
     """The tapes of one stage for one micro-batch.
@@ -102,6 +119,7 @@ class StageTapes:
         backward: that of a later one, whose parameter gradients are added to those.
         first_weight, weight: where the backward is split, the second part of each; the two before
             are the first part then. None where it is not.
+        growth: of sparse gradients; None where all are dense.
     """
 
     ops: tuple[str, ...]
@@ -117,6 +135,7 @@ class StageTapes:
     backward: Tape
     first_weight: Tape | None = None
     weight: Tape | None = None
+    growth: Growth | None = None
 
     def op(self, position: int) -> str:
         """The name of the op at a position; empty for `NO_OP`."""

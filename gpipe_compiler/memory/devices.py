@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.curve import CATEGORIES, Category, DeviceMemory, Holder, Point
+from gpipe_compiler.memory.growing import grown
 from gpipe_compiler.memory.holders import holders_at
 from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
@@ -88,7 +89,7 @@ def device_memories(
         ModelError: naming an op that cannot run.
     """
     pipeline = Pipeline.of(graph, layout, rehearsals or Rehearsals(graph))
-    played = play_all(pipeline.jobs)
+    played = [grown(*pair) for pair in zip(pipeline.jobs, play_all(pipeline.jobs), strict=True)]
     order = sorted(range(len(played)), key=lambda device: -played[device].peak)
     told = {d for d in order[:MOST_TOLD] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
     return tuple(

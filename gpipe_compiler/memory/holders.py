@@ -13,6 +13,7 @@ from gpipe_compiler.passes.tapes import BlockKind
 
 _GRADIENTS = "gradients of parameters"
 _CASTS = "weights cast by autocast"
+_SPARSE = "sums of sparse gradients"
 
 
 @dataclass
@@ -45,7 +46,7 @@ def holders_at(graph: Graph, job: DeviceJob, played: Played) -> tuple[Holder, ..
 
     The same of several micro-batches is one holder, as are the gradients of a stage.
     """
-    watch = _Watch(played.peak, played.position)
+    watch = _Watch(played.peak - played.grown, played.position)
     Player(job, watch.hear).play(until=played.position + 1)
     sums: dict[tuple[str, Category, str, int], tuple[int, int]] = {}
     for size, what in watch.found or ():
@@ -56,6 +57,8 @@ def holders_at(graph: Graph, job: DeviceJob, played: Played) -> tuple[Holder, ..
         Holder(words, category, op, size, count, stage)
         for (words, category, op, stage), (size, count) in sums.items()
     ]
+    if played.grown:
+        found.append(Holder(_SPARSE, Category.GRADIENTS, "", played.grown, 1, -1))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
 

@@ -106,6 +106,7 @@ class Played:
         points: after every compute action and sum.
         stage_peaks: by stage, of what is its own.
         after: bytes by category when all is done.
+        grown: how many of the peak's bytes are sums of sparse gradients, beyond those of the tapes.
     """
 
     peak: int
@@ -115,6 +116,7 @@ class Played:
     points: Curve
     stage_peaks: Mapping[int, int]
     after: Sizes
+    grown: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,18 @@ import torch
 
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
+from gpipe_compiler.passes.rehearsal.sparse import parts
 from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
 from gpipe_compiler.passes.rehearsal.watch import StorageWatch
-from gpipe_compiler.passes.tapes import NO_OP, Block, BlockKind, Event, StageTapes, Tape
+from gpipe_compiler.passes.tapes import (
+    NO_OP,
+    Block,
+    BlockKind,
+    Event,
+    Growth,
+    StageTapes,
+    Tape,
+)
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
 from gpipe_compiler.runtime.stage_run import StageRun
@@ -100,9 +109,13 @@ class _Stage:
     def parameter_gradients(self) -> frozenset[int]:
         """The blocks of the gradients of parameters."""
         grads = [state.grad for state in self.states if state.grad is not None]
-        parts = (part for grad in grads for part in _parts(grad))
-        numbers = {self.watch.number(part) for part in parts}
+        numbers = {self.watch.number(part) for grad in grads for part in parts(grad)}
         return frozenset(number for number in numbers if number is not None)
+
+    def sparse_gradients(self) -> list[torch.Tensor]:
+        """The gradients of parameters that are sparse, as the first micro-batch leaves them."""
+        found = (state.grad for state in self.states)
+        return [grad for grad in found if grad is not None and grad.is_sparse]
 
     def round(self) -> _Round:
         """A forward, and a backward where there is one."""
@@ -155,13 +168,6 @@ class _Stage:
     def _numbers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, int]:
         found = {n: self.watch.number(t) for n, t in tensors.items() if t is not None}
         return {name: number for name, number in found.items() if number is not None}
-
-
-def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors whose memory a gradient is; that of an embedding may be sparse."""
-    if gradient.is_sparse:
-        return gradient._indices(), gradient._values()
-    return (gradient,)
 
 
 class _Tapes:
@@ -217,6 +223,19 @@ class _Tapes:
             backward=tapes[3],
             first_weight=weights[0],
             weight=weights[1],
+            growth=self._growth(kinds),
+        )
+
+    def _growth(self, kinds: Mapping[int, BlockKind]) -> Growth | None:
+        """How sparse gradients grow, where there are any."""
+        found = [part for grad in self._stage.sparse_gradients() for part in parts(grad)]
+        if not found:
+            return None
+        numbers = {self._stage.watch.number(part) for part in found}
+        own = [n for n in numbers if n is not None and kinds[n] is BlockKind.PARAMETER_GRADIENT]
+        return Growth(
+            first=sum(self._stage.watch.born[number].bytes for number in own),
+            each=sum(part.numel() * part.element_size() for part in found),
         )
 
     def _kind(self, number: int) -> BlockKind:

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_compiler.passes.rehearsal.sparse import of_sparse, parts
 from gpipe_compiler.passes.rehearsal.sums import EngineSums
 from gpipe_compiler.passes.rehearsal.unwatched import REPLAYED, formula_in_place, storage_bytes
 from gpipe_compiler.passes.tapes import NO_OP, Event
@@ -155,7 +156,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if func is torch.ops.prim.device.default:
             return func(*args)
         func, kwargs = self._unwatched(func, args, kwargs)
-        returned: object = func(*args, **kwargs) if kwargs else func(*args)
+        returned: object = of_sparse(self._node, func, args) if self.op is None else None
+        if returned is None:
+            returned = func(*args, **kwargs) if kwargs else func(*args)
         if self._blind:
             return returned
         mask = _masked(func)
@@ -195,11 +198,12 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _saw(self, tensor: torch.Tensor, size: int | None = None) -> None:
         self.sums.made(tensor)
-        if tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._add(storage, tensor, storage.nbytes() if size is None else size, event=True)
+        for part in parts(tensor):
+            if part.layout is not torch.strided:
+                continue
+            storage = part.untyped_storage()
+            if storage._cdata not in self._numbers:
+                self._add(storage, part, storage.nbytes() if size is None else size, event=True)
 
     def _add(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, size: int, *, event: bool

@@ -43,6 +43,19 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0][:, -1])
 
 
+class Words(nn.Module):
+    """A table of words with sparse gradients, read at two places."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 32, padding_idx=padding, sparse=True)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        words = self.table(tokens).mean(1) + self.table(tokens[:, 1:7] + 1000).sum(1)
+        return self.head(torch.tanh(words))
+
+
 def peaks(
     model: nn.Module, x: torch.Tensor, remat: RematChoice, folder: Path, microbatches: int = 4
 ) -> tuple[int, int]:
@@ -86,4 +99,18 @@ def test_the_peak_of_a_gru(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Recurrent(nn.GRU, both_ways=False)
     told, live = peaks(model, torch.randn(8, 4, 24), RematChoice.NONE, tmp_path, 2)
+    assert told == pytest.approx(live, rel=ALLOWED)
+
+
+@pytest.mark.parametrize(("padding", "remat"), [(None, RematChoice.NONE), (0, RematChoice.FULL)])
+def test_the_peak_where_sparse_gradients_grow(
+    padding: int | None, remat: RematChoice, tmp_path: Path
+) -> None:
+    """No word comes twice and none is padding, which both would leave out rows of a sum."""
+    torch.manual_seed(0)
+    tokens = torch.randperm(999)[: 24 * 40].reshape(24, 40) + 1
+    model = Words(padding)
+    told, live = peaks(model, tokens, remat, tmp_path, microbatches=6)
+    table = model.table.weight.numel() * 4
+    assert live - table > 1.5 * 24 * 46 * (4 * 32 + 8)  # sums of whole batches are made
     assert told == pytest.approx(live, rel=ALLOWED)
