@@ -88,16 +88,18 @@ class Fit:
     Attributes:
         parameters: of the model.
         bytes: of every device at its peak.
+        memory: that a device has.
     """
 
     name: str
     parameters: int
     bytes: tuple[int, ...]
+    memory: int = MEMORY
 
     @property
     def fits(self) -> bool:
         """Whether no device takes more than it has."""
-        return max(self.bytes) <= MEMORY
+        return max(self.bytes) <= self.memory
 
     @property
     def activations(self) -> int:
@@ -147,7 +149,7 @@ def planned(
         _, found = first_that_fits(drafting, policy.data_parallel)
     else:
         _, found = choose_exactly(drafting, remat, policy.data_parallel)
-    return Fit(sized.name, sized.parameters, tuple(device.peak for device in found))
+    return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)
 
 
 def pinned(balance: Sequence[int]) -> Constraints:
@@ -180,7 +182,7 @@ def largest(
             beyond, high = tried, place
             ahead = place - step
         step *= 2
-        place = ahead if low < ahead < high else (low + high) // 2
+        place = ahead if low <= ahead < high else (low + high) // 2
     return found, beyond
 
 

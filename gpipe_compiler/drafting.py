@@ -162,12 +162,17 @@ class Drafting:
             return free
         return self._balanced(min(tried, key=self._merit)).bounded_by(free)
 
-    def first_that_fits(self) -> Draft | None:
+    def first_that_fits(self) -> Draft:
         """What AUTO tries first of all that fits, for who asks no more than whether anything does.
 
-        None where it finds nothing.
+        The nearest to it where it finds nothing.
         """
-        return next((draft for draft in self._tried() if not self._merit(draft)[0]), None)
+        tried = []
+        for draft in self._tried():
+            tried.append(draft)
+            if not self._merit(draft)[0]:
+                return draft
+        return min(tried, key=self._merit)
 
     def _tried(self) -> Iterator[Draft]:
         """What AUTO tries; only the best cut as it is, where that fits."""

@@ -27,6 +27,9 @@ _ROUNDS = 3
 _WORTH_A_CUT = 0.01
 """The share of a device's memory by which limits must move for a fitting cut to be made again."""
 
+_BEYOND_HOPE = 0.05
+"""The share of a device's memory by which devices are over, together, that no better cut mends."""
+
 
 @dataclass(frozen=True)
 class Exact:
@@ -84,18 +87,17 @@ def choose_exactly(
 def first_that_fits(drafting: Drafting, replicas: int) -> tuple[Draft, tuple[DeviceMemory, ...]]:
     """The first draft of AUTO that is found to fit, however long its step, and its memory.
 
-    Where none fits, what `choose_exactly` finds nearest to it.
+    Where none fits, one that is near to it: what `choose_exactly` finds, but where the first is
+    beyond hope.
 
     Raises:
         ModelError: naming an op that cannot run.
     """
     limits = [seat.memory for seat in drafting.setting.seats]
+    hopeless = _BEYOND_HOPE * min(limits)
     for _ in range(1 + _ROUNDS):
-        draft = _limited(drafting, limits).first_that_fits()
-        if draft is None:
-            break
-        exact = _exact(drafting, draft, replicas)
-        if not exact.over:
+        exact = _exact(drafting, _limited(drafting, limits).first_that_fits(), replicas)
+        if not exact.over or exact.over > hopeless:
             return exact.draft, exact.memory
         moved = _moved(drafting, exact, limits)
         if moved is None:

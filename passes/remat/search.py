@@ -119,7 +119,7 @@ class _Arrivals:
         ends = np.flatnonzero(np.diff(whole.group[order])) + 1
         chosen = []
         for rows in np.split(order, ends):
-            best = rows[_best(whole.kept[rows], whole.peak[rows])]
+            best = rows[undominated(whole.kept[rows], whole.peak[rows])]
             chosen.append(_thinned(whole, best, WAYS))
         return whole.rows(np.concatenate(chosen))
 
@@ -241,7 +241,7 @@ def _open(problem: RematProblem, places: Sequence[int]) -> list[Storages]:
     ]
 
 
-def _best(kept: Rows, peak: Rows) -> Rows:
+def undominated(kept: Rows, peak: Rows) -> Rows:
     """The rows that none before keeps and needs as little as; the fastest come first."""
     best: list[int] = []
     # A staircase of those so far: ascending in what they keep, descending in their peaks.

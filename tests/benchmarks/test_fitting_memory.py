@@ -47,6 +47,9 @@ def test_a_near_guess_takes_few_tries() -> None:
     found, beyond = largest(range(1, 105), fit, 80)
     assert (found.parameters, beyond.parameters) == (78, 79)
     assert tried == [80, 79, 77, 78]
+    tried.clear()
+    assert largest(range(1, 105), fit, 76)[0].parameters == 78
+    assert tried == [76, 77, 79, 78]
 
 
 @pytest.mark.parametrize(("layers", "millions"), [(3, 282.2), (13, 785.8), (103, 5318.0)])

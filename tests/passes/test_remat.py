@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler.passes.remat import FEW, Choice, RematProblem, choices, evaluate
 from gpipe_compiler.passes.remat.problem import Segment, Step, uniform
+from gpipe_compiler.passes.remat.search import undominated
 
 MICROBATCHES = (1, 2, 5)
 
@@ -199,3 +201,12 @@ def test_what_runs_again_by_hand() -> None:
     assert (last.seconds, last.kept, last.peak) == (2.0, 100, 1100)
     middle = evaluate(problem, [(1, 2)])
     assert (middle.seconds, middle.kept) == (0.0, 1100)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 700), st.integers(1, 400))
+def test_rows_stay_that_none_before_is_as_good_as(seed: int, rows: int, most: int) -> None:
+    kept, peak = np.random.default_rng(seed).integers(0, most, (2, rows))
+    found = undominated(kept, peak)
+    wanted = [i for i in range(rows) if not ((kept[:i] <= kept[i]) & (peak[:i] <= peak[i])).any()]
+    assert found.tolist() == wanted
