@@ -87,8 +87,8 @@ def choose_exactly(
 def first_that_fits(drafting: Drafting, replicas: int) -> tuple[Draft, tuple[DeviceMemory, ...]]:
     """The first draft of AUTO that is found to fit, however long its step, and its memory.
 
-    Where none fits, one that is near to it: what `choose_exactly` finds, but where the first is
-    beyond hope.
+    Where none fits, one that is near to it: what `choose_exactly` finds, but where by either count
+    the first is beyond hope.
 
     Raises:
         ModelError: naming an op that cannot run.
@@ -97,7 +97,8 @@ def first_that_fits(drafting: Drafting, replicas: int) -> tuple[Draft, tuple[Dev
     hopeless = _BEYOND_HOPE * min(limits)
     for _ in range(1 + _ROUNDS):
         exact = _exact(drafting, _limited(drafting, limits).first_that_fits(), replicas)
-        if not exact.over or exact.over > hopeless:
+        lost = exact.over > hopeless and not _fits_quickly(exact.draft, limits)
+        if not exact.over or lost:
             return exact.draft, exact.memory
         moved = _moved(drafting, exact, limits)
         if moved is None:
@@ -179,13 +180,8 @@ def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
 def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[float] | None:
     """Limits under which the quick model counts what fits exactly; None where these will do."""
     moved = list(limits)
-    quick_fits = all(
-        quick <= limits[seat]
-        for quick, seat in zip(
-            exact.draft.prediction.device_bytes, exact.draft.found.seats, strict=True
-        )
-    )
-    worth = exact.over > 0 and quick_fits  # else nothing was found that fits with more room
+    # Else nothing was found that fits with more room.
+    worth = exact.over > 0 and _fits_quickly(exact.draft, limits)
     recomputes = any(stage.remat is not Remat.NONE for stage in exact.draft.stages)
     pairs = zip(exact.memory, exact.draft.prediction.device_bytes, strict=True)
     for (device, quick), seat in zip(pairs, exact.draft.found.seats, strict=True):
@@ -193,6 +189,12 @@ def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[fl
         moved[seat] = max(0.0, memory + quick - device.peak)
         worth |= recomputes and moved[seat] - limits[seat] > _WORTH_A_CUT * memory
     return moved if worth else None
+
+
+def _fits_quickly(draft: Draft, limits: Sequence[float]) -> bool:
+    """Whether the devices hold what the quick model counts."""
+    pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
+    return all(quick <= limits[seat] for quick, seat in pairs)
 
 
 def _limited(drafting: Drafting, limits: Sequence[float]) -> Drafting:
