@@ -278,9 +278,9 @@ class Drafting:
             most: places of each stage to look at (`passes.remat.choices`).
         """
         found = []
+        forwards = [{name: op.forward_s for name, op in cost.ops.items()} for cost in self.costs]
         for order, seat in zip(draft.orders, draft.found.seats, strict=True):
-            costs = self.costs[self.setting.seats[seat].kind].ops
-            seconds = {name: cost.forward_s for name, cost in costs.items()}
+            seconds = forwards[self.setting.seats[seat].kind]
             numbers = {action.stage for action in order}
             known = {n: ways(self.facts, draft.stages[n], seconds, most) for n in numbers}
             split = self.setting.splits_backward

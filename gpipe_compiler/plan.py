@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
@@ -249,6 +250,7 @@ class Plan:
         """The same by the names of the ops."""
         return {note.name: note for note in self.ops}
 
+    @uncollected()
     def to_json(self) -> str:
         """The plan as JSON text, without its graph."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

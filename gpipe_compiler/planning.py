@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
@@ -23,6 +24,7 @@ from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
+@uncollected()
 def make_plan(
     graph: Graph,
     *,

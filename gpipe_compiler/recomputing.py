@@ -114,21 +114,24 @@ class DeviceWays:
             split: whether backwards are.
         """
         numbers = sorted({action.stage for action in order})
+        waits = waiting(order, joint)
         counts = {
-            Remat.NONE: held(order, (), joint).counts,
-            Remat.FULL: held(order, numbers, joint).counts,
-            Remat.SEGMENTS: held(order, (), joint, numbers).counts,
+            Remat.NONE: held(order, (), joint, (), waits).counts,
+            Remat.FULL: held(order, numbers, joint, (), waits).counts,
+            Remat.SEGMENTS: held(order, (), joint, numbers, waits).counts,
         }
         together = np.concatenate([table.reshape(len(table), -1) for table in counts.values()], 1)
         distinct = np.unique(together, axis=0, return_index=True)[1]
         seconds, sizes = [], []
         for place, number in enumerate(numbers):
             rows, times = [], []
+            remats = {way.remat for way in known[number]}
+            often = {remat: runs(order, number, remat, joint) for remat in remats}
             for way in known[number]:
                 table = counts[way.remat][distinct, place]
                 stage = way.of(stages[number], split=split)
                 rows.append(table @ np.array(stage.microbatch_bytes, dtype=np.float64))
-                times.append(way.seconds * runs(order, number, way.remat, joint))
+                times.append(way.seconds * often[way.remat])
             seconds.append(np.array(times))
             sizes.append(np.array(rows).reshape(len(rows), -1))
         kept = tuple(stages[number] for number in numbers)

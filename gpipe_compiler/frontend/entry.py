@@ -38,6 +38,9 @@ _PROBE_SAMPLES = 4
 _LARGEST_STAND_IN = 1 << 26
 """Elements of the largest tensor made up to try the loss function of a model on meta."""
 
+_DISTINCT = 999_983
+"""How many of its elements are made up one by one: a prime, which divides no size of a sample."""
+
 
 class Entry(nn.Module):
     """The model with its loss, on a copy of the model.
@@ -245,11 +248,18 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor for one on meta: random numbers, or zeros where it holds integers."""
+    """A real tensor for one on meta: random numbers, or zeros where it holds integers.
+
+    Many are the same ones over and over, which takes less time; not in step with the samples.
+    """
     if not tensor.is_meta:
         return tensor
-    make = torch.randn if tensor.is_floating_point() else torch.zeros
-    return make(tensor.shape, dtype=tensor.dtype)
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    count = tensor.numel()
+    numbers = torch.randn(min(count, _DISTINCT), dtype=tensor.dtype)
+    times = -(-count // max(1, len(numbers)))
+    return numbers.repeat(times)[:count].reshape(tensor.shape)
 
 
 def _reduction(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction:

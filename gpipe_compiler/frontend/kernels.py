@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated, state_table
@@ -32,6 +33,7 @@ _WHERE_MADE = frozenset({"device", "pin_memory"})
 """Arguments that a graph may lack: what it makes goes where the model is."""
 
 
+@uncollected()
 def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
     """Whether a graph runs the kernels of a model on meta.
 

@@ -16,6 +16,7 @@ from types import ModuleType
 
 from torch import nn
 
+from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.examples import (
     Call,
@@ -42,6 +43,7 @@ _HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metric
 _OFFERS = (DEFAULT_FACTORY, "example_inputs", "example_target", "loss_fn", *_HOOKS)
 
 
+@uncollected()
 def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) -> Subject:
     """The model that `model` names, built, with one example call.
 
