@@ -20,6 +20,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.prediction import shared
 from gpipe_compiler.runtime.schedule import lower, prove
+from gpipe_compiler.runtime.schedule.actions import Programs
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -70,13 +71,14 @@ def make_plan(
     drafting = Drafting.of(graph, costs, cluster, setting, policy, work, constraints, facts)
     choice = policy.remat if graph.loss is not None else RematChoice.NONE
     if exact_memory:
-        draft, memory = choose_exactly(drafting, choice, policy.data_parallel)
-        prediction = with_memory(draft.prediction, memory, stages)
+        exact = choose_exactly(drafting, choice, policy.data_parallel)
+        draft, programs = exact.draft, exact.layout.programs if training else None
+        prediction = with_memory(draft.prediction, exact.memory, stages)
     else:
         draft = drafting.choose(choice)
-        prediction = draft.prediction
+        prediction, programs = draft.prediction, None
     draft = drafting.with_frontiers(draft, choice)
-    _prove(graph, draft, setting)
+    _prove(graph, draft, setting, programs)
     return Plan(
         name=graph.name,
         stages=draft.stages,
@@ -136,15 +138,19 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             )
 
 
-def _prove(graph: Graph, draft: Draft, setting: Setting) -> None:
+def _prove(graph: Graph, draft: Draft, setting: Setting, programs: Programs | None) -> None:
     """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
+
+    Args:
+        programs: of the devices, where they are known.
 
     Raises:
         DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
     """
     placement, crossings = setting.placement, draft.table.crossings
-    owners = dict(shared(graph, draft.stages))
-    programs = lower(draft.orders, placement, crossings, owners, draft.joint)
+    if programs is None:
+        owners = dict(shared(graph, draft.stages))
+        programs = lower(draft.orders, placement, crossings, owners, draft.joint)
     prove(programs, placement, crossings, draft.joint)
 
 

@@ -21,7 +21,7 @@ from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.runtime.job import Work
 from gpipe_compiler.runtime.schedule import lower
-from gpipe_compiler.runtime.schedule.actions import Orders, Phase
+from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
 from gpipe_compiler.runtime.spec import (
     Crossing,
     Leaf,
@@ -64,6 +64,11 @@ class Layout:
     replicas: int
     optimizer: OptimizerKind
     on_host: bool
+
+    @cached_property
+    def programs(self) -> Programs:
+        """What every device does, in training."""
+        return lower(self.orders, self.placement, self.crossings, self.shared, self.joint)
 
     @cached_property
     def split(self) -> frozenset[int]:
@@ -116,8 +121,11 @@ class Pipeline:
         work = Work.TRAIN if graph.loss is not None else Work.INFER
         spec = _spec(graph, layout)
         crossings = crossings_for(spec, work)
-        shared = layout.shared if work is Work.TRAIN else {}
-        programs = lower(layout.orders, layout.placement, crossings, shared, layout.joint)
+        if work is Work.TRAIN:
+            shared, programs = layout.shared, layout.programs
+        else:
+            shared = {}
+            programs = lower(layout.orders, layout.placement, crossings, shared, layout.joint)
         wiring = wire(spec, layout.placement, work, layout.joint, layout.split)
         stages = [
             _stage_memory(graph, layout, stage, hung, rehearsals)

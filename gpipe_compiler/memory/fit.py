@@ -40,6 +40,7 @@ class Exact:
     """
 
     draft: Draft
+    layout: Layout
     memory: tuple[DeviceMemory, ...]
     over: float
 
@@ -49,10 +50,12 @@ class Exact:
         again = sum(stage.remat is not Remat.NONE for stage in self.draft.stages)
         return self.over, self.draft.prediction.step_s, again
 
+    def bare(self) -> Exact:
+        """The same, to be kept beside others: programs of large plans take gigabytes."""
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout))
 
-def choose_exactly(
-    drafting: Drafting, choice: RematChoice, replicas: int
-) -> tuple[Draft, tuple[DeviceMemory, ...]]:
+
+def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Exact:
     """The draft with the shortest step that was found to fit, and the memory of its devices.
 
     Where none fits, that which is the nearest to it.
@@ -60,9 +63,9 @@ def choose_exactly(
     Raises:
         ModelError: naming an op that cannot run.
     """
-    first = best = _exact(drafting, drafting.choose(choice), replicas)
+    best = latest = _exact(drafting, drafting.choose(choice), replicas)
+    first = best.draft
     limits = [seat.memory for seat in drafting.setting.seats]
-    latest = first
     for _ in range(_ROUNDS):
         moved = _moved(drafting, latest, limits)
         if moved is None:
@@ -71,7 +74,8 @@ def choose_exactly(
         draft = _limited(drafting, limits).choose(choice)
         if draft.stages == latest.draft.stages:
             break
-        latest = _exact(drafting, draft.bounded_by(first.draft), replicas)
+        best, latest = best.bare(), latest.bare()
+        latest = _exact(drafting, draft.bounded_by(first), replicas).bare()
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
         # Limits that were moved in vain must not miss what the plainest choices fit, nor what
@@ -79,12 +83,12 @@ def choose_exactly(
         least = _limited(drafting, [0.0] * len(limits))
         plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
         for draft in (*plain, least.choose(choice)):
-            usual = _exact(drafting, draft.bounded_by(first.draft), replicas)
-            best = min(best, usual, key=lambda exact: exact.merit)
-    return best.draft, best.memory
+            usual = _exact(drafting, draft.bounded_by(first), replicas).bare()
+            best = min(best.bare(), usual, key=lambda exact: exact.merit)
+    return best
 
 
-def first_that_fits(drafting: Drafting, replicas: int) -> tuple[Draft, tuple[DeviceMemory, ...]]:
+def first_that_fits(drafting: Drafting, replicas: int) -> Exact:
     """The first draft of AUTO that is found to fit, however long its step, and its memory.
 
     Where none fits, one that is near to it: what `choose_exactly` finds, but where by either count
@@ -99,7 +103,7 @@ def first_that_fits(drafting: Drafting, replicas: int) -> tuple[Draft, tuple[Dev
         exact = _exact(drafting, _limited(drafting, limits).first_that_fits(), replicas)
         lost = exact.over > hopeless and not _fits_quickly(exact.draft, limits)
         if not exact.over or lost:
-            return exact.draft, exact.memory
+            return exact
         moved = _moved(drafting, exact, limits)
         if moved is None:
             break
@@ -174,7 +178,7 @@ def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
         max(0.0, device.peak - setting.seats[seat].memory)
         for device, seat in zip(memory, draft.found.seats, strict=True)
     )
-    return Exact(draft, memory, over)
+    return Exact(draft, layout, memory, over)
 
 
 def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[float] | None:

@@ -53,15 +53,17 @@ def fullest(found: tuple[DeviceMemory, ...]) -> int:
 
 def test_whatever_fits_is_found_to(graph: Graph) -> None:
     least, most = (
-        fullest(choose_exactly(drafting(graph, 0), choice, 1)[1])
+        fullest(choose_exactly(drafting(graph, 0), choice, 1).memory)
         for choice in (RematChoice.AUTO, RematChoice.NONE)
     )
     assert least < most
     for memory in (least, (least + most) // 2, most):
-        assert fullest(choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1)[1]) <= memory
-        assert fullest(first_that_fits(drafting(graph, memory), 1)[1]) <= memory
+        assert (
+            fullest(choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1).memory) <= memory
+        )
+        assert fullest(first_that_fits(drafting(graph, memory), 1).memory) <= memory
 
 
 def test_what_does_not_fit_is_told(graph: Graph) -> None:
     memory = sum(state.bytes for state in graph.state.values()) // STAGES
-    assert fullest(first_that_fits(drafting(graph, memory), 1)[1]) > memory
+    assert fullest(first_that_fits(drafting(graph, memory), 1).memory) > memory
