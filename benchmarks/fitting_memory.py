@@ -146,9 +146,9 @@ def planned(
         prepared.facts,
     )
     if remat is RematChoice.AUTO:
-        _, found = first_that_fits(drafting, policy.data_parallel)
+        found = first_that_fits(drafting, policy.data_parallel).memory
     else:
-        _, found = choose_exactly(drafting, remat, policy.data_parallel)
+        found = choose_exactly(drafting, remat, policy.data_parallel).memory
     return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)
 
 
