@@ -254,8 +254,12 @@ class _Exploration:
         if most_over(plan) and self.bench.analysis is None:
             again = self.bench.plan(choice, policy)
             plan = min(plan, again, key=lambda one: _merit(planned(choice, one)))
-        if most_over(plan) or plan.prediction.step_s != self.points[choice].step_s:
-            self.points[choice] = planned(choice, plan)
+        point, exact = self.points[choice], planned(choice, plan)
+        if most_over(plan) or exact.step_s != point.step_s:
+            self.points[choice] = exact
+        else:
+            # Compared with others as they are: by the quick model.
+            self.points[choice] = dataclasses.replace(point, exact_bytes=exact.exact_bytes)
         return plan
 
     def _plan_some(self) -> None:
@@ -284,14 +288,16 @@ def _merit(point: Point) -> tuple[int, float]:
 def planned(choice: Choice, plan: Plan) -> Point:
     """The point of a plan."""
     prediction = plan.prediction
+    peak = max(prediction.device_bytes, default=0)
     return Point(
         choice,
         Fate.PLANNED,
         prediction.step_s,
-        max(prediction.device_bytes, default=0),
+        peak,
         most_over(plan),
         prediction.bubble,
         prediction.recompute,
+        exact_bytes=peak if prediction.memory else 0,
     )
 
 

@@ -69,7 +69,9 @@ class Point:
 
     Attributes:
         step_s: simulated seconds of a step; a lower bound unless it was planned.
-        peak_bytes: of the fullest device; a lower bound unless it was planned.
+        peak_bytes: of the fullest device, by the quick model, which all points are compared by
+            (exactly, where that changed what became of it); a lower bound unless it was planned.
+        exact_bytes: of the fullest device, played exactly; 0 where it was not.
         over_bytes: by how much some device has too little memory; a lower bound likewise.
         bubble, recompute: shares of device time spent waiting, and running forwards again.
         problem: why it was refused.
@@ -86,6 +88,12 @@ class Point:
     recompute: float = 0.0
     problem: str = ""
     undominated: bool = False
+    exact_bytes: int = 0
+
+    @property
+    def told_bytes(self) -> int:
+        """The peak, as exactly as it is known."""
+        return self.exact_bytes or self.peak_bytes
 
     @property
     def fits(self) -> bool:

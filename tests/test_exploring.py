@@ -28,7 +28,8 @@ from gpipe_compiler.memory.fit import remeasured
 from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.policy import Auto, Policy, RematChoice
-from gpipe_compiler.report.frontier import reason
+from gpipe_compiler.report.frontier import reason, row
+from gpipe_compiler.report.units import format_bytes
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.search_space import Wish, choices, devices_to_explore, spread
 from gpipe_compiler.workbench import Workbench
@@ -213,6 +214,12 @@ class TestTrueMemory:
         plan = found.plan
         measured = remeasured(plan, Policy().optimizer)
         assert plan.prediction.device_bytes == measured.prediction.device_bytes
+        first = found.frontier.points[0]
+        peak = max(plan.prediction.device_bytes)
+        assert first.told_bytes == peak
+        assert format_bytes(peak) in row(first, found.frontier)
+        others = [p for p in found.frontier.points if p.fate is Fate.PLANNED and not p.exact_bytes]
+        assert all("~ " in "".join(row(point, found.frontier)) for point in others)
         assert found.fits == (max(plan.prediction.device_bytes) <= memory)
         assert plan.prediction.step_s == found.frontier.points[0].step_s
 

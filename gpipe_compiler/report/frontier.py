@@ -33,6 +33,8 @@ def show_frontier(frontier: Frontier) -> RenderableType:
     table = frontier_table(shown)
     left = [p for p in frontier.points if p not in set(shown.points)]
     notes = ["* no other that fits is faster without being larger, or smaller without being slower"]
+    if any(_is_estimated(point, frontier) for point in shown.points):
+        notes.append("~ estimated; what is planned in full is played through, which is exact")
     if left:
         fates = Counter(_SHORT[point.fate] for point in left)
         parts = ", ".join(f"{count:,} {words}" for words, count in fates.items())
@@ -78,6 +80,7 @@ def row(point: Point, frontier: Frontier) -> tuple[str, ...]:
     choice, known = point.choice, point.fate is Fate.PLANNED
     bound = "≥ " if point.fate in (Fate.SLOWER, Fate.LARGER) else ""
     figures = known or bool(bound)
+    mark = "~ " if _is_estimated(point, frontier) else bound
     return (
         "*" if point.undominated else "",
         str(choice.stages),
@@ -88,9 +91,15 @@ def row(point: Point, frontier: Frontier) -> tuple[str, ...]:
         f"{bound}{format_seconds(point.step_s)}" if figures else "",
         format_rate(frontier.samples_per_s(point)) if known else "",
         format_share(point.bubble) if known else "",
-        f"{bound}{format_bytes(point.peak_bytes)}" if figures else "",
+        f"{mark}{format_bytes(point.told_bytes)}" if figures else "",
         reason(point, frontier),
     )
+
+
+def _is_estimated(point: Point, frontier: Frontier) -> bool:
+    """Whether the peak of a plan is less well known than that of others."""
+    some = any(other.exact_bytes for other in frontier.points)
+    return some and point.fate is Fate.PLANNED and not point.exact_bytes
 
 
 def reason(point: Point, frontier: Frontier) -> str:
