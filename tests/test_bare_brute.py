@@ -243,6 +243,7 @@ def graphs(draw: st.DrawFn, most: int) -> BareGraph:
     size = draw(st.integers(1, most))
     names = draw(st.permutations([f"op{i}" for i in range(size)]))
     backward = draw(st.sampled_from((True, True, True, False)))
+    parts = draw(st.booleans())  # whether a part of a backward can wait
     ops = []
     for index in range(size):
         back = draw(WHOLE) if backward else 0
@@ -254,7 +255,7 @@ def graphs(draw: st.DrawFn, most: int) -> BareGraph:
                 draw(st.sampled_from((0, 1, 2.5, 8))),
                 draw(WHOLE),
                 draw(st.sampled_from((0, 0, 1, 5))),
-                draw(st.integers(0, back)),
+                draw(st.integers(0, back if parts else 0)),
             )
         )
     edges = set()

@@ -18,7 +18,7 @@ import numpy as np
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.holding import Load, loads
 from gpipe_compiler.passes.cut.bounds import simple_bound
-from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.certificate import certify
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
 from gpipe_compiler.passes.cut.frontier import SPEEDS, frontier
@@ -31,6 +31,7 @@ from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
 from gpipe_compiler.passes.cut.space import Space, down_sets, prefixes
+from gpipe_compiler.passes.cut.staged import CLOSE
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, recomputed
 

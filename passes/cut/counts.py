@@ -8,16 +8,16 @@ good a cut into every count can be, and only the counts that may better the best
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.bounds import simple_bound
-from gpipe_compiler.passes.cut.certificate import CLOSE, certify
+from gpipe_compiler.passes.cut.certificate import certify
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import contract, lean, relevant
 from gpipe_compiler.passes.cut.frontier import frontier
@@ -28,6 +28,7 @@ from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.solve import Solver
 from gpipe_compiler.passes.cut.space import Space, down_sets, prefixes
+from gpipe_compiler.passes.cut.staged import CLOSE
 from gpipe_compiler.passes.cut.tables import bottleneck_chains, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -93,6 +94,12 @@ def cut_counts(
     if settings[0].kind is None:
         problem = problem.forward_only()
     problem = relevant(problem.check(), memory=False, updates=False)
+    if settings[0].kind is ScheduleKind.ZB_H1 and not any(n.weight_s for n in problem.nodes):
+        # Without a part of a backward that can wait it is 1F1B, of which more is known.
+        asked = {setting.stages: setting for setting in settings}
+        in_turn = [replace(setting, kind=ScheduleKind.ONE_F_ONE_B) for setting in settings]
+        setting, best = _Counts(problem, in_turn, work).best()
+        return asked[setting.stages], best
     return _Counts(problem, settings, work).best()
 
 
@@ -172,14 +179,15 @@ class _Counts:
         if masks is None:
             self._search_parts(orders)
             return
-        linear = {mask for order in orders for mask in prefixes(order)}
         in_turns = not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE)
         families = list(dict.fromkeys(tuple(prefixes(order)) for order in orders))
+        linear = set().union(*families)
         if in_turns:
             # The search of all may give up where those along single orders do not.
             closed = self.graph.size <= SHORT
             for family in families:
-                self._search(Space(self.graph, family), whole=False, closed=closed)
+                if len(family) < len(masks):
+                    self._search(Space(self.graph, family), whole=False, closed=closed)
         elif len(linear) * 3 < len(masks):
             self._search(Space(self.graph, linear), whole=False)
         bound = self._search(Space(self.graph, masks), whole=True)
@@ -251,7 +259,7 @@ class _Counts:
 
     def _certify(self) -> None:
         """A bound by an integer program over all counts; a better cut that it finds is kept."""
-        lean_problem = dataclasses.replace(self.problem, groups=self.graph.members)
+        lean_problem = replace(self.problem, groups=self.graph.members)
         certificate = certify(
             lean_problem,
             self.widest,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 LEAST_ITERATIONS = 1_000
 """Of simplex, whatever the size of the program."""
 
-MOST_ROWS = 6_500
+MOST_ROWS = 9_500
 """Of larger programs only the one without whole numbers is solved: in these a single branch takes
 seconds."""
 
@@ -77,10 +77,12 @@ class Solution:
     Attributes:
         bound: no solution is less; infinite where there is none at all.
         values: of the variables, in the best solution found; None where there is none.
+        work: about how many numbers of the program were touched.
     """
 
     bound: float
     values: npt.NDArray[np.float64] | None
+    work: int = 0
 
 
 class Program:
@@ -108,11 +110,6 @@ class Program:
         """How many there are."""
         return len(self._rows)
 
-    @property
-    def large(self) -> bool:
-        """Whether it is not solved for whole numbers."""
-        return self.rows > MOST_ROWS
-
     def relaxed(self, objective: Linear, work: int) -> tuple[float, int]:
         """A bound on the least, that of the program without whole numbers, and the work it took.
 
@@ -132,19 +129,27 @@ class Program:
                 then is a count, not a clock, so that it ends at the same place on every machine.
         """
         model = self._model(objective)
-        relaxed, _ = _relaxed(model, self._iterations(work) * RELAXING)
-        if relaxed is None or self.large or relaxed == math.inf:
-            return Solution(-math.inf if relaxed is None else relaxed * (1 - REST), None)
+        relaxed, used = _relaxed(model, self._iterations(work) * RELAXING)
+        used = used * self.rows // RELAXING
+        if relaxed is None or relaxed == math.inf or self.rows > MOST_ROWS:
+            return Solution(-math.inf if relaxed is None else relaxed * (1 - REST), None, used)
+        per_stop = max(1, self.rows) ** GROWTH / PER_STOP
+        budget = _Budget(int(work / per_stop))
         solver = _solver()
         solver.passModel(model)
-        solver.cbMipInterrupt.subscribe(_Budget(int(work * PER_STOP / max(1, self.rows) ** GROWTH)))
+        solver.cbMipInterrupt.subscribe(budget)
         solver.run()
+        used += int(budget.asked * per_stop)
+        if solver.getModelStatus() == highspy.HighsModelStatus.kSolveError:
+            # Seen where the least is just what the variable may be at most.
+            solver.setOptionValue("presolve", "off")
+            solver.run()
         status = solver.getModelStatus()
         if status in (
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
         ):
-            return Solution(math.inf, None)
+            return Solution(math.inf, None, used)
         info = solver.getInfo()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(solver.getSolution().col_value) if found else None
@@ -152,7 +157,7 @@ class Program:
         if status == highspy.HighsModelStatus.kOptimal:
             # Without whole variables left, presolve solves it and says nothing of a bound.
             bound = max(bound, float(info.objective_function_value) * (1 - REST))
-        return Solution(bound, values)
+        return Solution(bound, values, used)
 
     def _iterations(self, work: int) -> int:
         return max(LEAST_ITERATIONS, work // max(1, self.rows))
@@ -229,10 +234,10 @@ class _Budget:
     """Ends the search when it asks for the so manieth time; HiGHS counts no iterations there."""
 
     def __init__(self, most: int) -> None:
-        self.left = most
+        self.most, self.asked = most, 0
 
     def __call__(self, event: highspy.HighsCallbackEvent) -> None:
-        self.left -= 1
+        self.asked += 1
         answer = event.data_in
-        if answer is not None and self.left < 0:
+        if answer is not None and self.asked > self.most:
             answer.user_interrupt = True

@@ -53,7 +53,7 @@ def test_the_search_ends_within_its_stops(monkeypatch: pytest.MonkeyPatch) -> No
     plain = module._Budget.__call__
 
     def counted(budget: module._Budget, event: object) -> None:
-        asked.append(budget.left)
+        asked.append(budget.asked)
         plain(budget, event)  # type: ignore[arg-type]  # what HiGHS gives is passed on
 
     monkeypatch.setattr(module._Budget, "__call__", counted)
