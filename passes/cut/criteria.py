@@ -37,6 +37,11 @@ class FillDrain:
     def _repeats(self) -> float:
         return self.microbatches - 1 or TIE
 
+    @property
+    def monotone(self) -> bool:
+        """See `Criterion`."""
+        return not self.updates
+
     def initial(self) -> Floats:
         """See `Criterion`."""
         return np.zeros(5 if self.updates else 3)
@@ -101,6 +106,11 @@ class Rounds:
     again: Floats
     beam: int = 10_000
     most_extensions: int | None = None
+
+    @property
+    def monotone(self) -> bool:
+        """See `Criterion`."""
+        return True
 
     def initial(self) -> Floats:
         """See `Criterion`."""

@@ -90,6 +90,11 @@ class Ordered:
         """See `Criterion`."""
         return 4 * self.beam
 
+    @property
+    def monotone(self) -> bool:
+        """See `Criterion`."""
+        return True
+
     def initial(self) -> Floats:
         """See `Criterion`."""
         identity = np.full((self.microbatches + 1, self.microbatches), -np.inf)

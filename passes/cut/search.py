@@ -9,11 +9,13 @@ is below the best cut known.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from gpipe_compiler.passes.cut.dominance import BLOCK, TOLERANCE, undominated
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
@@ -21,25 +23,14 @@ from gpipe_compiler.passes.cut.space import (
     GRADIENT,
     RECEIVE,
     UPDATE,
-    Booleans,
     Floats,
     Integers,
     Space,
 )
 from gpipe_compiler.passes.cut.tables import Tables
 
-TOLERANCE = 1e-10
-"""Relative: cuts closer together than this count as equally good."""
-
-BLOCK = 100_000
-"""Extensions of labels that are worked out at once; bounds memory, not the result."""
-
-
-GLANCE = 8
-"""Entries of two labels that are compared before all are."""
-
-ABREAST = 32
-"""Labels at most that are compared with all others at once."""
+CROWDED = 3
+"""From so many labels a down-set on, stages are looked at without their labels first."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,11 @@ class Criterion(Protocol):
     @property
     def most_extensions(self) -> int | None:
         """Labels worked out per stage at most; None where that costs next to nothing."""
+        ...
+
+    @property
+    def monotone(self) -> bool:
+        """Whether all that follows from a label is no less where none of its entries is less."""
         ...
 
     def initial(self) -> Floats:
@@ -202,6 +198,7 @@ def _next_layer(
     space, criterion = work.space, work.criterion
     first = np.searchsorted(layer.state, np.arange(space.size))
     count = np.searchsorted(layer.state, np.arange(space.size), side="right") - first
+    hopeful = _hopeful(work, starts, layer, (first, count), ceiling)
     pool = _Pool(criterion.most_extensions)
     blocks: list[_Layer] = []
 
@@ -216,14 +213,12 @@ def _next_layer(
 
     waiting: list[Extensions] = []
     held = 0
-    for start in starts:
-        extensions = _extensions(work, int(start), first, count)
-        if extensions is not None:
-            waiting.append(extensions)
-            held += len(extensions.start)
-            if held >= BLOCK:
-                flush(waiting)
-                waiting, held = [], 0
+    for start, alive in hopeful.items():
+        waiting.append(_extensions(work, start, alive, first, count))
+        held += len(waiting[-1].start)
+        if held >= BLOCK:
+            flush(waiting)
+            waiting, held = [], 0
     if waiting:
         flush(waiting)
     if criterion.most_extensions is not None and pool.held:
@@ -280,15 +275,65 @@ def _join(parts: list[Extensions]) -> Extensions:
     )
 
 
-def _extensions(work: _Work, start: int, first: Integers, count: Integers) -> Extensions | None:
-    """Every stage from this down-set to one with labels, once for each label."""
-    stage, lineup = work.stage, work.lineup
-    row = work.space.row(start, lineup.paces[stage])
-    alive = np.flatnonzero(count[row.ends])
-    if lineup.limited and len(alive):
-        alive = alive[lineup.excess(stage, 1, row.held[:, alive])[0] <= 0]
-    if not len(alive):
-        return None
+def _hopeful(
+    work: _Work, starts: Integers, layer: _Layer, places: tuple[Integers, Integers], ceiling: float
+) -> dict[int, Integers]:
+    """For every down-set, which stages of its row lead to labels, and may to better cuts.
+
+    Where a down-set has many labels, a stage before it is tried with one that is nowhere larger
+    than any of them.
+
+    Args:
+        places: for every down-set, where its labels begin, and how many they are.
+    """
+    space, lineup, criterion = work.space, work.lineup, work.criterion
+    first, count = places
+    found = {}
+    for start in map(int, starts):
+        row = space.row(start, lineup.paces[work.stage])
+        alive = np.flatnonzero(count[row.ends])
+        if lineup.limited and len(alive):
+            alive = alive[lineup.excess(work.stage, 1, row.held[:, alive])[0] <= 0]
+        if len(alive):
+            found[start] = alive
+    ends = np.flatnonzero(count)
+    if not criterion.monotone or len(layer.state) < CROWDED * len(ends):
+        return found
+    labels = np.minimum.reduceat(layer.labels, first[ends])
+    alone = np.zeros_like(count)
+    alone[ends] = 1
+    place = np.cumsum(alone) - 1
+    for some in _in_blocks(found):
+        new = _join([_extensions(work, start, found[start], place, alone) for start in some])
+        if criterion.most_extensions is None:
+            extended = criterion.extend(work.stage, new, labels[new.label])
+            bounds = criterion.bound(space, work.tables, work.stage, new.start, extended)
+        else:
+            bounds = criterion.cheap(space, work.tables, work.stage, new, labels)
+        hope = np.split(bounds < ceiling, np.cumsum([len(found[start]) for start in some])[:-1])
+        found.update((start, found[start][own]) for start, own in zip(some, hope, strict=True))
+    return {start: alive for start, alive in found.items() if len(alive)}
+
+
+def _in_blocks(found: Mapping[int, Integers]) -> Iterator[list[int]]:
+    """The down-sets in turn, so many at once that their stages are about a block."""
+    some: list[int] = []
+    held = 0
+    for start, alive in found.items():
+        some.append(start)
+        held += len(alive)
+        if held >= BLOCK:
+            yield some
+            some, held = [], 0
+    if some:
+        yield some
+
+
+def _extensions(
+    work: _Work, start: int, alive: Integers, first: Integers, count: Integers
+) -> Extensions:
+    """These stages of the row of a down-set, once for each label where they end."""
+    row = work.space.row(start, work.lineup.paces[work.stage])
     repeats = count[row.ends[alive]]
     pair = np.repeat(alive, repeats)
     offset = np.arange(len(pair)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
@@ -307,61 +352,10 @@ def _extend(work: _Work, new: Extensions, layer: _Layer, ceiling: float) -> _Lay
     block = _Layer(new.start[chosen], new.label[chosen], labels[chosen], bounds[chosen])
     borders = np.flatnonzero(np.diff(block.state)) + 1
     keep = [
-        group if len(group) < 2 else _undominated(block, group)
+        group if len(group) < 2 else undominated(block.labels, group)
         for group in np.split(np.arange(len(block.state)), borders)
     ]
     return _pick(block, np.concatenate(keep))
-
-
-def _undominated(layer: _Layer, group: Integers) -> Integers:
-    """Those of a down-set's labels that none of its others equals or betters everywhere."""
-    labels = layer.labels[group]
-    if labels.shape[1] == 2:
-        return np.sort(group[_staircase(labels)])
-    labels = labels[:, np.isfinite(labels[0])]
-    order = np.argsort(labels.sum(axis=1), kind="stable")
-    slack = TOLERANCE * float(np.abs(labels).max(initial=0.0)) / 100
-    columns = np.ascontiguousarray(labels[order].T)
-    abreast = min(ABREAST, max(1, 10 * BLOCK // max(1, columns.size)))
-    rest = np.arange(len(order))
-    kept = []
-    while len(rest):
-        block, rest = rest[:abreast], rest[abreast:]
-        among = _beaten(columns, block, block, slack)
-        alive = np.ones(len(block), dtype=np.bool_)
-        for position in range(len(block)):
-            if alive[position]:
-                alive[position + 1 :] &= ~among[position, position + 1 :]
-        block = block[alive]
-        kept.append(block)
-        rest = rest[~_beaten(columns, block, rest, slack).any(axis=0)]
-    return np.sort(group[order[np.concatenate(kept)]])
-
-
-def _beaten(columns: Floats, ours: Integers, others: Integers, slack: float) -> Booleans:
-    """For each of our labels and each of the others, whether the other is nowhere less.
-
-    Args:
-        columns: entries of all labels, a label a column, as numpy compares long rows fastest.
-    """
-    found = np.ones((len(ours), len(others)), dtype=np.bool_)
-    glance = max(1, len(columns) // GLANCE)
-    for entries in columns[::glance]:
-        found &= entries[others] >= entries[ours][:, None] - slack
-    if glance > 1:
-        one, other = np.nonzero(found)
-        first, second = columns[:, ours[one]], columns[:, others[other]]
-        found[one, other] = (second >= first - slack).all(axis=0)
-    return found
-
-
-def _staircase(labels: Floats) -> Integers:
-    """The same for labels of two numbers: in ascending order of one, the other must descend."""
-    order = np.lexsort((labels[:, 1], labels[:, 0]))
-    second = labels[order, 1]
-    least = np.minimum.accumulate(second)
-    lower = second[1:] < least[:-1]
-    return np.asarray(order[np.concatenate(([True], lower))])
 
 
 def _narrow(bounds: Floats, beam: int) -> tuple[Integers, float]:

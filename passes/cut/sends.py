@@ -57,6 +57,11 @@ class Sends:
         """See `Criterion`."""
         return 4 * self.beam
 
+    @property
+    def monotone(self) -> bool:
+        """See `Criterion`."""
+        return True
+
     def initial(self) -> Floats:
         """See `Criterion`."""
         return np.zeros(1 + len(self.values))

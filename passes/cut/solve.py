@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
+from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
 from gpipe_compiler.passes.cut.judge import Judge, Verdict
 from gpipe_compiler.passes.cut.line import Line
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
-from gpipe_compiler.passes.cut.search import TOLERANCE, Criterion, search
+from gpipe_compiler.passes.cut.search import Criterion, search
 from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.space import Space

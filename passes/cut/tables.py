@@ -127,7 +127,12 @@ def runs(lineup: Lineup, low: int, high: int) -> Iterator[tuple[int, int, Pace]]
 
 
 def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
-    """What stages on devices of equal pace cost, in the order of `Tables`: (5, stages, ends)."""
+    """What stages on devices of equal pace cost, in the order of `Tables`: (5, stages, ends).
+
+    Where all cost the same it is told once: (5, 1, ends).
+    """
+    if not lineup.limited and len(set(lineup.again[low:high].tolist())) == 1:
+        high = low + 1
     forward, backward, receive, gradient, weight, _, send = row.times
     found = np.empty((5, high - low, len(row.ends)))
     again = lineup.again[low:high, None] * forward
@@ -155,11 +160,10 @@ def _exact(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
             continue
         for low, high, pace in runs(lineup, counts[0], counts[-1] + 1):
             row = space.row(start, pace)
-            reached = machines(lineup, low, high, row)
+            costs = machines(lineup, low, high, row)
             before = table[:, low:high, start, None]
-            reached[3] += before[3]
-            for index in (0, 1, 2, 4):
-                np.maximum(reached[index], before[index], out=reached[index])
+            reached = np.maximum(costs, before)
+            np.add(costs[3], before[3], out=reached[3])
             view = table[:, low + 1 : high + 1]
             view[..., row.ends] = np.minimum(view[..., row.ends], reached)
     return Tables(*table)
