@@ -1,7 +1,7 @@
 """The commands gpipe-compile and gpipe-inspect: arguments in, tables out.
 
 What needs torch, which takes seconds to import, is imported once it is known to be needed: a graph
-from elsewhere is planned without.
+from elsewhere is planned without, and what draws tables is not needed for JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from gpipe_compiler.arguments import (
     trace_parser,
 )
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
-from gpipe_compiler.graph_command import is_graph, plan_file, show_bare_plan
-from gpipe_compiler.report.terminal import terminal
+from gpipe_compiler.graph_command import is_graph, plan_file
 from gpipe_compiler.report.units import format_source
 
 INTERRUPTED = 130
@@ -104,4 +103,7 @@ def _compile(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(plan.to_json(), end="")
     else:
+        from gpipe_compiler.report.bare import show_bare_plan
+        from gpipe_compiler.report.terminal import terminal
+
         terminal().print(show_bare_plan(plan))
