@@ -72,40 +72,42 @@ def held(
     recompute: Collection[int] = (),
     joint: Collection[int] = (),
     segmented: Collection[int] = (),
+    waits: Collection[tuple[int, int]] | None = None,
 ) -> Load:
     """What a device holds at every action of its order but second parts of backwards.
 
     Args as those of `loads`; the moments are the same ones whatever they are.
+        waits: `waiting` of the order, where it is known.
     """
     recompute = frozenset(recompute) - frozenset(joint)
     stages = tuple(sorted({action.stage for action in order}))
     index = {stage: position for position, stage in enumerate(stages)}
     split = {action.stage for action in order if action.phase is Phase.WEIGHT}
     trained = {action.stage for action in order if action.phase is Phase.BACKWARD}
-    waits = waiting(order, joint)
-    now = np.zeros((len(stages), 2), dtype=np.int64)
+    waits = waiting(order, joint) if waits is None else waits
+    now = [0] * (2 * len(stages))  # of each stage `input` and `saved`
     moments = []
     begun: set[int] = set()
     for action in order:
-        place = index[action.stage]
+        place = 2 * index[action.stage]
         waited = action.stage in recompute and (action.stage, action.microbatch) in waits
         again = waited or action.stage in segmented
         if action.phase is Phase.FORWARD:
-            now[place, 0 if again else 1] += 1
+            now[place if again else place + 1] += 1
         elif action.phase is Phase.BACKWARD and again and action.stage not in begun:
             # A joint stage has one backward, of all its micro-batches.
             whole = action.stage in joint
-            now[place, 1] += now[place, 0] if whole else 1
+            now[place + 1] += now[place] if whole else 1
             begun.update({action.stage} if whole else ())
         if action.phase is not Phase.WEIGHT:
-            moments.append(now.copy())
+            moments.append(tuple(now))
         ends = Phase.WEIGHT if action.stage in split else Phase.BACKWARD
         if action.stage not in trained:
             ends = Phase.FORWARD
         if action.phase is ends:
-            now[place, 1] -= 1
+            now[place + 1] -= 1
             if again:
-                now[place, 0] -= 1
+                now[place] -= 1
     return Load(stages, np.array(moments, dtype=np.int64).reshape(-1, len(stages), 2))
 
 
