@@ -35,6 +35,9 @@ MEMORY = 8 * 10**9
 SHARE = 40
 """Cuts take so many times less work than for a package."""
 
+HOPE = 0.005
+"""The share of a device's memory by which all devices together may be over for more to be tried."""
+
 
 @dataclass(frozen=True)
 class Sized:
@@ -146,7 +149,7 @@ def planned(
         prepared.facts,
     )
     if remat is RematChoice.AUTO:
-        found = first_that_fits(drafting, policy.data_parallel).memory
+        found = first_that_fits(drafting, policy.data_parallel, HOPE).memory
     else:
         found = choose_exactly(drafting, remat, policy.data_parallel).memory
     return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)

@@ -162,17 +162,13 @@ class Drafting:
             return free
         return self._balanced(min(tried, key=self._merit)).bounded_by(free)
 
-    def first_that_fits(self) -> Draft:
-        """What AUTO tries first of all that fits, for who asks no more than whether anything does.
+    def leanest(self) -> list[Draft]:
+        """For who asks no more than whether anything fits: all stages recompute, or as needed.
 
-        The nearest to it where it finds nothing.
+        On devices of no memory, what needs the least of it.
         """
-        tried = []
-        for draft in self._tried():
-            tried.append(draft)
-            if not self._merit(draft)[0]:
-                return draft
-        return min(tried, key=self._merit)
+        both = [(again,) * self.setting.stages for again in (True, False)]
+        return [draft for again in both for draft in self._fitted(self._cut(again))]
 
     def _tried(self) -> Iterator[Draft]:
         """What AUTO tries; only the best cut as it is, where that fits."""

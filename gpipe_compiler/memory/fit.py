@@ -8,6 +8,7 @@ So the limits that the search keeps to are moved by the difference, and the cut 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,6 @@ _ROUNDS = 3
 
 _WORTH_A_CUT = 0.01
 """The share of a device's memory by which limits must move for a fitting cut to be made again."""
-
-_BEYOND_HOPE = 0.05
-"""The share of a device's memory by which devices are over, together, that no better cut mends."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +86,29 @@ def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Ex
     return best
 
 
-def first_that_fits(drafting: Drafting, replicas: int) -> Exact:
-    """The first draft of AUTO that is found to fit, however long its step, and its memory.
+def first_that_fits(drafting: Drafting, replicas: int, hope: float = math.inf) -> Exact:
+    """A draft that is found to fit, however long its step, and its memory.
 
-    Where none fits, one that is near to it: what `choose_exactly` finds, but where by either count
-    the first is beyond hope.
+    Where none fits, the nearest to it. First come those that need the least by the quick model.
+
+    Args:
+        hope: the share of a device's memory by which the devices of these may be over, together,
+            for all to be tried that `choose_exactly` tries.
 
     Raises:
         ModelError: naming an op that cannot run.
     """
-    limits = [seat.memory for seat in drafting.setting.seats]
-    hopeless = _BEYOND_HOPE * min(limits)
-    for _ in range(1 + _ROUNDS):
-        exact = _exact(drafting, _limited(drafting, limits).first_that_fits(), replicas)
-        lost = exact.over > hopeless and not _fits_quickly(exact.draft, limits)
-        if not exact.over or lost:
-            return exact
-        moved = _moved(drafting, exact, limits)
-        if moved is None:
+    seats = drafting.setting.seats
+    best: Exact | None = None
+    for draft in _limited(drafting, [0.0] * len(seats)).leanest():
+        exact = _exact(drafting, draft, replicas)
+        best = exact if best is None else min(best, exact, key=lambda one: one.merit)
+        if not best.over:
             break
-        limits = moved
+    assert best is not None
+    least = min(seat.memory for seat in seats)
+    if not best.over or best.over / least > hope:
+        return best
     return choose_exactly(drafting, RematChoice.AUTO, replicas)
 
 
