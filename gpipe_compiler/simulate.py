@@ -32,6 +32,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,8 +80,7 @@ class Lane(Enum):
     GRADIENT = "gradient"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action's time: on the device numbered `device`, or on the port of the action's stage.
 
     The action of an update is the last one of its stage.

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.steps import UNKNOWN, write_steps
 from gpipe_compiler.frontend.tape import Creation, Event, Operand, Tape
 from gpipe_compiler.runtime.spec import Steps
@@ -191,11 +190,11 @@ def _no_modes() -> Iterator[None]:
         yield
 
 
-class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say
+class _Ops(PlainDispatchMode):
     """Notes the ops of the dispatcher that write to meta."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        super().__init__()
         self.recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,11 +262,17 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does no
             odd = odd or literal is None
             return literal
 
-        def plain(value: object) -> object:
-            return tuple(plain(item) for item in value) if isinstance(value, list) else value
+        def noted(value: object, sequence: type = tuple) -> object:
+            if isinstance(value, torch.Tensor):
+                return note(value)
+            if isinstance(value, list):
+                return sequence([noted(item, sequence) for item in value])
+            if isinstance(value, tuple):
+                return tuple([noted(item, sequence) for item in value])
+            return value
 
-        noted = tree_map_only(torch.Tensor, note, tree)
-        return (tuple(plain(item) for item in noted[0]), noted[1]), odd
+        args, options = tree
+        return (noted(args), {key: noted(value, list) for key, value in options.items()}), odd
 
 
 def _on_meta(tree: Any, recording: Recording) -> frozenset[int]:

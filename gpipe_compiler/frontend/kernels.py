@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_compiler.collecting import uncollected
+from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated, state_table
@@ -74,7 +75,7 @@ class OtherKernelError(Exception):
     """A kernel runs that is not the expected one."""
 
 
-class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+class KernelLog(PlainDispatchMode):
     """Writes down, or compares with what was written down, every kernel that runs in it.
 
     Attributes:
@@ -93,7 +94,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             known: what kernels return, by what they are given: filled in, and shared by runs.
             expected: what has to come; None writes down what comes.
         """
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's base is untyped
+        super().__init__()
         self.seen: list[Any] = []
         self._expected = expected
         self._count = 0
@@ -135,8 +136,8 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         call = (
             func,
             torch.is_grad_enabled(),
-            tuple(_frozen(item, given) for item in args),
-            tuple((k, _frozen(v, given)) for k, v in kwargs.items() if k not in _WHERE_MADE),
+            tuple([_frozen(item, given) for item in args]),
+            tuple([(k, _frozen(v, given)) for k, v in kwargs.items() if k not in _WHERE_MADE]),
         )
         self.note((call, tuple(map(self.number, given))))
         returned = self._returned(func, call, given, args, kwargs)
@@ -156,15 +157,15 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        schema = func._schema
-        if schema.is_mutable or any(result.alias_info is not None for result in schema.returns):
+        if not given or not _is_functional(func):
             return func(*args, **kwargs)
-        if not given or not all(tensor.is_meta for tensor in given):
-            return func(*args, **kwargs)
+        for tensor in given:
+            if not tensor.is_meta:
+                return func(*args, **kwargs)
         # Calls are compared with types, as 1 and True and 1.0 are equal.
         key = (
             call,
-            tuple((t.shape, t.stride(), t.storage_offset(), t.dtype) for t in given),
+            tuple([(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in given]),
             kwargs.get("device"),
         )
         form = self._known.get(key)
@@ -173,6 +174,13 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._known[key] = _form(returned) or (returned,)
             return returned
         return _made(form) if form[0] in (_ONE, _SEVERAL) else func(*args, **kwargs)
+
+
+@cache
+def _is_functional(func: Any) -> bool:
+    """Whether a kernel writes to nothing, and makes all that it returns."""
+    schema = func._schema
+    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 
 _ONE, _SEVERAL = "one", "several"
@@ -198,12 +206,15 @@ def _made(form: tuple[Any, ...]) -> Any:
 
 def _frozen(item: Any, tensors: list[torch.Tensor]) -> Any:
     """An argument with its types, its tensors moved into a list."""
+    kind = type(item)
+    if kind is int or kind is bool:
+        return kind, item
     if isinstance(item, torch.Tensor):
         tensors.append(item)
         return None
     if isinstance(item, tuple | list):
-        return tuple(_frozen(part, tensors) for part in item)
-    return (type(item), item if isinstance(item, int | bool) else repr(item))
+        return tuple([_frozen(part, tensors) for part in item])
+    return kind, item if isinstance(item, int) else repr(item)
 
 
 @contextlib.contextmanager

@@ -63,9 +63,10 @@ def cycles_of(steps: Sequence[Step]) -> tuple[Cycles, ...]:
 def _row(step: Step) -> tuple[Hashable, int]:
     """All of a step but its micro-batch, and that."""
     action = step.action
+    what: Hashable
     if isinstance(action, Compute):
         m = action.microbatch
-        what: Hashable = action.stage, action.phase, step.waits
+        what = action.stage, action.phase, step.waits
     elif isinstance(action, SharedSum):
         return action, 0
     else:
@@ -73,6 +74,9 @@ def _row(step: Step) -> tuple[Hashable, int]:
         m = transfer.microbatch
         ends = transfer.source, transfer.target
         what = type(action), transfer.value, ends, transfer.gradient
-    if not step.drops:
+    drops = step.drops
+    if not drops:
         return what, m
-    return (what, tuple([(name, drop - m) for name, drop in step.drops])), m
+    if len(drops) == 1:
+        return (what, drops[0][0], drops[0][1] - m), m
+    return (what, tuple([(name, drop - m) for name, drop in drops])), m

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.passes.rehearsal.sparse import of_sparse, parts
 from gpipe_compiler.passes.rehearsal.sums import EngineSums
 from gpipe_compiler.passes.rehearsal.unwatched import REPLAYED, formula_in_place, storage_bytes
@@ -39,7 +39,7 @@ class Born:
     for_op: bool
 
 
-class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
+class StorageWatch(PlainDispatchMode):
     """While entered, every storage that an aten op makes is a block, and its end is seen too.
 
     A storage ends when the last tensor that looks into it does, wherever that was held: in Python,
@@ -53,11 +53,8 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         sums: which sums the backward's engine makes (`EngineSums`).
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own base
+        super().__init__()
         self.events: list[Event] = []
         self.born: list[Born] = []
         self.op: int | None = NO_OP

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import DeadlockError
 from ..spec import Crossing
@@ -17,8 +18,7 @@ Kind = tuple[int, Phase]
 """Stage and phase: what actions on different micro-batches have in common."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """An action with the time at which it starts and ends."""
 
     action: Compute

@@ -93,7 +93,8 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
     owners = Counter(
         action for program in programs for action in program if isinstance(action, SharedSum)
     )
-    arrived: dict[Transfer | SharedSum, list[tuple[int, Action]]] = {}
+    met: dict[SharedSum, list[int]] = {}
+    waiting: dict[Transfer, tuple[int, Action]] = {}
     runnable = list(range(len(programs)))
     while runnable:
         device = runnable.pop()
@@ -104,18 +105,27 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
                 position[device] += 1
                 yield device, action
                 continue
-            meeting = action if isinstance(action, SharedSum) else action.transfer
             # Only those who wait there take part: one who is still to run would be run twice.
-            together = arrived.setdefault(meeting, [])
-            together.append((device, action))
-            if len(together) < (owners[meeting] if isinstance(meeting, SharedSum) else 2):
+            if isinstance(action, SharedSum):
+                together = met.setdefault(action, [])
+                together.append(device)
+                if len(together) < owners[action]:
+                    break
+                for other in met.pop(action):
+                    position[other] += 1
+                    if other != device:
+                        runnable.append(other)
+                    yield other, action
+                continue
+            there = waiting.pop(action.transfer, None)
+            if there is None:
+                waiting[action.transfer] = device, action
                 break
-            del arrived[meeting]
-            for other, its_action in sorted(together, key=_receives):
-                position[other] += 1
-                if other != device:
-                    runnable.append(other)
-                yield other, its_action
+            here = device, action
+            position[device] += 1
+            position[there[0]] += 1
+            runnable.append(there[0])
+            yield from (there, here) if isinstance(action, Receive) else (here, there)
     stuck = [
         (device, str(program[position[device]]))
         for device, program in enumerate(programs)
@@ -123,8 +133,3 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
     ]
     if stuck:
         raise DeadlockError(stuck)
-
-
-def _receives(part: tuple[int, Action]) -> bool:
-    """Whether a device's part in a meeting is the receipt of what another one sends."""
-    return isinstance(part[1], Receive)

@@ -91,7 +91,7 @@ class Flow:
         if isinstance(action, Compute):
             self._compute(device, action)
         elif isinstance(action, Send):
-            self._send(device, action.transfer)
+            self._send(device, action)
         elif isinstance(action, Receive):
             transfer = action.transfer
             self._on(device, transfer.target, action)
@@ -126,13 +126,15 @@ class Flow:
                     raise ScheduleError(f"{action} runs before {what}")
             made.add(m)
 
-    def _send(self, device: int, transfer: Transfer) -> None:
-        self._on(device, transfer.source, Send(transfer))
+    def _send(self, device: int, action: Send) -> None:
+        transfer = action.transfer
+        self._on(device, transfer.source, action)
         needed = self._before_send.get(_way(transfer))
         if needed is None:
             raise ScheduleError(f"device {device} has send {transfer}, which is no boundary value")
-        if not all(transfer.microbatch in numbers for numbers in needed):
-            raise ScheduleError(f"device {device} has send {transfer} before the value is made")
+        for numbers in needed:
+            if transfer.microbatch not in numbers:
+                raise ScheduleError(f"device {device} has send {transfer} before the value is made")
 
     def check_complete(self) -> None:
         """Raise unless every stage ran the same micro-batches.
