@@ -20,6 +20,11 @@ from gpipe_compiler.passes.loss_weight import different_means
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.runtime.comparison import RELATIVE, ROUNDINGS
 
+_HINT = (
+    "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch has a "
+    "loss of its own, and the mini-batch their weighted mean"
+)
+
 
 def loss_shares(
     graph: Graph,
@@ -89,17 +94,35 @@ def explain(graph: Graph, losses: Losses) -> ValidationError:
     Args:
         graph: annotated by `passes.shapes`.
     """
-    cause, location = _cause(graph)
+    cause, location = _cause(graph) or _unknown(graph)
     return ValidationError(
         f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "
         f"{len(losses.parts)} micro-batches put together is {losses.together:.6g}: {cause}",
         location=location,
-        hint="compile with --microbatches 1, or accept with --per-microbatch that every "
-        "micro-batch has a loss of its own, and the mini-batch their weighted mean",
+        hint=_HINT,
     )
 
 
-def _cause(graph: Graph) -> tuple[str, SourceLocation | None]:
+def suspected(graph: Graph) -> ValidationError | None:
+    """The error for a loss that by its ops micro-batches may not give, where numbers cannot tell.
+
+    Args:
+        graph: annotated by `passes.shapes`.
+    """
+    found = _cause(graph)
+    if found is None:
+        return None
+    cause, location = found
+    return ValidationError(
+        f"the loss may not be that of its micro-batches put together: {cause}; it cannot be "
+        "compared, as the model draws random numbers in eval mode too",
+        location=location,
+        hint=_HINT,
+    )
+
+
+def _cause(graph: Graph) -> tuple[str, SourceLocation | None] | None:
+    """What in a graph micro-batches may not give, and where; None where nothing is found."""
     assert graph.loss is not None
     needed = graph.ancestors((graph.loss.value,))
     for op in graph.ops:
@@ -117,6 +140,11 @@ def _cause(graph: Graph) -> tuple[str, SourceLocation | None]:
     if different:
         text = "it adds up means that are taken over different numbers of things"
         return text, different[-1].source
+    return None
+
+
+def _unknown(graph: Graph) -> tuple[str, SourceLocation | None]:
+    assert graph.loss is not None
     kind = "sum" if graph.loss.reduction is Reduction.SUM else "mean"
     maker = graph.producer.get(graph.loss.value)
     return f"it is no {kind} over samples", maker.source if maker is not None else None

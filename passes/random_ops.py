@@ -6,7 +6,7 @@ where the model is cut; these counts are where the numbers come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,41 @@ def random_ops(graph: Graph) -> Mapping[str, int]:
 
     run.run(graph.batch_size, observer)
     return per_op(graph, counts)
+
+
+def random_in_eval(graph: Graph) -> Mapping[str, int]:
+    """How many one forward in eval mode runs, by op; ops that run none are left out.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    return random_ops(graph if graph.loss is None else graph.replace(loss=None))
+
+
+def first_numbers(graph: Graph, counts: Mapping[str, int]) -> Mapping[str, int]:
+    """The number in the whole model of the first random aten op of each op.
+
+    Args:
+        counts: as `random_ops` gives them.
+    """
+    numbers: dict[str, int] = {}
+    count = 0
+    for op in graph.ops:
+        numbers[op.name] = count
+        count += counts.get(op.name, 0)
+    return numbers
+
+
+def numbers_of(
+    ops: Iterable[Op], first: Mapping[str, int], counts: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The numbers, in the whole model, of the random aten ops that these ops run.
+
+    Args:
+        first: of each op's own.
+        counts: how many each runs.
+    """
+    return tuple(first[op.name] + index for op in ops for index in range(counts.get(op.name, 0)))
 
 
 class RandomCounter(DispatchWatch):

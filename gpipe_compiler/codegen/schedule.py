@@ -206,6 +206,8 @@ def _stage(stage: StageSource, remat: Remat) -> Expression:
         options["loss_inputs"] = _texts(stage.loss_inputs)
     if stage.random_ops:
         options["random_ops"] = _numbers(stage.random_ops)
+    if stage.random_in_eval:
+        options["random_in_eval"] = _numbers(stage.random_in_eval)
     if stage.initial:
         options["initial"] = name(f"{module}.INITIAL")
     if stage.writes:

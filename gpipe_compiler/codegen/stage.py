@@ -39,6 +39,7 @@ class StageSource:
         inputs, outputs, loss_inputs: values in the order of arguments and results.
         state: the stage's own state names to the model's.
         random_ops: numbers of the random aten ops it runs in training.
+        random_in_eval: of those that it runs in eval mode.
         initial: by the model's names, how the state of a model without weights begins.
         writes: the stage's own names of the buffers that training writes to.
         segments: of the methods that run again in the backward, the buffers of `writes` that each
@@ -54,6 +55,7 @@ class StageSource:
     loss_inputs: tuple[str, ...]
     state: Mapping[str, str]
     random_ops: tuple[int, ...]
+    random_in_eval: tuple[int, ...]
     initial: Mapping[str, Steps]
     writes: tuple[str, ...] = ()
     mixes: bool = False
@@ -119,6 +121,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         loss_inputs=losses[0].arguments if losses else (),
         state=state.originals,
         random_ops=facts.random_numbers(ops),
+        random_in_eval=facts.random_numbers_in_eval(ops),
         initial=initial,
         writes=writes,
         mixes=plan.training and any(op.name in facts.mixing for op in ops),

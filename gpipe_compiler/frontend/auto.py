@@ -78,7 +78,7 @@ def trace_with(subject: Subject, frontend: Frontend) -> Graph:
         raise TraceError(
             f"the graph that {frontend.value} traced differs from the model: {listing}",
             hint="something that the tracer cannot see decides what the model computes: "
-            "Python values taken from tensors, or global state",
+            "Python values taken from tensors, global state, or random numbers not drawn by torch",
         )
     return graph
 

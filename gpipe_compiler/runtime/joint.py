@@ -36,7 +36,7 @@ def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[in
     """
     found = joint_of(
         [stage.mixes or bool(stage.writes) for stage in stages],
-        random=any(stage.random_ops for stage in stages),
+        random=any(stage.random_ops or stage.random_in_eval for stage in stages),
     )
     if found and replicas > 1:
         raise UsageError(

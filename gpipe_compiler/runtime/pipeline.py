@@ -19,6 +19,7 @@ from .execution import Asked, Execution, Programs
 from .held import HeldStages
 from .inputs import Inputs
 from .job import RandomKey, Work
+from .random import seed_in_eval
 from .reducer import collected, share_initial
 from .runners import Runner
 from .sharding import share_of
@@ -79,6 +80,7 @@ class Pipeline:
         self.spec = spec
         self.seed = seed
         self.step_number = 0
+        self._calls = 0
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
@@ -185,6 +187,7 @@ class Pipeline:
         with collected(self.held.shared, self._reducer):
             loss, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
         self.step_number += 1
+        self._calls = 0
         assert loss is not None  # training makes one, or raises
         return loss, found
 
@@ -217,7 +220,11 @@ class Pipeline:
     ) -> tuple[torch.Tensor | None, object]:
         for shared in self.held.shared:
             shared.spread()
-        key = RandomKey(self.seed, self.step_number)
+        seed = self.seed
+        if not (self._mode or work is Work.TRAIN):
+            seed = seed_in_eval(seed, self._calls)
+            self._calls += 1
+        key = RandomKey(seed, self.step_number)
         return self._execution.run(
             Asked(work, self._mode, inputs, target, outputs, key, loss_scale)
         )

@@ -87,6 +87,14 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return last + 1 + position - len(self.numbers)
 
 
+def seed_in_eval(seed: int, call: int) -> int:
+    """The seed of a call in eval mode, which are numbered from one training step to the next.
+
+    A model that draws even then (Monte Carlo dropout, noise) gives other results at every call.
+    """
+    return mix(seed, 1 + call)
+
+
 def mix(*parts: int) -> int:
     """A seed that depends on every part: 63 bits."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()

@@ -150,6 +150,7 @@ class StageSpec:
             (`layer1.0.conv1.weight`).
         random_ops: for each random op of one forward (then of `loss`), in the order the stage runs
             them, its number in the whole model.
+        random_in_eval: the same of those that run in eval mode.
         initial: for a model without weights: by the model's names, how the state begins.
         writes: the buffers, by own names, that a forward in training mode writes to.
         mixes: whether a sample's result in training mode depends on the other samples of its
@@ -165,6 +166,7 @@ class StageSpec:
     state: Mapping[str, str] = field(default_factory=dict)
     loss_inputs: tuple[str, ...] = ()
     random_ops: tuple[int, ...] = ()
+    random_in_eval: tuple[int, ...] = ()
     initial: Mapping[str, Steps] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
     mixes: bool = False

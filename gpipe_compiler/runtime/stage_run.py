@@ -222,9 +222,9 @@ class StageRun:
         return self._segments.run_again(Manners(around, random))
 
     def _random(self, microbatch: int) -> SeededRandom | None:
-        numbers = self._stage.spec.random_ops
-        # Some ops draw in evaluation mode too, and a second forward must draw as the first did.
-        if not numbers or not (self._module.training or self._training):
+        spec = self._stage.spec
+        numbers = spec.random_ops if self._module.training else spec.random_in_eval
+        if not numbers:
             return None
         key = self._job.random
         return SeededRandom(key.seed, key.step, key.first + microbatch, numbers)

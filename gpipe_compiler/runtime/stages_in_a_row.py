@@ -18,7 +18,7 @@ from .job import Values
 from .joint import joint_stages
 from .pipeline import Pipeline
 from .precision import autocast
-from .random import SeededRandom
+from .random import SeededRandom, seed_in_eval
 from .spec import BatchNorm, LossSpec, PipelineSpec, Precision
 from .weighing import Scales
 from .weights import Weights, build_stage
@@ -146,9 +146,12 @@ class _Row:
     ) -> Values:
         """Every value that a stage hands out, and the loss where it is asked for."""
         values = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        random = SeededRandom(self.seed, 0, microbatch, ())
+        training = any(module.training for module in self.modules)
+        seed = self.seed if training else seed_in_eval(self.seed, 0)
+        random = SeededRandom(seed, 0, microbatch, ())
         for index, (stage, module) in enumerate(zip(self.spec.stages, self.modules, strict=True)):
-            random.numbers, random.position = stage.random_ops, 0
+            random.numbers = stage.random_ops if training else stage.random_in_eval
+            random.position = 0
             with contextlib.ExitStack() as around:
                 if index in deferred:
                     around.enter_context(deferred[index].forward(again=False))

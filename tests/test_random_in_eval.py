@@ -1,0 +1,89 @@
+"""Models that draw random numbers in eval mode, held against plain torch with the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from loading import load_package
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.runtime.random import mix
+
+
+class AlwaysOn(nn.Module):
+    """Dropouts for training alone, and others that are on in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(self.first(x), 0.3, self.training)
+        y = F.dropout(y, 0.5, training=True)
+        y = F.dropout(self.second(y), 0.3, self.training)
+        return self.last(F.dropout(y, 0.5, training=True))
+
+
+class Pairs(AlwaysOn):
+    """One whose samples meet besides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return (y @ y.T).softmax(-1) @ y
+
+
+def subject_of(model: nn.Module) -> Subject:
+    torch.manual_seed(0)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    return Subject("always_on", model, (x,), target=target, loss_fn=F.mse_loss)
+
+
+def masked(rows: torch.Tensor, call: int, microbatch: int, number: int) -> torch.Tensor:
+    """What a dropout of one half makes that is random op `number` of the model."""
+    seed = mix(mix(0, 1 + call), 0, microbatch, number)
+    keep = torch.empty_like(rows).bernoulli_(0.5, generator=torch.Generator().manual_seed(seed))
+    return rows * (keep / 0.5)
+
+
+def expected(model: AlwaysOn, x: torch.Tensor, call: int) -> torch.Tensor:
+    """The outputs for two micro-batches, by hand: in training ops 1 and 3 of the four are these."""
+    found = []
+    for microbatch, rows in enumerate(x.chunk(2)):
+        y = masked(model.first(rows), call, microbatch, 1)
+        found.append(model.last(masked(model.second(y), call, microbatch, 3)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_every_call_draws_anew_and_alike_in_any_cut(stages: int, tmp_path: Path) -> None:
+    model = AlwaysOn()
+    subject = subject_of(model)
+    made = compile(subject, CompileOptions(stages, 2), tmp_path / "always_on")
+
+    assert made.validation is not None
+    assert made.validation.passed
+    (note,) = made.validation.notes
+    assert "draws random numbers in eval mode too" in note
+    assert f"{Path(__file__).name}:" in note
+    with load_package(tmp_path / "always_on").Pipeline() as pipe:
+        first, second = pipe.eval()(*subject.args), pipe(*subject.args)
+        assert pipe.evaluate(*subject.args, subject.target).isfinite()
+        pipe.train().step(*subject.args, subject.target)
+        with torch.no_grad():
+            torch.testing.assert_close(first, expected(model, *subject.args, call=0))
+            torch.testing.assert_close(second, expected(model, *subject.args, call=1))
+
+
+def test_a_loss_whose_samples_meet_is_refused_by_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="pairs samples with one another") as raised:
+        compile(subject_of(Pairs()), CompileOptions(1, 2), tmp_path / "pairs")
+    assert "draws random numbers in eval mode too" in str(raised.value)
+    assert f"{Path(__file__).name}:" in str(raised.value)
