@@ -15,7 +15,7 @@ from gpipe_compiler.passes.cut.best_case import Ideal
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.program import Solution
 from gpipe_compiler.passes.cut.setting import Setting
-from gpipe_compiler.passes.cut.staged import CLOSE, Stages
+from gpipe_compiler.passes.cut.staged import CLOSE, Form, Stages
 
 WORK = 80_000_000
 """Numbers that the solver may touch, about; some ten seconds."""
@@ -26,11 +26,9 @@ LEFT = 0.01
 NARROWINGS = 5
 """Relaxed programs at most; one takes up to ten seconds for a thousand nodes in eight stages."""
 
-WHOLE = 5_000
-"""Rows of a program that is solved for what is known itself; larger ones were never seen to end."""
-
-WHOLE_ROUNDS = 1_500
-"""The same where the program is only a bound of the objective, and so hardly ever a proof."""
+WHOLE = {Form.LONGEST: 5_000, Form.LINE: 3_000, Form.LOOSE: 1_500}
+"""Rows of a program that is solved for what is known itself. Larger ones were never seen to end; a
+program that is only a bound of the objective hardly ever proves anything."""
 
 FIRST = 0.1
 """Of what is open: so far above the bound lies the first target that is tried in whole numbers."""
@@ -87,7 +85,7 @@ def certify(
         return Certificate(known_s, None)
     task = _Task(problem, setting, known_s, fewer)
     low, found = max(0.0, least_s / known_s), None
-    if stages.program.rows <= (WHOLE if stages.exact else WHOLE_ROUNDS):
+    if stages.program.rows <= WHOLE[stages.form]:
         solution = stages.program.least(stages.objective, work)
         low = max(low, _share(solution.bound))
         found = None if solution.values is None else stages.read(solution.values)

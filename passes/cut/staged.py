@@ -18,6 +18,7 @@ Devices count as fast as the fastest, links too; memory, updates and constraints
 from __future__ import annotations
 
 import math
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,14 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 CLOSE = 1e-6
 """Relative: cuts closer together than this count as equally good here, as HiGHS is exact to about
 that."""
+
+
+class Form(Enum):
+    """What a program says of the objective: what it is, but for the last, which is a bound."""
+
+    LONGEST = "longest stage"
+    LINE = "fill and drain"
+    LOOSE = "rounds and devices"
 
 
 class Stages:
@@ -54,9 +63,9 @@ class Stages:
         self.forward = self._sums(ideal.forward)
         self.backward = self._sums(ideal.backward)
         self.received, self.returned, self.sent = self._transfers()
-        if setting.objective is Objective.BOTTLENECK:
+        if self.form is Form.LONGEST:
             self._bottleneck()
-        elif self.exact:
+        elif self.form is Form.LINE:
             self._line()
         elif setting.kind is ScheduleKind.ONE_F_ONE_B and not self._shared:
             self._rounds()
@@ -76,10 +85,12 @@ class Stages:
         return tuple(used.index(stage) for stage in found)
 
     @property
-    def exact(self) -> bool:
-        """Whether the program's least is that of the objective; else it is a bound of it."""
+    def form(self) -> Form:
+        """What is least."""
+        if self.setting.objective is Objective.BOTTLENECK:
+            return Form.LONGEST
         line = self.setting.kind in (None, ScheduleKind.GPIPE) and not self._shared
-        return line or self.setting.objective is Objective.BOTTLENECK
+        return Form.LINE if line else Form.LOOSE
 
     @property
     def _shared(self) -> bool:
@@ -89,9 +100,9 @@ class Stages:
 
     def _longest(self) -> float:
         """What a stage may compute for one micro-batch in a cut that is better than the known."""
-        if self.setting.objective is Objective.BOTTLENECK:
+        if self.form is Form.LONGEST:
             return 1.0
-        if self.setting.kind in (None, ScheduleKind.GPIPE) and not self._shared:
+        if self.form is Form.LINE:
             return (1.0 - sum(self.ideal.own)) / (self.m - 1) if self.m > 1 else math.inf
         return 1.0 / self.m
 
@@ -180,7 +191,7 @@ class Stages:
         received: list[list[tuple[float, Linear]]] = [[] for _ in range(self.count)]
         returned: list[list[tuple[float, Linear]]] = [[] for _ in range(self.count)]
         sent: list[list[tuple[float, Linear]]] = [[] for _ in range(self.count)]
-        sends = self.setting.objective is Objective.BOTTLENECK
+        sends = self.form is Form.LONGEST
         for producer, users, there, back in self.ideal.moves:
             for stage in range(self.count):
                 made = self._until(producer, stage) - self._until(producer, stage - 1)

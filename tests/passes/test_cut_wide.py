@@ -187,8 +187,8 @@ def test_no_cut_is_below_the_bound(
         return
 
     for known, climbed in itertools.product((least, 1.5 * least), (False, True)):
-        whole = 0 if climbed else module.WHOLE
-        with mock.patch.multiple(module, WHOLE=whole, WHOLE_ROUNDS=whole):
+        rows = dict.fromkeys(module.WHOLE, 0) if climbed else module.WHOLE
+        with mock.patch.object(module, "WHOLE", rows):
             certificate = certify(problem, setting, known)
 
         assert certificate.bound_s <= least * (1 + 3 * CLOSE)
