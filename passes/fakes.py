@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gpipe_compiler.passes.kernel_forms import KernelForms
+
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
@@ -30,8 +32,13 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for `PlainDispatchMode`
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._forms = KernelForms(self)
 
     def __torch_dispatch__(
         self,
@@ -45,8 +52,16 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             (mask,) = args[1]
             with self:
                 return args[0].new_empty((mask.numel(), *args[0].shape[mask.dim() :]))
-        returned = super().__torch_dispatch__(func, types, args, kwargs or {})
+        key = self._forms.key(func, args, kwargs)
+        if key is not None:
+            returned = self._forms.known(key, args)
+            if returned is not None:
+                return returned
+        # Not by the mode's own handler, which torch wraps for dynamo: there is none here.
+        returned = self.dispatch(func, types, args, kwargs or {})
         if func is not _LSTM or not isinstance(returned, tuple):
+            if key is not None:
+                self._forms.learn(key, func, args, returned)
             return returned
         size = lstm_workspace_bytes(returned[0], args[0], args[6])
         with self:

@@ -20,6 +20,7 @@ from gpipe_compiler.passes.rehearsal.unwatched import REPLAYED, formula_in_place
 from gpipe_compiler.passes.tapes import NO_OP, Event
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _NO_BLOCK = -1
 """In place of the number of a block, for the storages of the model's state."""
 
@@ -150,8 +151,11 @@ class StorageWatch(PlainDispatchMode):
         """Runs the op, and takes note of the storages it has made."""
         if self.op is None:
             self._look_at_node()
-        if func is torch.ops.prim.device.default:
-            return func(*args)
+        if func is _DEVICE:
+            # Most calls are such questions; fake tensors answer them after a long way round.
+            (tensor,) = args
+            inside = tensor.fake_mode.in_kernel_invocation
+            return torch.device("meta") if inside else tensor.fake_device
         func, kwargs = self._unwatched(func, args, kwargs)
         returned: object = of_sparse(self._node, func, args) if self.op is None else None
         if returned is None:
