@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from itertools import groupby
 from unittest import mock
 
 import pytest
@@ -16,7 +18,7 @@ from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.kernel_forms import KernelForms
 from gpipe_compiler.passes.rehearsal import rehearse
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.tapes import StageTapes
+from gpipe_compiler.passes.tapes import Tape
 
 
 class Attention(nn.Module):
@@ -52,9 +54,21 @@ class Convolutions(nn.Module):
         return torch.cat([F.max_pool2d(left, 2), F.avg_pool2d(right.mul(2.0), 2)], 1).mean((2, 3))
 
 
-def tapes(graph: Graph, split: bool) -> StageTapes:
+def tapes(graph: Graph, split: bool) -> dict[str, object]:
+    """Those of a graph. Python may let go of what ends together in any order."""
     ops = [op.name for op in graph.ops]
-    return rehearse(graph, ops, [source.name for source in graph.inputs], [], split=split)
+    found = rehearse(graph, ops, [source.name for source in graph.inputs], [], split=split)
+    fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+    return {name: turns(it) if isinstance(it, Tape) else it for name, it in fields.items()}
+
+
+def turns(tape: Tape) -> list[tuple[bool, list[tuple[int, int]]]]:
+    """What begins in a row, and what ends in a row, by turns."""
+    found = []
+    for alive, events in groupby(tape.events, key=lambda event: event.alive):
+        blocks = [(event.block, event.op) for event in events]
+        found.append((alive, blocks if alive else sorted(blocks)))
+    return found
 
 
 @pytest.mark.parametrize(
