@@ -18,7 +18,7 @@ there it is a family of good places to cut, not a proof.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -264,7 +264,7 @@ class Sweep:
         within = labels.take(into)
         within.compute = within.compute + self.own[node]
         within.some_in = np.ones(within.size, np.bool_)
-        without = labels.take(np.arange(labels.size))
+        without = replace(labels, inside=dict(labels.inside), spilled=dict(labels.spilled))
         without.some_out = np.ones(without.size, np.bool_)
         for index in read:
             producer = self.graph.values[index].producer

@@ -14,8 +14,7 @@ LEAST_ITERATIONS = 1_000
 """Of simplex, whatever the size of the program."""
 
 MOST_ROWS = 9_500
-"""Of larger programs only the one without whole numbers is solved: in these a single branch takes
-seconds."""
+"""Larger programs are not solved for whole numbers: in these a single branch takes seconds."""
 
 RELAXING = 6
 """Iterations are so many times cheaper before the search over whole numbers than in it."""
@@ -128,10 +127,12 @@ class Program:
             work: about how many numbers of the program may be touched in all; what ends the search
                 then is a count, not a clock, so that it ends at the same place on every machine.
         """
+        if self.rows > MOST_ROWS:
+            return Solution(-math.inf, None)
         model = self._model(objective)
         relaxed, used = _relaxed(model, self._iterations(work) * RELAXING)
         used = used * self.rows // RELAXING
-        if relaxed is None or relaxed == math.inf or self.rows > MOST_ROWS:
+        if relaxed is None or relaxed == math.inf:
             return Solution(-math.inf if relaxed is None else relaxed * (1 - REST), None, used)
         per_stop = max(1, self.rows) ** GROWTH / PER_STOP
         budget = _Budget(int(work / per_stop))
