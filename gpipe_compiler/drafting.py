@@ -163,12 +163,13 @@ class Drafting:
         return self._balanced(min(tried, key=self._merit)).bounded_by(free)
 
     def leanest(self) -> list[Draft]:
-        """For who asks no more than whether anything fits: all stages recompute, or as needed.
+        """For who asks no more than whether anything fits: two cuts, as if all stages recomputed
+        and as if none did, whose stages recompute in the way that needs the least.
 
-        On devices of no memory, what needs the least of it.
+        For devices that hold nothing.
         """
         both = [(again,) * self.setting.stages for again in (True, False)]
-        return [draft for again in both for draft in self._fitted(self._cut(again))]
+        return [self._fitted(self._cut(again))[0] for again in both]
 
     def _tried(self) -> Iterator[Draft]:
         """What AUTO tries; only the best cut as it is, where that fits."""

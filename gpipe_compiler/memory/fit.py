@@ -80,7 +80,7 @@ def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Ex
         # needs the least.
         least = _limited(drafting, [0.0] * len(limits))
         plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
-        for draft in (*plain, least.choose(choice)):
+        for draft in (*plain, least.choose(choice), *least.leanest()):
             usual = _exact(drafting, draft.bounded_by(first), replicas).bare()
             best = min(best.bare(), usual, key=lambda exact: exact.merit)
     return best
@@ -101,7 +101,7 @@ def first_that_fits(drafting: Drafting, replicas: int, hope: float = math.inf) -
     seats = drafting.setting.seats
     best: Exact | None = None
     for draft in _limited(drafting, [0.0] * len(seats)).leanest():
-        exact = _exact(drafting, draft, replicas)
+        exact = _exact(drafting, draft, replicas).bare()
         best = exact if best is None else min(best, exact, key=lambda one: one.merit)
         if not best.over:
             break
