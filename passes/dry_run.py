@@ -19,6 +19,7 @@ from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.fakes import HostFakes
+from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import autocast
 
@@ -51,9 +52,13 @@ class DryRun:
     interpreter: Interpreter
 
     @classmethod
-    def of(cls, graph: Graph, *, training: bool) -> DryRun:
-        """The graph with fake state; its trainable parameters need gradients when training."""
-        mode = HostFakes()
+    def of(cls, graph: Graph, *, training: bool, known: KernelTable | None = None) -> DryRun:
+        """The graph with fake state; its trainable parameters need gradients when training.
+
+        Args:
+            known: what kernels return, shared among dry runs.
+        """
+        mode = HostFakes(known)
         graph = _on_host(graph)
         interpreter = Interpreter(graph, {}, training).prepare()
         with mode:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_compiler.passes.kernel_forms import KernelForms
+from gpipe_compiler.passes.kernel_forms import KernelForms, KernelTable
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
@@ -27,6 +27,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
     the meta kernel takes to be empty. And the sparse gradient of an embedding has no rows for its
     padding: how many that are depends on numbers, and the most are taken, all of them.
+
+    Args:
+        known: what kernels return, as other modes have found out, and for further ones.
     """
 
     def __init_subclass__(cls) -> None:
@@ -36,9 +39,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     def _should_skip_dynamo(cls) -> bool:
         return False  # as for `PlainDispatchMode`
 
-    def __init__(self) -> None:
+    def __init__(self, known: KernelTable | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._forms = KernelForms(self)
+        self._forms = KernelForms(self, {} if known is None else known)
 
     def __torch_dispatch__(
         self,

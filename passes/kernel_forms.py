@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -41,16 +41,23 @@ class _Form:
     offset: int | None
 
 
+KernelTable: TypeAlias = dict[Hashable, _Form | tuple[_Form, ...]]
+"""Of kernels by what they are given; modes may share one."""
+
+
 class KernelForms:
     """What the kernels that ran in one mode returned.
 
     Kept are results that are plain tensors, each with a storage of its own, and single views of a
     first argument.
+
+    Args:
+        known: what is known already, and where more is kept.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, known: KernelTable) -> None:
         self._mode = mode
-        self._known: dict[Hashable, _Form | tuple[_Form, ...] | None] = {}
+        self._known = known
 
     def key(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None

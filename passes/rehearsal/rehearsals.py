@@ -13,6 +13,7 @@ from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
@@ -48,6 +49,7 @@ class Rehearsals:
         self.batch_size = graph.batch_size if batch_size is None else batch_size
         self._forms = OpForms(graph)
         self._known: dict[Hashable, tuple[Part, StageTapes]] = {}
+        self._kernels: KernelTable = {}
 
     def of(
         self,
@@ -76,7 +78,7 @@ class Rehearsals:
         key = (split, self._form(part))
         known = self._known.get(key)
         if known is None:
-            run = DryRun.of(self._alone(part), training=part.training)
+            run = DryRun.of(self._alone(part), training=part.training, known=self._kernels)
             # Constants that name the meta device mean the host in a dry run.
             ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
             tapes = perform(ready, run, self._given(part), split=split)
