@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.fakes import HostFakes
@@ -55,19 +56,26 @@ class Convolutions(nn.Module):
 
 
 def tapes(graph: Graph, split: bool) -> dict[str, object]:
-    """Those of a graph. Python may let go of what ends together in any order."""
+    """Those of a graph, made as plans are: without collections, which come at any time."""
     ops = [op.name for op in graph.ops]
-    found = rehearse(graph, ops, [source.name for source in graph.inputs], [], split=split)
+    with uncollected():
+        found = rehearse(graph, ops, [source.name for source in graph.inputs], [], split=split)
     fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
     return {name: turns(it) if isinstance(it, Tape) else it for name, it in fields.items()}
 
 
-def turns(tape: Tape) -> list[tuple[bool, list[tuple[int, int]]]]:
-    """What begins in a row, and what ends in a row, by turns."""
-    found = []
-    for alive, events in groupby(tape.events, key=lambda event: event.alive):
-        blocks = [(event.block, event.op) for event in events]
-        found.append((alive, blocks if alive else sorted(blocks)))
+def turns(tape: Tape) -> list[tuple[bool, list[tuple[int, int]] | list[int]]]:
+    """What begins in a row, and for which op, and what ends in a row, by turns.
+
+    What ends together may end in any order, the first of it while an op is still at work.
+    """
+    found: list[tuple[bool, list[tuple[int, int]] | list[int]]] = []
+    for alive, row in groupby(tape.events, key=lambda event: event.alive):
+        events = list(row)
+        if alive:
+            found.append((alive, [(event.block, event.op) for event in events]))
+        else:
+            found.append((alive, sorted(event.block for event in events)))
     return found
 
 
