@@ -290,7 +290,7 @@ class _Cutter:
             for slack in SLACKS:
                 line = Line(graph, order)
                 line.limit(share * slack)
-                self.solver.begin(line)
+                self.solver.begin(line, if_fits=slack < SLACKS[-1])
                 if math.isfinite(self.solver.value) and not self.solver.room:
                     break
         return graph.size + 1

@@ -138,9 +138,13 @@ class Solver:
                     bounds[index] = max(bounds[index], self._enumerate(space, lineups[index]))
         return min(bounds, default=math.inf)
 
-    def begin(self, space: Space) -> None:
-        """Looks for a good cut in a family, and proves nothing."""
-        if self._make_room(space, last=False):
+    def begin(self, space: Space, *, if_fits: bool = False) -> None:
+        """Looks for a good cut in a family, and proves nothing.
+
+        Args:
+            if_fits: only where some cut of the family fits the devices.
+        """
+        if self._make_room(space, last=False) and not (if_fits and self.room):
             self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
 
     def _for_enumeration(self, space: Space) -> int:

@@ -131,8 +131,7 @@ def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
 
     Where all cost the same it is told once: (5, 1, ends).
     """
-    if not lineup.limited and len(set(lineup.again[low:high].tolist())) == 1:
-        high = low + 1
+    high = _unlike(lineup, low, high)
     forward, backward, receive, gradient, weight, _, send = row.times
     found = np.empty((5, high - low, len(row.ends)))
     again = lineup.again[low:high, None] * forward
@@ -145,6 +144,27 @@ def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
     if lineup.limited:
         found[:, lineup.excess(low, high - low, row.held) > 0] = np.inf
     return found
+
+
+def _cycles(lineup: Lineup, low: int, high: int, row: Row, *, apart: bool) -> Floats:
+    """The time of a micro-batch on the same stages, (stages, ends): see `bottleneck_chain`."""
+    high = _unlike(lineup, low, high)
+    forward, backward, receive, gradient, weight, _, send = row.times
+    again = lineup.again[low:high, None] * forward
+    if apart:
+        found = forward + backward + again + (receive + gradient + send)
+    else:
+        first = backward - weight if lineup.split else backward
+        found = np.maximum(forward, receive) + np.maximum(first + again, gradient)
+    if lineup.limited:
+        found[lineup.excess(low, high - low, row.held) > 0] = np.inf
+    return np.asarray(found)
+
+
+def _unlike(lineup: Lineup, low: int, high: int) -> int:
+    """Up to where stages are to be told one by one: the first alone where all cost the same."""
+    alike = not lineup.limited and len(set(lineup.again[low:high].tolist())) == 1
+    return low + 1 if alike else high
 
 
 def _exact(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
@@ -216,8 +236,7 @@ def _chains(
             continue
         for low, high, pace in runs(lineup, counts[0], counts[-1] + 1):
             row = space.row(start, pace)
-            costs = machines(lineup, low, high, row)
-            cost = costs[4] if apart else costs[0] + costs[1]
+            cost = _cycles(lineup, low, high, row, apart=apart)
             reached = np.maximum(best[low:high, start, None], cost)
             view = best[low + 1 : high + 1]
             old = view[:, row.ends]
