@@ -55,7 +55,9 @@ def failed(replicas):
 
 
 def left(replicas):
-    """The other process does not take part, and ends."""
+    """The other process does not take part in a second one, and ends."""
+    # Nobody leaves before the other has its group: joining would fail, which is another end.
+    replicas.collectives.all_reduce(torch.ones(1)).wait()
     if replicas.number == 0:
         sys.exit(FAILED)
     try:
