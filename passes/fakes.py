@@ -32,9 +32,6 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         known: what kernels return, as other modes have found out, and for further ones.
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as for `PlainDispatchMode`

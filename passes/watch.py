@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from gpipe_compiler.dispatching import PlainDispatchMode
 
 
-class DispatchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+class DispatchWatch(PlainDispatchMode):
     """While entered, `saw` is called after every aten op that reaches dispatch below autograd."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's base is untyped
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's base is untyped
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
