@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
@@ -61,15 +61,13 @@ def observe(graph: Graph, entry: Entry) -> Observed:
     return Observed(returned, frozenset(watcher.effects), complete)
 
 
-@dataclass
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Watcher(PlainDispatchMode):
     """Notes which op runs a kernel that writes or draws random numbers."""
 
-    current: str = ""
-    effects: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = ""
+        self.effects: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from random_models import REGIONS, RUN, Recipe, recipes
+from random_models import REGIONS, RUN, Recipe, Step, recipes
 from random_packages import Layout, subject_of
 
 from gpipe_compiler.cluster import Cluster, Device, Link
@@ -217,14 +217,18 @@ def _held(plan: Plan, order: Sequence[Compute], split: bool) -> int:
     for action in order:
         stage = plan.stages[action.stage]
         back = dataclasses.replace(action, phase=Phase.BACKWARD)
-        again = stage.remat is Remat.FULL and back in waits
+        # Segments run again in every backward; a whole stage only where others came between.
+        segmented = stage.remat is Remat.SEGMENTS
+        again = segmented or (stage.remat is Remat.FULL and back in waits)
+        kept = stage.segments_kept_bytes if segmented else stage.input_bytes
+        besides = stage.segments_again_bytes if segmented else stage.saved_bytes
         if action.phase is Phase.FORWARD:
-            held[stage.index] += stage.input_bytes if again else stage.saved_bytes
+            held[stage.index] += kept if again else stage.saved_bytes
         elif action.phase is Phase.BACKWARD and again:
-            held[stage.index] += stage.saved_bytes
+            held[stage.index] += besides
         worst = max(worst, sum(held.values()))
         if action.phase is ends:
-            held[stage.index] -= stage.saved_bytes + (stage.input_bytes if again else 0)
+            held[stage.index] -= kept + besides if again else stage.saved_bytes
     return worst
 
 
@@ -313,7 +317,19 @@ def accept(recipe: Recipe, asked: Asked) -> str:
         raise
 
 
+IN_SEGMENTS = Asked(
+    1,
+    1,
+    Policy(ScheduleKind.GPIPE, RematChoice.AUTO),
+    Cluster.of(Device("flat", 1e6, 1e6, 10**9, 0.0), Link(1e6, 0.0)),
+    tightness=0.6,
+)
+"""What two layers are planned for with one segment of both: of the inputs of the layers and of the
+loss, 192 bytes each, the one in the middle is made again when the loss needs its own no more."""
+
+
 @settings(max_examples=6, deadline=None)
+@example(Recipe((Step("linear"), Step("linear"))), IN_SEGMENTS)
 @given(recipes(KINDS, 4), askings())
 def test_plans_for_random_devices(recipe: Recipe, asked: Asked) -> None:
     accept(recipe, asked)
