@@ -336,6 +336,7 @@ def test_plans_for_random_devices(recipe: Recipe, asked: Asked) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # hundreds of examples
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipes(KINDS, 6), askings())
 def test_many_plans_for_random_devices(recipe: Recipe, asked: Asked) -> None:

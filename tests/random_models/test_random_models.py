@@ -87,6 +87,7 @@ def test_random_model_that_was_exported_equals_its_package(recipe: Recipe, layou
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # hundreds of examples
 @MANY
 @given(recipes(FX_KINDS, 12), layouts)
 def test_many_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:
@@ -94,6 +95,7 @@ def test_many_random_models_equal_their_packages(recipe: Recipe, layout: Layout)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # hundreds of examples
 @settings(MANY, max_examples=100)
 @given(recipes(EVERY_KIND, 10), layouts)
 def test_many_exported_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:

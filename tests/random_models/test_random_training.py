@@ -78,6 +78,7 @@ def test_random_model_trains_as_in_the_plain_loop(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # hundreds of examples
 @MANY
 @given(recipes(FX_KINDS, 12), training_layouts, trainings)
 def test_many_random_models_train_as_in_the_plain_loop(
@@ -87,6 +88,7 @@ def test_many_random_models_train_as_in_the_plain_loop(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # hundreds of examples
 @settings(MANY, max_examples=100)
 @given(recipes([*OFTEN, *EVERY_KIND], 10), training_layouts, trainings)
 def test_many_exported_random_models_train_as_in_the_plain_loop(
