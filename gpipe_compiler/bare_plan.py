@@ -14,11 +14,10 @@ from gpipe_compiler.bare_setting import BareSetting, setting_of, with_kinds
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.graph_file import BareGraph, check_graph
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.certificate import certify
+from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.counts import MOST_DOWN_SETS, cut_counts, equal_devices
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Objective, Setting
-from gpipe_compiler.passes.cut.staged import CLOSE
 from gpipe_compiler.report.units import format_bytes
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -204,6 +203,8 @@ class _Search:
         best = self.best
         if self.bound_s >= best.value_s * (1 - PROVED):
             return best
+        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+
         widest = self._settings[max(self._settings)]
         certificate = certify(self.problem, widest, best.value_s, fewer=True)
         self.bound_s = max(self.bound_s, certificate.bound_s)

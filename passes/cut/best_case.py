@@ -11,6 +11,10 @@ from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.runtime.spec import ScheduleKind
 
+CLOSE = 1e-6
+"""Relative: cuts closer together than this count as equally good in integer programs, as HiGHS is
+exact to about that."""
+
 
 @dataclass(frozen=True)
 class Ideal:

@@ -17,21 +17,26 @@ import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.holding import Load, loads
+from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
-from gpipe_compiler.passes.cut.certificate import certify
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
 from gpipe_compiler.passes.cut.frontier import SPEEDS, frontier
 from gpipe_compiler.passes.cut.judge import Judge
 from gpipe_compiler.passes.cut.line import Line
 from gpipe_compiler.passes.cut.lineup import Lineup, ideal
-from gpipe_compiler.passes.cut.orders import masks_between, neighbourhood, topological_orders
+from gpipe_compiler.passes.cut.orders import (
+    down_sets,
+    masks_between,
+    neighbourhood,
+    prefixes,
+    topological_orders,
+)
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
-from gpipe_compiler.passes.cut.space import Space, down_sets, prefixes
-from gpipe_compiler.passes.cut.staged import CLOSE
+from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, recomputed
 
@@ -251,6 +256,8 @@ class _Cutter:
 
     def _certified(self) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""
+        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+
         work = self.work // PER_SOLVER
         certificate = certify(
             self.problem, self.setting, self.solver.value, work=work, least_s=self.simple_s

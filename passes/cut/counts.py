@@ -16,19 +16,24 @@ import numpy as np
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut import Cut
+from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
-from gpipe_compiler.passes.cut.certificate import certify
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import contract, lean, relevant
 from gpipe_compiler.passes.cut.frontier import frontier
 from gpipe_compiler.passes.cut.judge import Judge
 from gpipe_compiler.passes.cut.lineup import Lineup
-from gpipe_compiler.passes.cut.orders import masks_between, neighbourhood, topological_orders
+from gpipe_compiler.passes.cut.orders import (
+    down_sets,
+    masks_between,
+    neighbourhood,
+    prefixes,
+    topological_orders,
+)
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.solve import Solver
-from gpipe_compiler.passes.cut.space import Space, down_sets, prefixes
-from gpipe_compiler.passes.cut.staged import CLOSE
+from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import bottleneck_chains, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -40,6 +45,10 @@ SHORT = 100
 
 ROW_WORK = 8
 """Times the work of one count that the best count gets along single orders of such graphs."""
+
+HOPEFUL = 1.1
+"""So many times the best cut of all may the best of a count take, for its boundaries to be moved to
+better places."""
 
 FRONTIER = 1_000
 """Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
@@ -182,28 +191,32 @@ class _Counts:
         in_turns = not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE)
         families = list(dict.fromkeys(tuple(prefixes(order)) for order in orders))
         linear = set().union(*families)
+        short = in_turns and self.graph.size <= SHORT
+        whole = Space(self.graph, masks)
         if in_turns:
+            self._share(whole)
+            pace = self.lineup.paces[0]
+            rows = [whole.part(family, pace) for family in families if len(family) < len(masks)]
+            for row in rows:
+                self._search(row, whole=False, closed=False)
             # The search of all may give up where those along single orders do not.
-            closed = self.graph.size <= SHORT
-            for family in families:
-                if len(family) < len(masks):
-                    self._search(Space(self.graph, family), whole=False, closed=closed)
+            self._rows(rows if short else ())
         elif len(linear) * 3 < len(masks):
             self._search(Space(self.graph, linear), whole=False)
-        bound = self._search(Space(self.graph, masks), whole=True)
+        bound = self._search(whole, whole=True)
         if self.lossless:
             self.bound_s, self.everything = max(bound, self.bound_s), True
-        if in_turns and self.graph.size <= SHORT and self.bound_s < self.value * (1 - _SAME):
-            self._rows(families)
+        if short and not rows and self.bound_s < self.value * (1 - _SAME):
+            self._rows([whole])
 
-    def _rows(self, families: Sequence[Sequence[int]]) -> None:
+    def _rows(self, rows: Sequence[Space]) -> None:
         """Cuts along single orders into the best count, with more work than all counts get."""
-        solver = self._leader()
-        solver.work = self.work * ROW_WORK
-        for family in families:
-            space = Space(self.graph, family)
-            space.limit(solver.longest_stage())
+        for space in rows:
+            solver = self._leader()
+            solver.work = self.work * ROW_WORK
+            self._share(space)
             solver.close(space, tables(space, solver.lineups[0]), whole=False)
+            solver.work = self.work
 
     def _search_parts(self, orders: Sequence[Sequence[int]]) -> None:
         """Through single orders, the sweep, and what lies about the best cut; it bounds nothing."""
@@ -231,11 +244,14 @@ class _Counts:
         for stages, chain in chains.items():
             self.solvers[stages].offer(space, chain)
         self._share(space)
-        bounds = tables(space, self.lineup, fewer=True)
-        least = {stages: solver.least(bounds) for stages, solver in self.solvers.items()}
+        least = dict.fromkeys(self.solvers, 0.0)
+        if closed:
+            bounds = tables(space, self.lineup, fewer=True)
+            least = {stages: solver.least(bounds) for stages, solver in self.solvers.items()}
         # The best so far first, so that the others have more to better.
         for stages in sorted(least, key=lambda count: (self.solvers[count].value, -count)):
-            if stages in chains and least[stages] < self.value * (1 - _SAME):
+            hopeful = self.solvers[stages].value < self.value * HOPEFUL
+            if hopeful and stages in chains and least[stages] < self.value * (1 - _SAME):
                 self.solvers[stages].better(space, chains[stages])
                 self._share(space)
             if closed and least[stages] < self.value * (1 - _SAME):
@@ -259,6 +275,8 @@ class _Counts:
 
     def _certify(self) -> None:
         """A bound by an integer program over all counts; a better cut that it finds is kept."""
+        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+
         lean_problem = replace(self.problem, groups=self.graph.members)
         certificate = certify(
             lean_problem,

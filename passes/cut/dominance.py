@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from gpipe_compiler.passes.cut.pairs import BLOCK
 from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers
 
 TOLERANCE = 1e-10
 """Relative: cuts closer together than this count as equally good."""
-
-BLOCK = 100_000
-"""Extensions of labels that are worked out at once; bounds memory, not the result."""
 
 GLANCE = 8
 """Entries of two labels that are compared before all are."""
@@ -19,16 +17,25 @@ ABREAST = 32
 """Labels at most that are compared with all others at once."""
 
 
-def undominated(labels: Floats, group: Integers) -> Integers:
-    """Those of a group of labels that none of its others equals or betters everywhere.
+def undominated(labels: Floats, state: Integers) -> Integers:
+    """Those labels that no other of the same down-set equals or betters everywhere, ascending.
 
     Args:
         labels: a label a row.
-        group: some of them; the answer is a part of it.
+        state: the down-set of each, ascending.
     """
-    labels = labels[group]
+    if not len(labels):
+        return np.array([], dtype=np.int64)
     if labels.shape[1] == 2:
-        return np.sort(group[_staircase(labels)])
+        return np.sort(_staircases(labels, state))
+    borders = np.flatnonzero(np.diff(state)) + 1
+    groups = np.split(np.arange(len(state)), borders)
+    return np.concatenate([g if len(g) < 2 else _of_one(labels, g) for g in groups])
+
+
+def _of_one(labels: Floats, group: Integers) -> Integers:
+    """Those of a group of labels, of one down-set, that none of its others equals or betters."""
+    labels = labels[group]
     labels = labels[:, np.isfinite(labels[0])]
     order = np.argsort(labels.sum(axis=1), kind="stable")
     slack = TOLERANCE * float(np.abs(labels).max(initial=0.0)) / 100
@@ -66,10 +73,34 @@ def _beaten(columns: Floats, ours: Integers, others: Integers, slack: float) -> 
     return found
 
 
-def _staircase(labels: Floats) -> Integers:
-    """The same for labels of two numbers: in ascending order of one, the other must descend."""
-    order = np.lexsort((labels[:, 1], labels[:, 0]))
-    second = labels[order, 1]
+def _staircases(labels: Floats, state: Integers) -> Integers:
+    """The same for labels of two numbers: in ascending order of one, the other must descend.
+
+    Numbers are compared by their ranks. As those of every further down-set count as lower than all
+    before, the least so far begins anew there.
+    """
+    some = _not_below_best(labels, state)
+    group = state[some].astype(np.int64)
+    ranks = [np.unique(entries, return_inverse=True)[1].reshape(-1) for entries in labels[some].T]
+    # Whole numbers are sorted several times as fast as rows of several numbers.
+    keys = (group * len(some) + ranks[0]) * len(some) + ranks[1]
+    order = np.argsort(keys)
+    sorted_keys = keys[order]
+    begins = np.flatnonzero(np.concatenate(([True], sorted_keys[1:] != sorted_keys[:-1])))
+    order = np.minimum.reduceat(order, begins)  # of equal labels the first
+    second = ranks[1][order] - group[order] * len(some)
     least = np.minimum.accumulate(second)
     lower = second[1:] < least[:-1]
-    return np.asarray(order[np.concatenate(([True], lower))])
+    return np.asarray(some[order[np.concatenate(([True], lower))]])
+
+
+def _not_below_best(labels: Floats, state: Integers) -> Integers:
+    """Those that the label of least sum of their down-set, the first such, does not rule out."""
+    begins = np.flatnonzero(np.diff(state, prepend=state[0] - 1))
+    counts = np.diff(begins, append=len(state))
+    sums = labels[:, 0] + labels[:, 1]
+    least = np.flatnonzero(sums == np.repeat(np.minimum.reduceat(sums, begins), counts))
+    best = least[np.searchsorted(least, begins)]
+    better = np.asarray((labels < np.repeat(labels[best], counts, axis=0)).any(axis=1))
+    better[best] = True
+    return np.flatnonzero(better)

@@ -15,6 +15,7 @@ import numpy as np
 
 from gpipe_compiler.passes.cut.judge import Judge, excess_of
 from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.pairs import Row
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.space import (
@@ -28,7 +29,6 @@ from gpipe_compiler.passes.cut.space import (
     Booleans,
     Floats,
     Integers,
-    Row,
     Space,
 )
 from gpipe_compiler.passes.cut.tables import tails

@@ -40,11 +40,12 @@ class _Improving:
         self.rank = self._ranks(self.costs[None])[0]
 
     def run(self) -> Chain:
-        for _ in range(SWEEPS):
-            before = self.rank
-            for position in range(1, len(self.chain) - 1):
-                self._move(position)
-            if not self.rank < before:
+        boundaries = len(self.chain) - 2
+        unmoved = 0
+        for turn in range(SWEEPS * boundaries):
+            moved = self._move(1 + turn % boundaries)
+            unmoved = 0 if moved else unmoved + 1
+            if unmoved == boundaries:
                 break
         return tuple(self.chain)
 
@@ -86,28 +87,30 @@ class _Improving:
             np.maximum(longest, own, out=longest)
         return np.asarray(repeats * longest < self.rank[1])
 
-    def _move(self, position: int) -> None:
-        """Puts one boundary to its best place between its neighbours."""
+    def _move(self, position: int) -> bool:
+        """Puts one boundary to its best place between its neighbours; whether that is another."""
         start, here, end = self.chain[position - 1 : position + 2]
         ends = self.space.row(start, self.lineup.paces[position - 1]).ends
         middle = int(np.searchsorted(ends, here))
         near = ends[max(0, middle - NEAREST) : middle + NEAREST]
         near = near[(near < end) & self.space.allowed(position)[near]]
         if not len(near):
-            return
+            return False
         near = near[self._promising(position, start, near, end)]
         if not len(near):
-            return
+            return False
         tried = np.repeat(self.costs[None], len(near), axis=0)
         tried[:, position - 1] = self._stage(position - 1, start, near).T
         tried[:, position] = self._stages(position, near, end).T
         valid = np.flatnonzero(np.isfinite(tried[:, position]).all(axis=1))
         if not len(valid):
-            return
+            return False
         ranks = self._ranks(tried[valid])
         best = min(range(len(valid)), key=ranks.__getitem__)
         excess, value = ranks[best]
-        if (excess, value) < (self.rank[0], self.rank[1] * (1 - 1e-12)):
-            self.rank = ranks[best]
-            self.chain[position] = int(near[valid[best]])
-            self.costs = tried[valid[best]]
+        if not (excess, value) < (self.rank[0], self.rank[1] * (1 - 1e-12)):
+            return False
+        self.rank = ranks[best]
+        self.chain[position] = int(near[valid[best]])
+        self.costs = tried[valid[best]]
+        return True

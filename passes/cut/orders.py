@@ -87,6 +87,40 @@ def _least_live(graph: Contracted) -> tuple[int, ...]:
     return (*order, last) if graph.last else tuple(order)
 
 
+def down_sets(graph: Contracted, limit: int) -> list[int] | None:
+    """Every place to cut, as bit masks; None when there are more than `limit`.
+
+    They are the sets closed under predecessors and without the pinned node, and the whole set.
+    """
+    free = graph.size - graph.last
+    before = [sum(1 << node for node in nodes) for nodes in graph.before]
+    after = graph.after()
+    first = tuple(node for node in range(free) if not before[node])
+    found: dict[int, tuple[int, ...]] = {0: first}
+    pending = [0]
+    for mask in pending:
+        addable = found[mask]
+        for node in addable:
+            grown = mask | 1 << node
+            if grown in found:
+                continue
+            if len(found) >= limit:
+                return None
+            new = (t for t in after[node] if t < free and before[t] & ~grown == 0)
+            found[grown] = (*(n for n in addable if n != node), *new)
+            pending.append(grown)
+    whole = (1 << graph.size) - 1
+    return sorted({*found, whole})
+
+
+def prefixes(order: Sequence[int]) -> list[int]:
+    """The down-sets of a graph linearised in this order."""
+    masks = [0]
+    for node in order:
+        masks.append(masks[-1] | 1 << node)
+    return masks
+
+
 def masks_between(graph: Contracted, stage_of: Sequence[int]) -> list[int]:
     """The places between the stages of a cut, as down-sets of the graph.
 

@@ -9,14 +9,16 @@ is below the best cut known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from gpipe_compiler.passes.cut.dominance import BLOCK, TOLERANCE, undominated
+from gpipe_compiler.passes.cut.dominance import TOLERANCE, undominated
 from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.pairs import BLOCK, Pairs
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
@@ -129,10 +131,12 @@ class Found:
         chain: indices of down-sets from the empty one to the whole; None when nothing in the
             family is better than the incumbent.
         bound_s: no cut of the family takes less, or less than the incumbent if that is lower.
+        all_seen: whether nothing was given up for want of room.
     """
 
     chain: tuple[int, ...] | None
     bound_s: float
+    all_seen: bool
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def search(
     )
     layers = [layer]
     ceiling = incumbent_s * (1 - TOLERANCE)
-    dropped = incumbent_s
+    dropped = math.inf
     for stage in reversed(range(stages)):
         promise = criterion.promise(space, tables, stage, stages)
         starts = np.flatnonzero((promise < ceiling) & np.isfinite(tables.forward_s[stage]))
@@ -169,7 +173,7 @@ def search(
         layer, lost = _next_layer(work, starts, layer, ceiling)
         dropped = min(dropped, lost)
         if not len(layer.state):
-            return Found(None, dropped)
+            return Found(None, min(dropped, incumbent_s), math.isinf(dropped))
         layers.append(layer)
     best = int(np.argmin(layer.bounds))
     value = float(layer.bounds[best])
@@ -177,7 +181,7 @@ def search(
     for level in reversed(layers):
         chain.append(int(level.state[best]))
         best = int(level.parent[best])
-    return Found(tuple(chain), min(dropped, value))
+    return Found(tuple(chain), min(dropped, incumbent_s, value), math.isinf(dropped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,30 +202,28 @@ def _next_layer(
     space, criterion = work.space, work.criterion
     first = np.searchsorted(layer.state, np.arange(space.size))
     count = np.searchsorted(layer.state, np.arange(space.size), side="right") - first
-    hopeful = _hopeful(work, starts, layer, (first, count), ceiling)
+    begins = np.zeros(space.size, dtype=np.bool_)
+    begins[starts] = True
     pool = _Pool(criterion.most_extensions)
     blocks: list[_Layer] = []
-
-    def flush(waiting: list[Extensions]) -> None:
-        new = _join(waiting)
-        cheap = criterion.cheap(space, work.tables, work.stage, new, layer.labels)
-        cheap = np.maximum(cheap, layer.bounds[new.label])
-        chosen = np.flatnonzero(cheap < ceiling)
-        pool.add(new.take(chosen), cheap[chosen])
-        if criterion.most_extensions is None:
-            blocks.append(_extend(work, pool.empty(), layer, ceiling))
-
-    waiting: list[Extensions] = []
-    held = 0
-    for start, alive in hopeful.items():
-        waiting.append(_extensions(work, start, alive, first, count))
-        held += len(waiting[-1].start)
-        if held >= BLOCK:
-            flush(waiting)
-            waiting, held = [], 0
-    if waiting:
-        flush(waiting)
-    if criterion.most_extensions is not None and pool.held:
+    hope = _Hope.of(work, layer, first, count)
+    for pairs in space.blocks(work.lineup.paces[work.stage], starts):
+        alive = np.flatnonzero(begins[pairs.start] & (count[pairs.end] > 0))
+        if work.lineup.limited and len(alive):
+            held = pairs.held[:, alive]
+            alive = alive[work.lineup.excess(work.stage, 1, held)[0] <= 0]
+        if hope is not None and len(alive):
+            alive = alive[hope.bounds(work, pairs, alive) < ceiling]
+        for some in _in_parts(pairs, alive, count):
+            new = _extensions(pairs, some, first, count)
+            if criterion.most_extensions is None:
+                blocks.append(_extend(work, new, layer, ceiling))
+                continue
+            cheap = criterion.cheap(space, work.tables, work.stage, new, layer.labels)
+            cheap = np.maximum(cheap, layer.bounds[new.label])
+            chosen = np.flatnonzero(cheap < ceiling)
+            pool.add(new.take(chosen), cheap[chosen])
+    if pool.held:
         blocks.append(_extend(work, pool.empty(), layer, ceiling))
     if not blocks:
         nothing = np.array([], dtype=np.int64)
@@ -275,70 +277,63 @@ def _join(parts: list[Extensions]) -> Extensions:
     )
 
 
-def _hopeful(
-    work: _Work, starts: Integers, layer: _Layer, places: tuple[Integers, Integers], ceiling: float
-) -> dict[int, Integers]:
-    """For every down-set, which stages of its row lead to labels, and may to better cuts.
+@dataclass(frozen=True, slots=True)
+class _Hope:
+    """For every down-set a label that is nowhere larger than any of its own.
 
-    Where a down-set has many labels, a stage before it is tried with one that is nowhere larger
-    than any of them.
-
-    Args:
-        places: for every down-set, where its labels begin, and how many they are.
+    Attributes:
+        row: of every down-set in `labels`; -1 for none.
     """
-    space, lineup, criterion = work.space, work.lineup, work.criterion
-    first, count = places
-    found = {}
-    for start in map(int, starts):
-        row = space.row(start, lineup.paces[work.stage])
-        alive = np.flatnonzero(count[row.ends])
-        if lineup.limited and len(alive):
-            alive = alive[lineup.excess(work.stage, 1, row.held[:, alive])[0] <= 0]
-        if len(alive):
-            found[start] = alive
-    ends = np.flatnonzero(count)
-    if not criterion.monotone or len(layer.state) < CROWDED * len(ends):
-        return found
-    labels = np.minimum.reduceat(layer.labels, first[ends])
-    alone = np.zeros_like(count)
-    alone[ends] = 1
-    place = np.cumsum(alone) - 1
-    for some in _in_blocks(found):
-        new = _join([_extensions(work, start, found[start], place, alone) for start in some])
-        if criterion.most_extensions is None:
-            extended = criterion.extend(work.stage, new, labels[new.label])
-            bounds = criterion.bound(space, work.tables, work.stage, new.start, extended)
-        else:
-            bounds = criterion.cheap(space, work.tables, work.stage, new, labels)
-        hope = np.split(bounds < ceiling, np.cumsum([len(found[start]) for start in some])[:-1])
-        found.update((start, found[start][own]) for start, own in zip(some, hope, strict=True))
-    return {start: alive for start, alive in found.items() if len(alive)}
+
+    row: Integers
+    labels: Floats
+
+    @classmethod
+    def of(cls, work: _Work, layer: _Layer, first: Integers, count: Integers) -> _Hope | None:
+        """Where down-sets have many labels, as it is cheaper then to try a stage with one first.
+
+        Args:
+            first, count: for every down-set, where its labels begin, and how many they are.
+        """
+        ends = np.flatnonzero(count)
+        if not work.criterion.monotone or len(layer.state) < CROWDED * len(ends):
+            return None
+        row = np.full(len(count), -1)
+        row[ends] = np.arange(len(ends))
+        return cls(row, np.minimum.reduceat(layer.labels, first[ends]))
+
+    def bounds(self, work: _Work, pairs: Pairs, chosen: Integers) -> Floats:
+        """No cut with one of these stages before any label takes less."""
+        criterion, end = work.criterion, pairs.end[chosen]
+        label = self.row[end]
+        new = Extensions(pairs.start[chosen], end, label, pairs.times[:, chosen])
+        if criterion.most_extensions is not None:
+            return criterion.cheap(work.space, work.tables, work.stage, new, self.labels)
+        extended = criterion.extend(work.stage, new, self.labels[label])
+        return criterion.bound(work.space, work.tables, work.stage, new.start, extended)
 
 
-def _in_blocks(found: Mapping[int, Integers]) -> Iterator[list[int]]:
-    """The down-sets in turn, so many at once that their stages are about a block."""
-    some: list[int] = []
-    held = 0
-    for start, alive in found.items():
-        some.append(start)
-        held += len(alive)
-        if held >= BLOCK:
-            yield some
-            some, held = [], 0
-    if some:
-        yield some
+def _in_parts(pairs: Pairs, alive: Integers, count: Integers) -> Iterator[Integers]:
+    """These stages in turn, all of a down-set together, so many that they are about a block with
+    the labels where they end."""
+    if not len(alive):
+        return
+    made = np.cumsum(count[pairs.end[alive]])
+    begins = np.flatnonzero(np.diff(pairs.start[alive], prepend=-1))
+    low = 0
+    for high in (*begins[1:].tolist(), len(alive)):
+        if high == len(alive) or made[high - 1] - (made[low - 1] if low else 0) >= BLOCK:
+            yield alive[low:high]
+            low = high
 
 
-def _extensions(
-    work: _Work, start: int, alive: Integers, first: Integers, count: Integers
-) -> Extensions:
-    """These stages of the row of a down-set, once for each label where they end."""
-    row = work.space.row(start, work.lineup.paces[work.stage])
-    repeats = count[row.ends[alive]]
-    pair = np.repeat(alive, repeats)
+def _extensions(pairs: Pairs, chosen: Integers, first: Integers, count: Integers) -> Extensions:
+    """These stages, once for each label where they end."""
+    repeats = count[pairs.end[chosen]]
+    pair = np.repeat(chosen, repeats)
     offset = np.arange(len(pair)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    end = row.ends[pair]
-    return Extensions(np.full(len(pair), start), end, first[end] + offset, row.times[:, pair])
+    end = pairs.end[pair]
+    return Extensions(pairs.start[pair], end, first[end] + offset, pairs.times[:, pair])
 
 
 def _extend(work: _Work, new: Extensions, layer: _Layer, ceiling: float) -> _Layer:
@@ -350,12 +345,7 @@ def _extend(work: _Work, new: Extensions, layer: _Layer, ceiling: float) -> _Lay
     bounds = work.criterion.bound(work.space, work.tables, work.stage, new.start, labels)
     chosen = np.flatnonzero(bounds < ceiling)
     block = _Layer(new.start[chosen], new.label[chosen], labels[chosen], bounds[chosen])
-    borders = np.flatnonzero(np.diff(block.state)) + 1
-    keep = [
-        group if len(group) < 2 else undominated(block.labels, group)
-        for group in np.split(np.arange(len(block.state)), borders)
-    ]
-    return _pick(block, np.concatenate(keep))
+    return _pick(block, undominated(block.labels, block.state))
 
 
 def _narrow(bounds: Floats, beam: int) -> tuple[Integers, float]:

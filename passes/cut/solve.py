@@ -13,7 +13,7 @@ from gpipe_compiler.passes.cut.line import Line
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
-from gpipe_compiler.passes.cut.search import Criterion, search
+from gpipe_compiler.passes.cut.search import Criterion, Found, search
 from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.space import Space
@@ -33,6 +33,9 @@ all chains of a small graph in some ten seconds. All other limits here are for t
 
 SMALL = 16
 """Nodes of a graph that is small in this sense; of larger ones, a tenth has to do."""
+
+GLANCE = 400
+"""Labels per stage in a first search for a good cut of 1F1B."""
 
 IMPROVED = 12
 """Orders of devices, the most promising ones, on which a first cut is bettered."""
@@ -232,7 +235,7 @@ class Solver:
             whole: whether it is all that there is, so that what remains open is worth more time.
         """
         lineup = self.lineups[0]
-        bound = self._prove_by(space, lineup, bounds, whole=whole)
+        bound = self._prove_by(space, lineup, bounds, whole=whole, proving=whole)
         if whole and bound < self.ceiling * (1 - TOLERANCE):
             self._work = self._for_enumeration(space)
             bound = max(bound, self._enumerate(space, lineup))
@@ -240,8 +243,15 @@ class Solver:
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _prove_by(self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool) -> float:
-        """Searches by what is known of the schedule; returns a lower bound."""
+    def _prove_by(
+        self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool, proving: bool = True
+    ) -> float:
+        """Searches by what is known of the schedule; returns a lower bound.
+
+        Args:
+            whole: whether all is searched, so that the longest stage is worth any work.
+            proving: whether a bound on the cuts of the family is worth as much as better cuts.
+        """
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
             return self._prove_longest(space, lineup, bounds, whole=whole)
@@ -252,13 +262,12 @@ class Solver:
         if kind in _LINES or alone:
             updates = any(pace.update_s_per_byte or pace.update_latency_s for pace in lineup.paces)
             drain = FillDrain(m, lineup.again, updates)
-            return self._search(space, lineup, bounds, drain)
+            return self._search(space, lineup, bounds, drain).bound_s
         if kind not in _ORDERED:
             return plain
         least = plain
         if kind is ScheduleKind.ONE_F_ONE_B:
-            rounds = Rounds(m, stages, lineup.again)
-            least = max(least, self._search(space, lineup, bounds, rounds))
+            least = max(least, self._search_rounds(space, lineup, bounds, proving=proving))
             if least >= self.ceiling * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
@@ -268,7 +277,24 @@ class Solver:
         redone = frozenset(a for a in recomputed(self.setting.orders) if a.stage in asked)
         split = self.setting.splits_backward
         ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
-        return max(least, self._search(space, lineup, bounds, ordered))
+        return max(least, self._search(space, lineup, bounds, ordered).bound_s)
+
+    def _search_rounds(
+        self, space: Space, lineup: Lineup, bounds: Tables, *, proving: bool
+    ) -> float:
+        """Searches by a bound of 1F1B: with few labels for a good cut, then with many for a bound.
+
+        Args:
+            proving: whether the bound is worth that.
+        """
+        stages, again = self.setting.stages, lineup.again
+        few = Rounds(self._m, stages, again, GLANCE)
+        found = self._search(space, lineup, bounds, few)
+        if found.all_seen or not proving:
+            return found.bound_s
+        space.limit(self.longest_stage())
+        rounds = Rounds(self._m, stages, again)
+        return max(found.bound_s, self._search(space, lineup, bounds, rounds).bound_s)
 
     def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool) -> float:
         """The same for the longest stage.
@@ -282,15 +308,15 @@ class Solver:
         sends = Sends.of(space, lineup)
         if sends is None:
             return least
-        return max(least, self._search(space, lineup, bounds, sends))
+        return max(least, self._search(space, lineup, bounds, sends).bound_s)
 
-    def _search(self, space: Space, lineup: Lineup, bounds: Tables, criterion: Criterion) -> float:
-        """Searches by one criterion, keeps what it finds, and returns its bound."""
+    def _search(self, space: Space, lineup: Lineup, bounds: Tables, criterion: Criterion) -> Found:
+        """Searches by one criterion, and keeps what it finds."""
         found = search(space, lineup, bounds, criterion, self.ceiling)
         if found.chain is not None and not space.idle:
             self._offer(space, lineup, found.chain)
             self._improve(space, lineup, found.chain)
-        return found.bound_s
+        return found
 
     def _enumerate(self, space: Space, lineup: Lineup) -> float:
         todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.lineup import Pace
+from gpipe_compiler.passes.cut.pairs import Blocks, Pairs, Row
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, Kept
 
 Floats = npt.NDArray[np.float64]
@@ -21,57 +24,6 @@ CACHED_PAIRS = 3_000_000
 
 FORWARD, BACKWARD, RECEIVE, GRADIENT, WEIGHT, UPDATE, SEND = range(7)
 """The rows of `Row.times`."""
-
-
-def down_sets(graph: Contracted, limit: int) -> list[int] | None:
-    """Every place to cut, as bit masks; None when there are more than `limit`.
-
-    They are the sets closed under predecessors and without the pinned node, and the whole set.
-    """
-    free = graph.size - graph.last
-    before = [sum(1 << node for node in nodes) for nodes in graph.before]
-    after = graph.after()
-    first = tuple(node for node in range(free) if not before[node])
-    found: dict[int, tuple[int, ...]] = {0: first}
-    pending = [0]
-    for mask in pending:
-        addable = found[mask]
-        for node in addable:
-            grown = mask | 1 << node
-            if grown in found:
-                continue
-            if len(found) >= limit:
-                return None
-            new = (t for t in after[node] if t < free and before[t] & ~grown == 0)
-            found[grown] = (*(n for n in addable if n != node), *new)
-            pending.append(grown)
-    whole = (1 << graph.size) - 1
-    return sorted({*found, whole})
-
-
-def prefixes(order: Sequence[int]) -> list[int]:
-    """The down-sets of a graph linearised in this order."""
-    masks = [0]
-    for node in order:
-        masks.append(masks[-1] | 1 << node)
-    return masks
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The stages that begin at one down-set.
-
-    Attributes:
-        ends: the down-sets that they end at, ascending.
-        times: shape (7, ends): seconds of a micro-batch forward, backward, receiving, sending
-            gradients back, for the weights' gradients; of the update; and at least, of sending
-            what others need and receiving its gradients.
-        held: shape (3, ends): bytes for good, of a micro-batch as input, and as saved.
-    """
-
-    ends: Integers
-    times: Floats
-    held: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +85,7 @@ class Space:
         self.limit_s = float("inf")
         self._rows: dict[Pace, dict[int, Row]] = {}
         self._short: dict[Pace, dict[int, Row]] = {}  # the same, as far as the limit allows
+        self._blocks = Blocks(self.row)
         self._recent: tuple[Pace | None, dict[int, Row]] = (None, {})  # of `_short`
         self._common: dict[int, Crossings] = {}
         self._cached = 0
@@ -179,6 +132,7 @@ class Space:
         if seconds < self.limit_s:
             self.limit_s = seconds
             self._short.clear()
+            self._blocks.clear()
             self._recent = (None, {})
 
     def row(self, start: int, pace: Pace) -> Row:
@@ -202,6 +156,38 @@ class Space:
         if start in known:
             self._recent[1][start] = row
         return row
+
+    def blocks(self, pace: Pace, starts: Integers) -> Iterator[Pairs]:
+        """The stages that begin at these down-sets, and maybe others, some `BLOCK` at a time."""
+        return self._blocks.of(pace, starts, self.size)
+
+    def part(self, masks: Iterable[int], pace: Pace) -> Space:
+        """The family of those of these down-sets that are in this one, which knows its rows."""
+        wanted = set(masks)
+        chosen = np.flatnonzero([mask in wanted for mask in self.masks])
+        part = copy.copy(self)
+        part.masks = [self.masks[index] for index in chosen.tolist()]
+        part.size = len(chosen)
+        part.member = np.ascontiguousarray(self.member[:, chosen])
+        part.nodes, part.inside = self.nodes[chosen], self.inside[..., chosen]
+        part._work, part._given = self._work[chosen], self._given[chosen]
+        part._maximal, part._live = self._maximal[chosen], self._live[chosen]
+        part._crossing, part._touched = self._crossing[:, chosen], self._touched[:, chosen]
+        part._split = self._split[chosen]
+        part._start_cache()
+        part.limit(self.limit_s)
+        place = np.full(self.size, -1)
+        place[chosen] = np.arange(part.size)
+        known = part._rows.setdefault(pace, {})
+        for pairs in self.blocks(pace, chosen):
+            both = np.flatnonzero((place[pairs.start] >= 0) & (place[pairs.end] >= 0))
+            end, start = place[pairs.end[both]], place[pairs.start[both]]
+            times, held = pairs.times[:, both], pairs.held[:, both]
+            begins = np.flatnonzero(np.diff(start, prepend=-1)).tolist()
+            for low, high in itertools.pairwise((*begins, len(start))):
+                row = Row(end[low:high], times[:, low:high], held[:, low:high])
+                known[int(start[low])] = row
+        return part
 
     def _crossings(self, start: int) -> Crossings:
         """What all rows of a down-set have in common."""

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.passes.cut.lineup import Lineup, Pace
+from gpipe_compiler.passes.cut.pairs import Row
 from gpipe_compiler.passes.cut.space import (
     Floats,
-    Row,
     Space,
 )
 

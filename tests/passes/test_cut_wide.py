@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.passes.cut import certificate as module
+from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.certificate import certify
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.frontier import frontier
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
 from gpipe_compiler.passes.cut.setting import Objective, Setting
-from gpipe_compiler.passes.cut.staged import CLOSE
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, simulate
 
