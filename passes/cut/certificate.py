@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass
 
 from gpipe_compiler.passes.cut.best_case import CLOSE, Ideal
+from gpipe_compiler.passes.cut.inseparable import joined
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.program import Solution
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.staged import Form, Stages
 
 WORK = 80_000_000
@@ -80,10 +81,10 @@ def certify(
         problem = problem.forward_only()
     if not known_s > 0 or setting.stages < 2:
         return Certificate(0.0, None)
-    stages = Stages(Ideal.of(problem, setting, known_s), setting, fewer=fewer)
-    if not stages.possible:
+    task = _Task.of(problem, setting, known_s, fewer=fewer)
+    stages = None if task is None else task.below(1.0)
+    if task is None or stages is None:
         return Certificate(known_s, None)
-    task = _Task(problem, setting, known_s, fewer)
     low, found = max(0.0, least_s / known_s), None
     if stages.program.rows <= WHOLE[stages.form]:
         solution = stages.program.least(stages.objective, work)
@@ -105,17 +106,43 @@ def _share(bound: float) -> float:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is asked of `certify`."""
+    """What is asked of `certify`.
+
+    Attributes:
+        joining: whether nodes are joined that no better cut separates.
+    """
 
     problem: CutProblem
     setting: Setting
     known_s: float
     fewer: bool
+    joining: bool
 
-    def below(self, target: float) -> Stages:
-        """The program of cuts that take less than this share of what is known."""
-        ideal = Ideal.of(self.problem, self.setting, self.known_s * target)
-        return Stages(ideal, self.setting, fewer=self.fewer)
+    @classmethod
+    def of(
+        cls, problem: CutProblem, setting: Setting, known_s: float, *, fewer: bool
+    ) -> _Task | None:
+        """The task; None where joining nodes shows that no cut is better."""
+        alone = len(set(setting.placement)) == setting.stages
+        if setting.objective is not Objective.BOTTLENECK or not alone:
+            return cls(problem, setting, known_s, fewer, joining=False)
+        ideal = Ideal.of(problem, setting, known_s)
+        better = joined(ideal)
+        if better is None:
+            return None
+        # Where none are joined for what is known, hardly any are for less.
+        joining = len(set(better.owner)) < len(set(ideal.owner))
+        return cls(problem, setting, known_s, fewer, joining)
+
+    def below(self, target: float) -> Stages | None:
+        """The program of cuts that take less than this share of what is known; None where it is
+        plain that there are none."""
+        given = Ideal.of(self.problem, self.setting, self.known_s * target)
+        ideal = joined(given) if self.joining else given
+        if ideal is None:
+            return None
+        stages = Stages(ideal, self.setting, fewer=self.fewer)
+        return stages if stages.possible else None
 
 
 def _narrowed(task: _Task, low: float, work: int) -> float:
@@ -136,7 +163,7 @@ def _narrowed(task: _Task, low: float, work: int) -> float:
         target = (low + high) / 2
         stages = task.below(target)
         bound = math.inf
-        if stages.possible:
+        if stages is not None:
             bound, used = stages.program.relaxed(stages.objective, min(share, work))
             work = max(0, work - used)
         low = max(low, min(bound, 1.0) * (1 - CLOSE) * target)
@@ -158,11 +185,11 @@ def _climbed(task: _Task, low: float, work: int) -> tuple[float, tuple[int, ...]
         target = low + step if low + step < 1 else (low + 1) / 2
         stages = task.below(target)
         solution = Solution(math.inf, None)
-        if stages.possible:
+        if stages is not None:
             solution = stages.program.least(stages.objective, share)
+            if solution.values is not None:
+                found = stages.read(solution.values)
         left -= solution.work
-        if solution.values is not None:
-            found = stages.read(solution.values)
         reached = _share(solution.bound)
         low = max(low, reached * target)
         if reached == 1:
