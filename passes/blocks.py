@@ -54,7 +54,7 @@ class Blocks:
             ops.extend(self.graph.ops[position : blocks.end(2)])
             last = blocks.stretch.count - 2
             seam = dict(zip(blocks.values(last - 1), blocks.values(2), strict=True))
-            ops.extend(_reading(op, seam) for op in blocks.ops(last))
+            ops.extend(reading(op, seam) for op in blocks.ops(last))
             position = blocks.end(last)
         ops.extend(self.graph.ops[position:])
         states = {name for op in ops for name in op.states(self.graph.modules)}
@@ -135,8 +135,12 @@ class Blocks:
         }
 
 
-def _reading(op: Op, names: Mapping[str, str]) -> Op:
-    """The op, reading other values instead of some."""
+def reading(op: Op, names: Mapping[str, str]) -> Op:
+    """The op, reading other values instead of some.
+
+    Args:
+        names: the values that are read, by those that were.
+    """
 
     def leaf(item: Any) -> Argument:
         return Ref(names.get(item.name, item.name)) if isinstance(item, Ref) else item

@@ -9,7 +9,7 @@ Ops are told by their position in the stage, so that stages of equal structure s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -140,3 +140,13 @@ class StageTapes:
     def op(self, position: int) -> str:
         """The name of the op at a position; empty for `NO_OP`."""
         return "" if position == NO_OP else self.ops[position]
+
+
+def forward_alone(forward: Tape, kept: Iterable[int], blocks: Mapping[int, Block]) -> Tape:
+    """A forward of which nothing is kept, from one of which something is."""
+    again = [
+        Event(number, False, NO_OP)
+        for number in sorted(kept)
+        if blocks[number].kind is BlockKind.ACTIVATION
+    ]
+    return Tape((*forward.events, *again))

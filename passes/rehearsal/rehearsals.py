@@ -15,8 +15,10 @@ from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.rehearsal.lengthen import lengthened
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
+from gpipe_compiler.passes.rehearsal.shorten import Shortening
 from gpipe_compiler.passes.repeats import OpForms, refs_of
 from gpipe_compiler.passes.tapes import StageTapes
 
@@ -50,6 +52,7 @@ class Rehearsals:
         self._forms = OpForms(graph)
         self._known: dict[Hashable, tuple[Part, StageTapes]] = {}
         self._kernels: KernelTable = {}
+        self._shortening = Shortening(graph)
 
     def of(
         self,
@@ -74,16 +77,31 @@ class Rehearsals:
         Raises:
             ModelError: naming the op that cannot run.
         """
-        part = self._part(ops, inputs, outputs, returned, segments)
-        key = (split, self._form(part))
-        known = self._known.get(key)
-        if known is None:
-            run = DryRun.of(self._alone(part), training=part.training, known=self._kernels)
-            # Constants that name the meta device mean the host in a dry run.
-            ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
-            tapes = perform(ready, run, self._given(part), split=split)
-            known = self._known[key] = part, tapes
-        return _renamed(known[1], known[0], part)
+        return self._tapes(self._part(ops, inputs, outputs, returned, segments), split=split)
+
+    def _tapes(self, part: Part, *, split: bool) -> StageTapes:
+        """The tapes of a part, or of one of equal form told in its names."""
+        key = split, self._form(part)
+        if key not in self._known:
+            tapes = self._lengthened(part, split=split) or self._performed(part, split=split)
+            self._known[key] = part, tapes
+        known, tapes = self._known[key]
+        return _renamed(tapes, known, part)
+
+    def _lengthened(self, part: Part, *, split: bool) -> StageTapes | None:
+        """The tapes of a part, of whose many equal blocks few are rehearsed."""
+        shorter = self._shortening.of(part)
+        if shorter is None:
+            return None
+        short, gap = shorter
+        tapes = self._tapes(short, split=split)
+        return lengthened(tapes, gap, tuple(op.name for op in part.ops))
+
+    def _performed(self, part: Part, *, split: bool) -> StageTapes:
+        run = DryRun.of(self._alone(part), training=part.training, known=self._kernels)
+        # Constants that name the meta device mean the host in a dry run.
+        ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
+        return perform(ready, run, self._given(part), split=split)
 
     def _part(
         self,

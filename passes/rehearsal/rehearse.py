@@ -13,13 +13,13 @@ from gpipe_compiler.passes.rehearsal.sparse import parts
 from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
 from gpipe_compiler.passes.rehearsal.watch import StorageWatch
 from gpipe_compiler.passes.tapes import (
-    NO_OP,
     Block,
     BlockKind,
     Event,
     Growth,
     StageTapes,
     Tape,
+    forward_alone,
 )
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
@@ -199,28 +199,25 @@ class _Tapes:
         first, later = self._first, self._later
         split = self._stage.wiring.split
         kinds = {number: self._kind(number) for number in range(len(self._stage.watch.born))}
-        again = [
-            Event(number, False, NO_OP)
-            for number in sorted(first.kept)
-            if kinds[number] is BlockKind.ACTIVATION
-        ]
-        tapes = [Tape(first.forward), Tape((*first.forward, *again))]
-        tapes += [Tape(first.backward), self._renumbered(later.backward)]
+        forward = Tape(first.forward)
+        tapes = [forward, Tape(first.backward), self._renumbered(later.backward)]
         weights = [Tape(first.weight), self._renumbered(later.weight)] if split else [None, None]
         told = {event.block for tape in (*tapes, *weights) if tape for event in tape.events}
         told.update(first.received.values(), first.arriving.values())
+        blocks = {number: self._block(number, kinds[number]) for number in sorted(told)}
+        kept = frozenset(n for n in first.kept if kinds[n] is not BlockKind.CAST)
         return StageTapes(
             ops=tuple(op.name for op in self._stage.part.ops),
-            blocks={number: self._block(number, kinds[number]) for number in sorted(told)},
+            blocks=blocks,
             received=first.received,
             returned=first.returned,
             arriving=first.arriving,
             sent_back=first.sent_back,
-            forward=tapes[0],
-            kept=frozenset(n for n in first.kept if kinds[n] is not BlockKind.CAST),
-            forward_again=tapes[1],
-            first_backward=tapes[2],
-            backward=tapes[3],
+            forward=forward,
+            kept=kept,
+            forward_again=forward_alone(forward, kept, blocks),
+            first_backward=tapes[1],
+            backward=tapes[2],
             first_weight=weights[0],
             weight=weights[1],
             growth=self._growth(kinds),
