@@ -235,7 +235,8 @@ class Solver:
             whole: whether it is all that there is, so that what remains open is worth more time.
         """
         lineup = self.lineups[0]
-        bound = self._prove_by(space, lineup, bounds, whole=whole, proving=whole)
+        leading = self.value <= self.known_s  # another count is seldom worth as much work
+        bound = self._prove_by(space, lineup, bounds, whole=whole, thorough=whole or leading)
         if whole and bound < self.ceiling * (1 - TOLERANCE):
             self._work = self._for_enumeration(space)
             bound = max(bound, self._enumerate(space, lineup))
@@ -244,13 +245,13 @@ class Solver:
     # --- searches ----------------------------------------------------------------------------
 
     def _prove_by(
-        self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool, proving: bool = True
+        self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool, thorough: bool = True
     ) -> float:
         """Searches by what is known of the schedule; returns a lower bound.
 
         Args:
             whole: whether all is searched, so that the longest stage is worth any work.
-            proving: whether a bound on the cuts of the family is worth as much as better cuts.
+            thorough: whether more is to be done by a bound of 1F1B than to look for a good cut.
         """
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
@@ -267,7 +268,7 @@ class Solver:
             return plain
         least = plain
         if kind is ScheduleKind.ONE_F_ONE_B:
-            least = max(least, self._search_rounds(space, lineup, bounds, proving=proving))
+            least = max(least, self._search_rounds(space, lineup, bounds, thorough=thorough))
             if least >= self.ceiling * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
@@ -280,17 +281,13 @@ class Solver:
         return max(least, self._search(space, lineup, bounds, ordered).bound_s)
 
     def _search_rounds(
-        self, space: Space, lineup: Lineup, bounds: Tables, *, proving: bool
+        self, space: Space, lineup: Lineup, bounds: Tables, *, thorough: bool
     ) -> float:
-        """Searches by a bound of 1F1B: with few labels for a good cut, then with many for a bound.
-
-        Args:
-            proving: whether the bound is worth that.
-        """
+        """Searches by a bound of 1F1B: with few labels for a good cut, then maybe with many."""
         stages, again = self.setting.stages, lineup.again
         few = Rounds(self._m, stages, again, GLANCE)
         found = self._search(space, lineup, bounds, few)
-        if found.all_seen or not proving:
+        if found.all_seen or not thorough:
             return found.bound_s
         space.limit(self.longest_stage())
         rounds = Rounds(self._m, stages, again)
