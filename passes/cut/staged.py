@@ -144,7 +144,16 @@ class Stages:
         return self._before[node, stage]
 
     def _within(self, node: int, stage: int) -> Linear:
+        """1 where a node lies in this stage; what is given lies in the first."""
+        if node == GRAPH_INPUT:
+            return Linear(float(stage == 0))
         return self._until(node, stage) - self._until(node, stage - 1)
+
+    def _beside(self, node: int, stage: int) -> Linear:
+        """1 where it lies on the device of this stage: between its stages nothing is sent."""
+        placement = self.setting.placement
+        stages = [other for other, its in enumerate(placement) if its == placement[stage]]
+        return total([(1.0, self._within(node, other)) for other in stages])
 
     def _order(self) -> None:
         for node in sorted(set(self.ideal.owner)):
@@ -190,15 +199,13 @@ class Stages:
         sends = self.form is Form.LONGEST
         for producer, users, there, back in self.ideal.moves:
             for stage in range(self.count):
-                made = self._until(producer, stage) - self._until(producer, stage - 1)
-                if producer == GRAPH_INPUT:
-                    made = Linear(float(stage == 0))
-                used = [self._within(user, stage) for user in users]
-                arrives = self._largest([use - made for use in used])
+                near = self._beside(producer, stage)
+                arrives = self._largest([self._within(user, stage) - near for user in users])
                 received[stage].append((there, arrives))
                 returned[stage].append((back, arrives))
                 if sends:
-                    leaves = self._largest([made - use for use in used])
+                    made = self._within(producer, stage)
+                    leaves = self._largest([made - self._beside(user, stage) for user in users])
                     sent[stage].append((there + back, leaves))
         return [total(r) for r in received], [total(r) for r in returned], [total(s) for s in sent]
 

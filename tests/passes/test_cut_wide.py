@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -56,13 +56,24 @@ def assignments(problem: CutProblem, stages: int) -> Iterator[tuple[int, ...]]:
             yield stage_of
 
 
-def times_of(problem: CutProblem, stage_of: tuple[int, ...], link: Link) -> list[StageTimes]:
-    """Seconds of every stage; `update_s` stands for what it sends."""
+def times_of(
+    problem: CutProblem,
+    stage_of: tuple[int, ...],
+    link: Link,
+    placement: Sequence[int] = range(9),
+) -> list[StageTimes]:
+    """Seconds of every stage; `update_s` stands for what it sends.
+
+    Args:
+        placement: the device of every stage; between those of one nothing is sent.
+    """
     stages = max(stage_of) + 1
     receive, gradient, send = ([0.0] * stages for _ in range(3))
     for value in problem.values:
         source = 0 if value.producer == GRAPH_INPUT else stage_of[value.producer]
-        for target in {stage_of[user] for user in value.consumers} - {source}:
+        for target in {stage_of[user] for user in value.consumers}:
+            if placement[target] == placement[source]:
+                continue
             receive[target] += link.seconds(value.bytes)
             gradient[target] += link.seconds(value.gradient_bytes)
             send[source] += link.seconds(value.bytes) + link.seconds(value.gradient_bytes)
@@ -81,7 +92,7 @@ def bottleneck(times: list[StageTimes]) -> float:
 
 
 def value_of(problem: CutProblem, stage_of: tuple[int, ...], setting: Setting, link: Link) -> float:
-    times = times_of(problem, stage_of, link)
+    times = times_of(problem, stage_of, link, setting.placement)
     if setting.objective is Objective.BOTTLENECK:
         return bottleneck(times)
     bare = [dataclasses.replace(t, update_s=0.0) for t in times]
