@@ -172,7 +172,9 @@ class Lineup:
         moments = self.moments[first : first + count]
         peak = (moments @ held[1:]).max(axis=1)
         limits = self.memory[list(self.placement[first : first + count])]
-        return np.asarray(held[0] + peak - limits[:, None])
+        peak += held[0]
+        peak -= limits[:, None]
+        return np.asarray(peak)
 
     def roomier(self, excess: float) -> Lineup:
         """The same with so many bytes more on every device."""

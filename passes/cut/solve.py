@@ -17,7 +17,7 @@ from gpipe_compiler.passes.cut.search import Criterion, Found, search
 from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.space import Space
-from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
+from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, fits, least_excess, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import recomputed
 
@@ -147,7 +147,7 @@ class Solver:
         Args:
             if_fits: only where some cut of the family fits the devices.
         """
-        if self._make_room(space, last=False) and not (if_fits and self.room):
+        if self._make_room(space, last=False, if_fits=if_fits) and not (if_fits and self.room):
             self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
 
     def _for_enumeration(self, space: Space) -> int:
@@ -155,8 +155,12 @@ class Solver:
             return self.work
         return self.work // (60 if self._step else 10)
 
-    def _make_room(self, space: Space, *, last: bool) -> bool:
-        """Finds out by how much memory must be exceeded; False where there is no cut at all."""
+    def _make_room(self, space: Space, *, last: bool, if_fits: bool = False) -> bool:
+        """Finds out by how much memory must be exceeded; False where there is no cut at all.
+
+        Args:
+            if_fits: whether it does not matter by how much; False too, then, where none fits.
+        """
         if space.idle:
             return True
         self.room = 0
@@ -165,6 +169,8 @@ class Solver:
             return True
         if not self.lineups[0].shared:
             by_memory = {tuple(lineup.memory): lineup for lineup in self.lineups}
+            if if_fits and self._best is None:
+                return any(fits(space, lineup) for lineup in by_memory.values())
             least = min(least_excess(space, lineup) for lineup in by_memory.values())
             if not math.isfinite(least):
                 return False

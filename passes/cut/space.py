@@ -53,7 +53,10 @@ class Space:
         inside: seconds of computing inside each down-set, shape (kinds + 1, 3, down-sets), the
             last kind the fastest of all for every node; the rows as of `Contracted.seconds`.
         idle: whether stages may hold nothing, and the last one nothing but what must lie there.
+        cached_pairs: as `CACHED_PAIRS`.
     """
+
+    cached_pairs = CACHED_PAIRS
 
     def __init__(self, graph: Contracted, masks: Iterable[int], *, idle: bool = False) -> None:
         self.graph = graph
@@ -146,7 +149,7 @@ class Space:
         row = known.get(start)
         if row is None:
             row = self._row(self._crossings(start), start, pace)
-            if self._cached + len(row.ends) <= CACHED_PAIRS:
+            if self._cached + len(row.ends) <= self.cached_pairs:
                 known[start] = row
                 self._cached += len(row.ends)
         stop = self._stop(start)

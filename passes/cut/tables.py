@@ -12,6 +12,7 @@ from gpipe_compiler.passes.cut.lineup import Lineup, Pace
 from gpipe_compiler.passes.cut.pairs import Row
 from gpipe_compiler.passes.cut.space import (
     Floats,
+    Integers,
     Space,
 )
 
@@ -148,16 +149,16 @@ def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
 
 def _cycles(lineup: Lineup, low: int, high: int, row: Row, *, apart: bool) -> Floats:
     """The time of a micro-batch on the same stages, (stages, ends): see `bottleneck_chain`."""
-    high = _unlike(lineup, low, high)
+    alike = len(set(lineup.again[low:high].tolist())) == 1
     forward, backward, receive, gradient, weight, _, send = row.times
-    again = lineup.again[low:high, None] * forward
+    again = lineup.again[low : low + 1 if alike else high, None] * forward
     if apart:
         found = forward + backward + again + (receive + gradient + send)
     else:
         first = backward - weight if lineup.split else backward
         found = np.maximum(forward, receive) + np.maximum(first + again, gradient)
     if lineup.limited:
-        found[lineup.excess(low, high - low, row.held) > 0] = np.inf
+        found = np.where(lineup.excess(low, high - low, row.held) > 0, np.inf, found)
     return np.asarray(found)
 
 
@@ -238,12 +239,10 @@ def _chains(
             row = space.row(start, pace)
             cost = _cycles(lineup, low, high, row, apart=apart)
             reached = np.maximum(best[low:high, start, None], cost)
-            view = best[low + 1 : high + 1]
-            old = view[:, row.ends]
-            better = reached < old
-            view[:, row.ends] = np.where(better, reached, old)
-            links = parent[low + 1 : high + 1]
-            links[:, row.ends] = np.where(better, start, links[:, row.ends])
+            view, links, span = best[low + 1 : high + 1], parent[low + 1 : high + 1], _span(row)
+            better = reached < view[:, span]
+            view[:, span] = np.where(better, reached, view[:, span])
+            links[:, span] = np.where(better, start, links[:, span])
     best[1:, -1] += possible[1:, -1]
     ended = np.flatnonzero(np.isfinite(best[1:, -1])) + 1
     return {count: _walk_back(parent, count, space.size) for count in map(int, ended)}
@@ -261,11 +260,36 @@ def least_excess(space: Space, lineup: Lineup) -> float:
             continue
         low, high = counts[0], counts[-1] + 1
         row = space.row(start, lineup.paces[low])
-        over = np.maximum(lineup.excess(low, high - low, row.held), 0.0)
-        reached = np.maximum(best[low:high, start, None], over)
-        view = best[low + 1 : high + 1]
-        view[:, row.ends] = np.minimum(view[:, row.ends], reached)
+        over = lineup.excess(low, high - low, row.held)
+        reached = np.maximum(best[low:high, start, None], over, out=over)  # which is never below 0
+        view, span = best[low + 1 : high + 1], _span(row)
+        view[:, span] = np.minimum(view[:, span], reached)
     return float(best[-1, -1])
+
+
+def fits(space: Space, lineup: Lineup) -> bool:
+    """Whether all stages of some cut fit their devices: `least_excess` is 0."""
+    possible = np.isfinite(boundaries(space, lineup))
+    reached = np.zeros_like(possible)
+    reached[0, 0] = True
+    for start in range(space.size - 1):
+        reached[:, start] &= possible[:, start]
+        counts = np.flatnonzero(reached[:-1, start])
+        if not len(counts):
+            continue
+        low, high = counts[0], counts[-1] + 1
+        row = space.row(start, lineup.paces[low])
+        fit = lineup.excess(low, high - low, row.held) <= 0
+        reached[low + 1 : high + 1, _span(row)] |= fit & reached[low:high, start, None]
+    return bool(reached[-1, -1])
+
+
+def _span(row: Row) -> slice | Integers:
+    """The ends of a row; as a slice, which is sooner looked up, where none between is missing."""
+    ends = row.ends
+    if len(ends) and ends[-1] - ends[0] + 1 == len(ends):
+        return slice(int(ends[0]), int(ends[-1]) + 1)
+    return ends
 
 
 def tails(space: Space, lineup: Lineup, cost: Callable[[int, int, Row], Floats]) -> Floats:
