@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_compiler.ir import (
     Argument,
@@ -49,10 +49,11 @@ def repeats(graph: Graph) -> tuple[Stretch, ...]:
     """
     shapes = OpForms(graph)
     keys = [shapes.key(op) for op in graph.ops]
+    reads = [_Reads(refs_of(op), op.states(graph.modules)) for op in graph.ops]
     taken = [False] * len(keys)
     found: list[Stretch] = []
     for period in _periods(keys):
-        for first, end in _alike(graph, keys, period):
+        for first, end in _alike(graph, keys, reads, period):
             start = first - period
             while start < end and taken[start]:  # the end of the stretch before
                 start += 1
@@ -85,18 +86,27 @@ def _periods(keys: Sequence[Hashable]) -> list[int]:
     return ranked[:_MOST_PERIODS]
 
 
-def _alike(graph: Graph, keys: Sequence[Hashable], period: int) -> Iterator[tuple[int, int]]:
+class _Reads(NamedTuple):
+    """The values that an op reads, and the states."""
+
+    refs: Sequence[str]
+    states: Sequence[str]
+
+
+def _alike(
+    graph: Graph, keys: Sequence[Hashable], reads: Sequence[_Reads], period: int
+) -> Iterator[tuple[int, int]]:
     """The longest stretches of ops that are alike to those a period before, as half-open ranges."""
     made = {name: index for index, op in enumerate(graph.ops) for name in op.outputs}
     states = _Twins()
     start = period
     for index in range(period, len(keys) + 1):
         if index < len(keys) and keys[index] == keys[index - period]:
-            one, other = graph.ops[index - period], graph.ops[index]
-            reads = zip(refs_of(one), refs_of(other), strict=True)
+            one, other = reads[index - period], reads[index]
             if all(
-                a == b or (a in made and made.get(b, -1) - made[a] == period) for a, b in reads
-            ) and states.agree(index, one.states(graph.modules), other.states(graph.modules)):
+                a == b or (a in made and made.get(b, -1) - made[a] == period)
+                for a, b in zip(one.refs, other.refs, strict=True)
+            ) and states.agree(one.states, other.states):
                 continue
         if index - start >= (_LEAST - 1) * period:
             yield start, index
@@ -111,7 +121,7 @@ class _Twins:
         self._later: dict[str, str] = {}
         self._earlier: dict[str, str] = {}
 
-    def agree(self, index: int, ones: Sequence[str], others: Sequence[str]) -> bool:
+    def agree(self, ones: Sequence[str], others: Sequence[str]) -> bool:
         """Whether these pairs go with those seen before."""
         if len(ones) != len(others):
             return False

@@ -66,21 +66,30 @@ def map_argument(function: Callable[[Leaf], Argument], argument: Argument) -> Ar
 
 def leaves(argument: Argument) -> Iterator[Leaf]:
     """Every leaf of an argument, in order; both sides of a `ByMode`."""
-    match argument:
-        case ByMode(train=train, evaluation=evaluation):
-            yield from leaves(train)
-            yield from leaves(evaluation)
-        case tuple() | list():
-            for item in argument:
-                yield from leaves(item)
-        case dict():
-            for item in argument.values():
-                yield from leaves(item)
-        case slice(start=start, stop=stop, step=step):
-            for item in (start, stop, step):
-                yield from leaves(item)
-        case _:
-            yield argument
+    found: list[Leaf] = []
+    _gather(argument, found)
+    return iter(found)
+
+
+def _gather(argument: Argument, found: list[Leaf]) -> None:
+    """Adds the leaves of an argument: all passes ask, so the most frequent kinds come first."""
+    kind = type(argument)
+    if kind is Ref or kind is StateRef:
+        found.append(argument)
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            _gather(item, found)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            _gather(item, found)
+    elif isinstance(argument, ByMode):
+        _gather(argument.train, found)
+        _gather(argument.evaluation, found)
+    elif isinstance(argument, slice):
+        for item in (argument.start, argument.stop, argument.step):
+            _gather(item, found)
+    else:
+        found.append(argument)
 
 
 def value_names(argument: Argument) -> Iterator[str]:
