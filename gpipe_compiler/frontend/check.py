@@ -78,7 +78,8 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     slow = False
     entries = [
-        make_entry(subject, mode) for mode in ((True, False) if subject.training else (False,))
+        make_entry(subject, mode, reduces=False)
+        for mode in ((True, False) if subject.training else (False,))
     ]
     for entry in entries:
         training = entry.training

@@ -56,7 +56,13 @@ class Entry(nn.Module):
     """
 
     def __init__(
-        self, subject: Subject, signature: Signature, states: StateTable, training: bool
+        self,
+        subject: Subject,
+        signature: Signature,
+        states: StateTable,
+        training: bool,
+        *,
+        reduces: bool = True,
     ) -> None:
         super().__init__()
         self.model = isolated(subject.model).train(training)
@@ -73,6 +79,7 @@ class Entry(nn.Module):
         self.own_loss: int | None = None
         self.squares: tuple[int, ...] = ()
         self._reduction = Reduction.MEAN
+        self._reduces = reduces
         with turned_into_batchnorm(self.model):
             self._probe()
 
@@ -124,6 +131,8 @@ class Entry(nn.Module):
         if not self.wants_loss:
             return
         if self.loss_fn is not None:
+            if not self._reduces:
+                return
             if any(leaf.is_meta for leaf in leaves):
                 count, (output, target) = 2, self._stand_ins((output, target), count)
             self._probe_loss_function(output, target, count)
@@ -222,15 +231,20 @@ class Entry(nn.Module):
         return _reduction(loss(0, count), [loss(0, half), loss(half, count)])
 
 
-def make_entry(subject: Subject, training: bool) -> Entry:
+def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Entry:
     """The module to trace, in train or eval mode; the subject's model stays as it is.
+
+    Args:
+        reduces: whether to try the loss function, to know how losses combine. That takes seconds
+            where there are many classes, and is known once a subject with that function is traced.
 
     Raises:
         ModelError: when the model or its loss function raises on the example inputs.
         TraceError: when the model cannot be copied.
     """
     states = state_table(subject.model, subject.initial)
-    return Entry(subject, read_signature(subject, on_meta=states.on_meta), states, training)
+    signature = read_signature(subject, on_meta=states.on_meta)
+    return Entry(subject, signature, states, training, reduces=reduces)
 
 
 def _samples_of(tree: object, first: int, last: int, count: int) -> object:
