@@ -164,9 +164,10 @@ def lean(graph: Contracted, *, keep: int, once: bool) -> Contracted:
 def _merge_costless(graph: Contracted, *, once: bool) -> list[int]:
     """Owners after every costless node has joined a neighbour where that loses nothing.
 
-    A node joins the producer of its only input when nothing else reads that input and its own
-    outputs are no dearer to move; it joins its only follower when its inputs are no dearer to
-    move than its output. What it keeps in memory its neighbour must keep as well.
+    A node joins the producer of its only input when nothing follows from it, as what a tuple has
+    that nobody reads, or when nothing else reads that input and its own outputs are no dearer to
+    move; it joins its only follower when its inputs are no dearer to move than its output. What it
+    keeps in memory its neighbour must keep as well.
     """
     owner = list(range(graph.size))
     after = graph.after()
@@ -192,9 +193,12 @@ def _merge_costless(graph: Contracted, *, once: bool) -> list[int]:
         if moved & near:
             continue  # one change at a time in a neighbourhood keeps the argument simple
         inputs, outputs = read.get(node, []), made.get(node, [])
-        if once and any(len(value.consumers) > 1 for value in (*inputs, *outputs)):
-            continue
-        neighbour = _costless_neighbour(graph, node, after[node], inputs, outputs)
+        single = all(len(value.consumers) == 1 for value in (*inputs, *outputs))
+        neighbour: int | None = None
+        if len(graph.before[node]) == 1 and not after[node]:
+            (neighbour,) = graph.before[node]
+        elif single or not once:
+            neighbour = _costless_neighbour(graph, node, after[node], inputs, outputs)
         if neighbour is not None and keeps[node] <= keeps[neighbour]:
             owner[max(node, neighbour)] = min(node, neighbour)
             moved |= {node, neighbour}

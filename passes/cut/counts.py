@@ -134,17 +134,16 @@ class _Counts:
         self.graph = lean(fine, keep=settings[-1].stages, once=self.once)
         if not self.lossless and down_sets(fine, MOST_DOWN_SETS) is not None:
             self.graph, self.lossless = fine, True
-        total_s = float(fine.least_s.sum())
+        self.total_s = float(fine.least_s.sum())
+        self.settings = [setting for setting in settings if setting.stages <= fine.parts]
         self.solvers = {
-            setting.stages: self._solver(setting, total_s)
-            for setting in settings
+            setting.stages: self._solver(setting, self.total_s)
+            for setting in self.settings
             if setting.stages <= self.graph.parts
         }
         self.lineup = self.solvers[max(self.solvers)].lineups[0]
         self.bound_s = min(
-            simple_bound(fine, setting, _lineup(setting))
-            for setting in settings
-            if setting.stages <= fine.parts
+            simple_bound(fine, setting, _lineup(setting)) for setting in self.settings
         )
         self.looked, self.everything = 0, False
 
@@ -204,10 +203,26 @@ class _Counts:
         elif len(linear) * 3 < len(masks):
             self._search(Space(self.graph, linear), whole=False)
         bound = self._search(whole, whole=True)
-        if self.lossless:
-            self.bound_s, self.everything = max(bound, self.bound_s), True
+        if not self.lossless:
+            bound = min(bound, self._idle(masks))
+        self.bound_s, self.everything = max(bound, self.bound_s), True
         if short and not rows and self.bound_s < self.value * (1 - _SAME):
             self._rows([whole])
+
+    def _idle(self, masks: Sequence[int]) -> float:
+        """A bound on cuts in which nodes that cost nothing may be stages of their own."""
+        space = Space(self.graph, masks, idle=True)
+        self._share(space)
+        bounds = tables(space, _lineup(self.settings[0]), fewer=True)
+        least = []
+        for setting in self.settings:  # more stages than there are parts left, too
+            solver = self._solver(setting, self.total_s)
+            solver.known_s = self.value
+            bound = solver.least(bounds)
+            if bound < self.value * (1 - _SAME):
+                bound = max(bound, solver.close(space, bounds, whole=False))
+            least.append(bound)
+        return min(least)
 
     def _rows(self, rows: Sequence[Space]) -> None:
         """Cuts along single orders into the best count, with more work than all counts get."""

@@ -1,0 +1,85 @@
+"""Bare graphs with ops that cost nothing, as views and what nobody reads of a tuple.
+
+Such ops are merged with others where a graph has too many places to cut. The truth is the brute
+force of tests/helpers/bare_brute.py, which merges nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from bare_brute import Question, TooManyError, graphs, least
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe_compiler import BareGraph, BareSetting, Objective, ScheduleKind, plan_graph
+from gpipe_compiler.cluster import Link
+from gpipe_compiler.graph_file import BareOp
+from gpipe_compiler.passes.cut import counts
+from gpipe_compiler.passes.cut.contract import contract, lean
+from gpipe_compiler.passes.cut.orders import down_sets
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Question:
+    graph = draw(graphs(8))
+    costless = draw(st.sets(st.sampled_from([op.name for op in graph.ops])))
+    ops = [
+        replace(op, forward_s=0, backward_s=0, weight_s=0) if op.name in costless else op
+        for op in graph.ops
+    ]
+    asked = BareSetting(
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 6)),
+        draw(st.sampled_from((ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1))),
+        draw(st.sampled_from(Objective)),
+        None,
+        Link(draw(st.sampled_from((0.5, 4.0, 1e9))), draw(st.sampled_from((0.0, 0.5)))),
+    )
+    return Question(BareGraph(tuple(ops), graph.edges), asked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions())
+def test_the_merged_graph_tells_no_more_than_is_true(q: Question) -> None:
+    """As where the graph as it is has too many down-sets, and the merged one does not."""
+    try:
+        best = least(q)
+    except TooManyError:
+        return
+    merged = q.asked.objective is Objective.STEP and q.asked.schedule is not ScheduleKind.GPIPE
+    asked: list[object] = []
+
+    def few(graph: Any, limit: int) -> list[int] | None:
+        asked.append(graph)
+        return None if merged and len(asked) == 1 else down_sets(graph, limit)
+
+    with mock.patch.object(counts, "down_sets", few):
+        plan = plan_graph(q.graph, q.asked)
+
+    near = 1e-6 * max(1.0, best)
+    assert plan.lower_bound_s <= best + near
+    assert plan.value_s >= best - near
+    if plan.proved:
+        assert plan.value_s <= best + near
+
+
+def test_what_nobody_reads_joins_its_maker() -> None:
+    """Layers that return two values of which one is read: else each doubles the down-sets."""
+    ops, edges = [], []
+    for layer in range(12):
+        for part, seconds, size in (("cell", 1, 3), ("output", 0, 2), ("state", 0, 2)):
+            ops.append(BareOp(f"{part}{layer}", seconds, seconds, size, 0))
+        edges += [(f"cell{layer}", f"output{layer}"), (f"cell{layer}", f"state{layer}")]
+        edges += [(f"output{layer}", f"cell{layer + 1}")] * (layer < 11)
+    problem = BareGraph(tuple(ops), tuple(edges)).problem(training=True)
+
+    merged = lean(contract(problem, 4), keep=1, once=False)
+
+    assert merged.size == 12
+    assert down_sets(contract(problem, 4), 1000) is None
+    assert len(down_sets(merged, 1000) or ()) == 13
+    assert merged.seconds[0, 0].tolist() == pytest.approx([1.0] * 12)
