@@ -107,7 +107,8 @@ def split_backward(
         later = bool(parts.targets or parts.parameters)
         found = torch.autograd.grad(ends, wanted, gradients, retain_graph=later, allow_unused=True)
         if later:
-            _release(graph.carriers.difference(parts.targets, parts.parameters))
+            spent = graph.carriers.difference(parts.targets, parts.parameters)
+            _release(node for node in graph.order if node in spent)
     else:
         found = ()
     count, end = len(leaves), len(leaves) + len(parts.at_once)
