@@ -147,11 +147,8 @@ class _Joining:
         root[together] = np.flatnonzero(together)[0]
         later, earlier = follows[together].any(axis=0), follows[:, together].any(axis=1)
         follows[np.ix_(earlier, later)] = True
-        some, every = (
-            self._witnesses[:, together].any(axis=1),
-            self._witnesses[:, together].all(axis=1),
-        )
-        self._witnesses = self._witnesses[every | ~some]
+        inside = self._witnesses[:, together]
+        self._witnesses = self._witnesses[inside.all(axis=1) | ~inside.any(axis=1)]
         self._asked[:, together[self._edges].any(axis=0)] = False
         return float(self._network.own[together].sum()) < 1 - CLOSE
 
