@@ -236,7 +236,9 @@ class _Counts:
     def _search_parts(self, orders: Sequence[Sequence[int]]) -> None:
         """Through single orders, the sweep, and what lies about the best cut; it bounds nothing."""
         for order in orders:
-            self._search(Space(self.graph, prefixes(order)), whole=False)
+            row = Space(self.graph, prefixes(order))
+            self._search(row, whole=False)
+            self._sends(row)
         family = frontier(self.graph, self.lineup, FRONTIER)
         for _ in range(ROUNDS):
             before = self.value
@@ -245,6 +247,17 @@ class _Counts:
             if not self.value < before * (1 - 1e-6):
                 break
             family |= neighbourhood(self.graph, self._masks(), NEIGHBOURS)
+
+    def _sends(self, row: Space) -> None:
+        """Cuts along a single order, where a value costs anew for every stage that it goes to."""
+        if not self.once or not any(value.shared for value in self.graph.values):
+            return
+        self._share(row)
+        bounds = tables(row, self.lineup, fewer=True)
+        for solver in self.solvers.values():
+            if solver.least(bounds) < self.value * (1 - _SAME):
+                solver.sends(row, bounds)
+                self._share(row)
 
     def _search(self, space: Space, *, whole: bool, closed: bool = True) -> float:
         """Searches a family on all counts; returns a bound on its cuts and the best so far.

@@ -248,6 +248,11 @@ class Solver:
             bound = max(bound, self._enumerate(space, lineup))
         return bound
 
+    def sends(self, space: Space, bounds: Tables) -> None:
+        """Searches a part of the cuts for a shorter longest stage, minding what is sent to several
+        stages; where whole families are searched, that is done anyway."""
+        self._prove_longest(space, self.lineups[0], bounds, whole=True)
+
     # --- searches ----------------------------------------------------------------------------
 
     def _prove_by(

@@ -272,16 +272,20 @@ def found_some(data: Any) -> None:
     graph = annotate(graph, 4, data.draw(st.sampled_from((Precision.FP32, Precision.BF16))))
     names = [op.name for op in graph.ops]
     names = names[data.draw(st.integers(0, 12)) : len(names) - data.draw(st.integers(0, 12))]
-    # What an op writes to lies in its stage.
-    apart = [group for group in atoms(graph, effects(graph)).groups if group - set(names)]
-    names = [name for name in names if not any(name in group for group in apart)]
+    # What an op writes to lies in its stage and in its segment.
+    groups = atoms(graph, effects(graph)).groups
+    names = [name for name in names if not any(name in g and g - set(names) for g in groups)]
     segments: list[list[str]] = []
     if graph.repeats and data.draw(st.booleans()):
         stretch = graph.repeats[0]
         length = data.draw(st.integers(1, stretch.period))
         starts = range(stretch.start + data.draw(st.integers(0, 3)), stretch.end, stretch.period)
         every = [[op.name for op in graph.ops[at : at + length]] for at in starts]
-        segments = [one for one in every if set(one) <= set(names)]
+        segments = [
+            one
+            for one in every
+            if set(one) <= set(names) and not any(g & set(one) and g - set(one) for g in groups)
+        ]
     split = data.draw(st.booleans())
     found, whole = both(graph, names, segments, split=split)
     if found is not None:

@@ -1,17 +1,19 @@
-"""Bare graphs with ops that cost nothing, as views and what nobody reads of a tuple.
+"""Bare graphs with too many places to cut: what is merged first, and what is searched.
 
-Such ops are merged with others where a graph has too many places to cut. The truth is the brute
-force of tests/helpers/bare_brute.py, which merges nothing.
+Ops that cost nothing, such as views and what nobody reads of a tuple, are merged with others. The
+truth is the brute force of tests/helpers/bare_brute.py, which merges nothing.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
-from bare_brute import Question, TooManyError, graphs, least
+from bare_brute import Pipeline, Question, TooManyError, graphs, least, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +22,8 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.graph_file import BareOp
 from gpipe_compiler.passes.cut import counts
 from gpipe_compiler.passes.cut.contract import contract, lean
-from gpipe_compiler.passes.cut.orders import down_sets
+from gpipe_compiler.passes.cut.orders import down_sets, topological_orders
+from gpipe_compiler.runtime.schedule.choosing import orders_for
 
 
 @st.composite
@@ -65,6 +68,34 @@ def test_the_merged_graph_tells_no_more_than_is_true(q: Question) -> None:
     assert plan.value_s >= best - near
     if plan.proved:
         assert plan.value_s <= best + near
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions())
+def test_no_cut_along_a_single_order_is_better(q: Question) -> None:
+    """For the longest stage of graphs with too many down-sets, without an integer program."""
+    q = replace(q, asked=replace(q.asked, objective=Objective.BOTTLENECK))
+    merged = lean(contract(q.graph.problem(training=True), q.asked.stages), keep=1, once=True)
+    least = math.inf
+    for order in topological_orders(merged):
+        for stages in range(1, min(q.asked.stages, merged.size) + 1):
+            orders = orders_for(ScheduleKind.GPIPE, tuple(range(stages)), q.asked.microbatches)
+            own = tuple(range(stages))
+            pipe = Pipeline(q.machines(stages), own, own, orders)
+            for ends in itertools.combinations(range(1, merged.size), stages - 1):
+                cut = [0] * len(q.graph.ops)
+                for place, node in enumerate(order):
+                    for op in merged.members[node]:
+                        cut[op] = sum(end <= place for end in ends)
+                least = min(least, value(q, cut, pipe))
+
+    with (
+        mock.patch.object(counts, "MOST_DOWN_SETS", 1),
+        mock.patch.object(counts._Counts, "_certify"),
+    ):
+        plan = plan_graph(q.graph, q.asked)
+
+    assert plan.value_s <= least * (1 + 1e-9)
 
 
 def test_what_nobody_reads_joins_its_maker() -> None:
