@@ -66,6 +66,9 @@ second."""
 CERTIFICATE = 40_000_000
 """Numbers that the integer program may touch, about; some ten seconds."""
 
+LARGE = 1_100
+"""Nodes from which on it is half as many, as all else takes longer and half a minute is the aim."""
+
 _SAME = 1e-9
 
 
@@ -311,7 +314,7 @@ class _Counts:
             self.widest,
             self.value,
             fewer=True,
-            work=CERTIFICATE,
+            work=CERTIFICATE if self.graph.size < LARGE else CERTIFICATE // 2,
             least_s=self.bound_s,
         )
         self.bound_s = max(self.bound_s, certificate.bound_s)
