@@ -81,10 +81,18 @@ def certify(
         problem = problem.forward_only()
     if not known_s > 0 or setting.stages < 2:
         return Certificate(0.0, None)
-    task = _Task.of(problem, setting, known_s, fewer=fewer)
-    stages = None if task is None else task.below(1.0)
-    if task is None or stages is None:
+    alone = len(set(setting.placement)) == setting.stages
+    given = Ideal.of(problem, setting, known_s)
+    joins = setting.objective is Objective.BOTTLENECK and alone
+    ideal = joined(given) if joins else given
+    if ideal is None:
         return Certificate(known_s, None)
+    # Where no nodes are joined for what is known, hardly any are for less.
+    joining = len(set(ideal.owner)) < len(set(given.owner))
+    stages = Stages(ideal, setting, fewer=fewer)
+    if not stages.possible:
+        return Certificate(known_s, None)
+    task = _Task(problem, setting, known_s, fewer, joining)
     low, found = max(0.0, least_s / known_s), None
     if stages.program.rows <= WHOLE[stages.form]:
         solution = stages.program.least(stages.objective, work)
@@ -117,22 +125,6 @@ class _Task:
     known_s: float
     fewer: bool
     joining: bool
-
-    @classmethod
-    def of(
-        cls, problem: CutProblem, setting: Setting, known_s: float, *, fewer: bool
-    ) -> _Task | None:
-        """The task; None where joining nodes shows that no cut is better."""
-        alone = len(set(setting.placement)) == setting.stages
-        if setting.objective is not Objective.BOTTLENECK or not alone:
-            return cls(problem, setting, known_s, fewer, joining=False)
-        ideal = Ideal.of(problem, setting, known_s)
-        better = joined(ideal)
-        if better is None:
-            return None
-        # Where none are joined for what is known, hardly any are for less.
-        joining = len(set(better.owner)) < len(set(ideal.owner))
-        return cls(problem, setting, known_s, fewer, joining)
 
     def below(self, target: float) -> Stages | None:
         """The program of cuts that take less than this share of what is known; None where it is

@@ -15,10 +15,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from stage_values import ends
 from torch import nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.rehearsal import Rehearsals
@@ -113,17 +114,6 @@ def stack(
     model = Stack(count, kinds, tied, dropout, skip)
     x = torch.randn(4, 6, WIDTH)
     return trace(model, x, target=torch.randn(4, 6, WIDTH), loss_fn=squares)
-
-
-def ends(graph: Graph, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What some ops read of others, and others (or the caller) of them."""
-    tensors = {name for name, value in graph.values.items() if value.kind is ValueKind.TENSOR}
-    made = {value for name in names for value in graph.op_of[name].outputs}
-    read = dict.fromkeys(value for name in names for value in graph.op_of[name].inputs)
-    later = {value for op in graph.ops if op.name not in names for value in op.inputs}
-    handed = later.union(graph.output_values).intersection(tensors, made)
-    inputs = [value for value in read if value in tensors.difference(made)]
-    return inputs, [value for value in graph.values if value in handed]
 
 
 def both(

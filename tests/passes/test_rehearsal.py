@@ -17,11 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage_values import ends
 from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import Graph, Ref, ValueKind
+from gpipe_compiler.ir import Graph, Ref
 from gpipe_compiler.passes.rehearsal import Rehearsals, per_op, rehearse
 from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
@@ -143,17 +144,6 @@ def hold(graph: Graph, *, ops: slice = slice(None), split: bool = False, **more:
         assert told(tapes, tape) == found[action], action
     assert any(peak(deltas) for deltas in found.values())
     return tapes
-
-
-def ends(graph: Graph, names: list[str]) -> tuple[list[str], list[str]]:
-    """What some ops read of others, and others (or the caller) of them."""
-    tensors = {name for name, value in graph.values.items() if value.kind is ValueKind.TENSOR}
-    made = {value for name in names for value in graph.op_of[name].outputs}
-    read = dict.fromkeys(value for name in names for value in graph.op_of[name].inputs)
-    later = {value for op in graph.ops if op.name not in names for value in op.inputs}
-    handed = later.union(graph.output_values).intersection(tensors, made)
-    inputs = [value for value in read if value in tensors.difference(made)]
-    return inputs, [value for value in graph.values if value in handed]
 
 
 class Calls(nn.Module):
