@@ -1,4 +1,4 @@
-"""The plain model, computing as a plan says: in 16 bits, or with BatchNorm over the mini-batch.
+"""What the package of a plan must come to: the model in plain PyTorch, computing as the plan says.
 
 What a package does step by step and stage by stage is done here the long way, by other means, so
 that the two can be held against each other.
@@ -7,24 +7,128 @@ that the two can be held against each other.
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from gpipe_compiler.batch_statistics import MiniBatchStatistics
+from gpipe_compiler.draws import Draws
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.runtime.comparison import Kind, Tensors, compare, flat_tensors
+from gpipe_compiler.runtime.inputs import even_sizes, join
+from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
+from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
+from gpipe_compiler.splitting import Losses, explain, loss_shares, suspected
 
 _LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
-_SIGNATURE = inspect.signature(F.batch_norm)
-_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A mini-batch.
+
+    Attributes:
+        inputs: a tensor for each input of the model.
+        sizes: samples in each micro-batch.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    sizes: tuple[int, ...]
+
+    def parts(self, signature: Signature) -> list[tuple[torch.Tensor, ...]]:
+        """The inputs of every micro-batch, each with memory of its own."""
+        ends = [*accumulate(self.sizes)]
+        return [
+            tuple(
+                (tensor[end - size : end] if source.batched else tensor).clone()
+                for source, tensor in zip(signature.inputs, self.inputs, strict=True)
+            )
+            for size, end in zip(self.sizes, ends, strict=True)
+        ]
+
+    def whole(self) -> tuple[torch.Tensor, ...]:
+        """The inputs of all, in memory of their own."""
+        return tuple(tensor.clone() for tensor in self.inputs)
+
+
+def batch_of(
+    plan: Plan, signature: Signature, inputs: Sequence[torch.Tensor] | None = None
+) -> Batch:
+    """A mini-batch as the plan's package splits it, in a single replica.
+
+    Args:
+        inputs: a tensor for each input of the signature; those of the example by default.
+    """
+    assert plan.graph is not None
+    if inputs is None:
+        inputs = signature.samples(plan.batch_size)
+    pairs = zip(signature.inputs, inputs, strict=True)
+    samples = next((t.shape[0] for source, t in pairs if source.batched), plan.batch_size)
+    least = 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
+    count = max(1, min(plan.microbatches, samples // least))
+    return Batch(tuple(inputs), even_sizes(samples, count))
+
+
+def reference_of(
+    subject: Subject,
+    plan: Plan,
+    seed: int,
+    *,
+    inputs: Sequence[torch.Tensor] | None = None,
+    per_microbatch: bool = False,
+) -> tuple[Tensors, tuple[str, ...]]:
+    """What the package of a plan must come to, by the model in plain PyTorch; and notes on it.
+
+    Args:
+        inputs: a tensor for each input of the subject's signature; the example by default.
+
+    Raises:
+        ValidationError: when micro-batches cannot give the loss of the mini-batch, unless that is
+            accepted.
+    """
+    entry = make_entry(subject, training=False)
+    batch = batch_of(plan, entry.signature, inputs)
+    shares = _shares(entry, plan, batch) if plan.training else ()
+    assert plan.graph is not None
+    draws = Draws.of(plan.graph, seed)
+    expected, notes, losses = _evaluate(entry, plan, batch, shares, draws)
+    error = None
+    if losses is not None and draws.any and len(batch.sizes) > 1:
+        error = suspected(plan.graph)
+    elif losses is not None and not losses.equal:
+        error = explain(plan.graph, losses)
+    if error is not None:
+        if not per_microbatch:
+            raise error
+        notes = (*notes, f"accepted with --per-microbatch: {error.problem}")
+    if plan.training:
+        trained = _train_step(make_entry(subject, training=True), plan, batch, shares, seed)
+        expected = {**expected, **trained}
+    return expected, notes
+
+
+def _shares(entry: Entry, plan: Plan, batch: Batch) -> tuple[float, ...]:
+    """The weight of each micro-batch's loss."""
+    assert plan.graph is not None
+    graph = plan.graph
+    names = [source.name for source in entry.signature.inputs]
+    parts = batch.parts(entry.signature)
+    states = {**graph.tensors, **dict(entry.model.named_buffers())}
+    named = [dict(zip(names, part, strict=True)) for part in parts]
+    return loss_shares(graph, states, named, batch.sizes)
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -48,70 +152,140 @@ def _needs_whole_batch(graph: Graph) -> bool:
     return bool(mixing_ops(graph) or effects(graph).state_writes)
 
 
-class MiniBatchStatistics:
-    """Running statistics that change once, by those of all micro-batches put together.
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model stands."""
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
 
-    While micro-batches run, what every BatchNorm is given is kept, and its running statistics stay
-    as they are. At the end torch's own BatchNorm runs once on all that was kept.
+
+def _evaluate(
+    entry: Entry, plan: Plan, batch: Batch, shares: Sequence[float], draws: Draws
+) -> tuple[Tensors, tuple[str, ...], Losses | None]:
+    """The model's outputs in eval mode, for the whole batch where that equals its parts.
+
+    And the losses of both, where there is a loss.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        buffers = dict(model.named_buffers())
-        self._buffers = {id(buffer) for buffer in buffers.values()}
-        self._counters = [b for name, b in buffers.items() if name.split(".")[-1] == _COUNTER]
-        self._seen: list[list[Mapping[str, Any]]] = []
-
-    @contextlib.contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """Around the model's call on one micro-batch; the first of them alone is counted."""
-        before = [counter.clone() for counter in self._counters]
-        watch = _Inputs(self._buffers)
-        with watch:
-            yield
-        if self._seen:
-            for counter, value in zip(self._counters, before, strict=True):
-                counter.copy_(value)
-        self._seen.append(watch.calls)
-
-    @torch.no_grad()
-    def commit(self) -> None:
-        """After the last micro-batch: every BatchNorm takes the mini-batch's statistics."""
-        for calls in zip(*self._seen, strict=True):
-            first = calls[0]
-            F.batch_norm(
-                torch.cat([call["input"] for call in calls]),
-                first["running_mean"],
-                first["running_var"],
-                training=True,
-                momentum=first["momentum"],
-                eps=first["eps"],
-            )
+    with torch.no_grad():
+        # Every run starts from the same inputs and buffers: a model may write to both.
+        (whole,) = _runs(entry, [batch.whole()], plan, draws)
+        parts = [whole]
+        if len(batch.sizes) > 1:
+            parts = _runs(entry, batch.parts(entry.signature), plan, draws)
+    losses = None
+    if whole.loss is not None and shares:
+        made = tuple(part.loss for part in parts if part.loss is not None)
+        losses = Losses(whole.loss, made, tuple(shares))
+    outputs = [part.outputs for part in parts]
+    if not all(whole.outputs.keys() == output.keys() for output in outputs):
+        raise ValidationError("the model returns another structure for a micro-batch")
+    joined = {
+        name: _join([output[name] for output in outputs], tensor, batch.sizes)
+        for name, tensor in whole.outputs.items()
+    }
+    if draws.any:
+        return {Kind.OUTPUT: joined}, (draws.note,), losses
+    rows = compare({Kind.OUTPUT: joined}, {Kind.OUTPUT: whole.outputs})
+    if all(row.passed for row in rows):
+        return {Kind.OUTPUT: whole.outputs}, (), losses
+    note = (
+        "the outputs of the model for a batch are not those of its micro-batches put together: "
+        "it mixes samples, and the package is held against its outputs for the micro-batches"
+    )
+    return {Kind.OUTPUT: joined}, (note,), losses
 
 
-class _Inputs(TorchFunctionMode):
-    """Keeps what every BatchNorm with running statistics is called with."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one call of the model gives; copies, for the next call may overwrite the originals."""
 
-    def __init__(self, buffers: set[int]) -> None:
-        super().__init__()
-        self._buffers = buffers
-        self.calls: list[Mapping[str, Any]] = []
+    loss: torch.Tensor | None
+    outputs: Mapping[str, torch.Tensor]
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Runs one function of torch; a BatchNorm on copies of its running statistics."""
-        kwargs = kwargs or {}
-        if func is not F.batch_norm:
-            return func(*args, **kwargs)
-        bound = _SIGNATURE.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        if not given["training"] or id(given["running_mean"]) not in self._buffers:
-            return func(*args, **kwargs)
-        self.calls.append({**given, "input": given["input"].detach().clone()})
-        copies = {name: given[name].clone() for name in ("running_mean", "running_var")}
-        return func(**{**given, **copies})
+
+def _runs(
+    entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]], plan: Plan, draws: Draws
+) -> list[_Run]:
+    """One call for each micro-batch; the buffers are afterwards what they were."""
+    before = [buffer.clone() for buffer in entry.model.buffers()]
+    found = []
+    for microbatch, inputs in enumerate(calls):
+        with draws.seeded(microbatch):
+            found.append(_run(entry, inputs, plan))
+    for buffer, content in zip(entry.model.buffers(), before, strict=True):
+        buffer.copy_(content)
+    return found
+
+
+def _run(entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan) -> _Run:
+    with autocast(plan.precision, device_of(entry.model)):
+        leaves = entry(*inputs)
+    loss = leaves.pop(0).clone() if entry.has_loss else None
+    found = flat_tensors(entry.outputs(leaves))
+    return _Run(loss, {name: tensor.clone() for name, tensor in found.items()})
+
+
+def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The outputs for micro-batches as one, along the dimension in which the whole is larger."""
+    first = parts[0].shape
+    grown = next((d for d, size in enumerate(whole.shape) if first[d] != size), None)
+    return join(Leaf("", batch_dim=grown), parts, sizes)
+
+
+def _train_step(
+    entry: Entry, plan: Plan, batch: Batch, shares: Sequence[float], seed: int
+) -> Tensors:
+    """Loss, gradients, buffers and weights of one step of plain PyTorch.
+
+    Args:
+        shares: the weight of each micro-batch's loss; one of weight 0 may be nan, and does not
+            count.
+    """
+    parts = batch.parts(entry.signature)
+    if takes_whole_batch(plan):
+        parts, shares = [batch.whole()], (1.0,)
+    statistics = MiniBatchStatistics(entry.model)
+    deferred = plan.batchnorm is BatchNorm.DEFERRED
+    scale = LOSS_SCALE if plan.precision is Precision.FP16 else 1.0
+    trainable = {
+        name: tensor for name, tensor in entry.model.named_parameters() if tensor.requires_grad
+    }
+    gradients: dict[str, torch.Tensor] = {}
+    losses = []
+    for microbatch, part in enumerate(parts):
+        with contextlib.ExitStack() as around:
+            around.enter_context(activations_kept())
+            around.enter_context(SeededRandom(seed, 0, microbatch, numbers=()))
+            around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
+            around.enter_context(autocast(plan.precision, device_of(entry.model)))
+            loss = entry(*part)[0]
+        loss = loss * shares[microbatch]
+        if not shares[microbatch]:
+            continue
+        losses.append(loss.detach())
+        for name, gradient in _gradients(loss * scale, trainable).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    if deferred:
+        statistics.commit()
+    gradients = {name: gradient / scale for name, gradient in gradients.items()}
+    return {
+        Kind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
+        Kind.GRADIENT: gradients,
+        Kind.BUFFER: dict(entry.model.named_buffers()),
+        Kind.WEIGHT: {
+            name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
+            for name, tensor in trainable.items()
+        },
+    }
+
+
+def _gradients(
+    loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter that the loss depends on."""
+    if not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: gradient
+        for name, gradient in zip(parameters, found, strict=True)
+        if gradient is not None
+    }

@@ -30,20 +30,22 @@ def loss_shares(
     graph: Graph,
     states: Mapping[str, torch.Tensor],
     parts: Sequence[Mapping[str, torch.Tensor]],
+    sizes: Sequence[int],
 ) -> tuple[float, ...]:
     """The weight of each micro-batch's loss in that of the mini-batch.
 
     Args:
         graph: with a loss, weighed by `passes.loss_weight`.
         states: by canonical name, the buffers and constants that the weight reads.
-        parts: for each of the micro-batches, equal in size, the inputs by name.
+        parts: for each of the micro-batches the inputs by name.
+        sizes: samples in each.
     """
     loss = graph.loss
     assert loss is not None
     if loss.reduction is Reduction.SUM:
         return (1.0,) * len(parts)
     if loss.weight is None:
-        return (1 / len(parts),) * len(parts)
+        return tuple(size / sum(sizes) for size in sizes)
     weight = loss.weight
     apart = Interpreter(graph.replace(ops=weight.ops), states, training=False)
     with torch.no_grad():

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_compiler.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
@@ -25,7 +26,6 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.policy import RematChoice
-from gpipe_compiler.reference import MiniBatchStatistics
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.validate import Validation, validate
 
