@@ -53,7 +53,7 @@ class Batch:
         ends = [*accumulate(self.sizes)]
         return [
             tuple(
-                (tensor[end - size : end] if source.batched else tensor).clone()
+                source.part(tensor, end - size, size).clone()
                 for source, tensor in zip(signature.inputs, self.inputs, strict=True)
             )
             for size, end in zip(self.sizes, ends, strict=True)
@@ -76,7 +76,7 @@ def batch_of(
     if inputs is None:
         inputs = signature.samples(plan.batch_size)
     pairs = zip(signature.inputs, inputs, strict=True)
-    samples = next((t.shape[0] for source, t in pairs if source.batched), plan.batch_size)
+    samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
     least = 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
     count = max(1, min(plan.microbatches, samples // least))
     return Batch(tuple(inputs), even_sizes(samples, count))

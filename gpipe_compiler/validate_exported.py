@@ -89,7 +89,7 @@ def _check_apart(entry: Entry, plan: Plan, inputs: list[torch.Tensor], whole: Ar
     graph = plan.graph
     size = plan.microbatch_size
     count = next(
-        tensor.shape[0]
+        source.samples(tensor)
         for source, tensor in zip(graph.inputs, inputs, strict=True)
         if source.batched
     )
@@ -98,7 +98,7 @@ def _check_apart(entry: Entry, plan: Plan, inputs: list[torch.Tensor], whole: Ar
             entry,
             graph,
             [
-                tensor[start : start + size] if source.batched else tensor
+                source.part(tensor, start, size)
                 for source, tensor in zip(graph.inputs, inputs, strict=True)
             ],
         )

@@ -135,7 +135,9 @@ def base_batch(graph: Graph) -> int:
                 f"there is no example of the input {source.name}",
                 hint="give `Graph.example` one tensor for every input",
             )
-    sizes = [graph.example[source.name].shape[0] for source in graph.inputs if source.batched]
+    sizes = [
+        source.samples(graph.example[source.name]) for source in graph.inputs if source.batched
+    ]
     return sizes[0] if sizes else graph.batch_size
 
 
@@ -147,13 +149,14 @@ def fake_input(graph: Graph, source: Input, base: int, batch_size: int) -> torch
     """
     example = graph.example[source.name]
     shape = list(example.shape)
-    if source.batched:
-        shape[0], rest = divmod(shape[0] * batch_size, base)
+    if source.batch_dim is not None:
+        rows = shape[source.batch_dim]
+        shape[source.batch_dim], rest = divmod(rows * batch_size, base)
         if rest:
             raise ModelError(
-                f"the input {source.name} has {example.shape[0]} rows for {base} samples, which "
+                f"the input {source.name} has {rows} rows for {base} samples, which "
                 f"does not scale to {batch_size} samples",
-                hint="give every batched input its samples in dimension 0",
+                hint="give every batched input as many samples as the others",
             )
     return _empty(shape, like_strides(example, shape), example.dtype)
 

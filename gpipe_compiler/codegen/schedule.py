@@ -223,8 +223,8 @@ def _stage(stage: StageSource, remat: Remat) -> Expression:
 
 def _input(source: Input, imports: Imports) -> Expression:
     items = [_text(source.name), tuple_of([_path(item) for item in source.path])]
-    if not source.batched:
-        items.append(name("batched=False"))
+    if source.batch_dim != 0:
+        items.append(name(f"batch_dim={source.batch_dim}"))
     if source.shape is not None and source.dtype is not None:
         items.append(write_literal(source.shape, imports).prefixed("shape="))
         items.append(write_literal(source.dtype, imports).prefixed("dtype="))

@@ -85,8 +85,8 @@ def _capture(entry: Entry) -> _Captured:
     signature = entry.signature
     examples = signature.samples(max(signature.batch_size, SMALLEST_BATCH))
     for example, source in zip(examples, signature.inputs, strict=True):
-        if source.batched:
-            torch._dynamo.maybe_mark_dynamic(example, 0)
+        if source.batch_dim is not None:
+            torch._dynamo.maybe_mark_dynamic(example, source.batch_dim)
     try:
         with tracing_quietly(), torch.enable_grad(), torch._dynamo.config.patch(**_settings()):
             module = capture(entry)(*examples)

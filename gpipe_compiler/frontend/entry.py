@@ -217,7 +217,7 @@ class Entry(nn.Module):
         def loss(first: int, last: int) -> torch.Tensor:
             samples = self.signature.samples(count)
             inputs = [
-                tensor[first:last] if source.batched else tensor
+                source.part(tensor, first, last - first)
                 for source, tensor in zip(self.signature.inputs, samples, strict=True)
             ]
             args, kwargs, _ = self.signature.rebuild(inputs)

@@ -116,16 +116,16 @@ def refuse_fixed_batch(
     """
     for node, source in zip(placeholders, entry.signature.inputs, strict=True):
         value = node.meta.get("val")
-        if not source.batched or not isinstance(value, torch.Tensor):
+        if source.batch_dim is None or not isinstance(value, torch.Tensor):
             continue
-        size: Any = value.shape[0]
+        size: Any = value.shape[source.batch_dim]
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
         where = next(iter(lines), None) or _fixing_line(value)
         code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
-            f"the model works for a batch of {int(size)} only{code}: dimension 0 of "
-            f"{_spoken(source.path)} cannot vary",
+            f"the model works for a batch of {int(size)} only{code}: dimension "
+            f"{source.batch_dim} of {_spoken(source.path)} cannot vary",
             location=where,
             hint="take the batch size from the input (x.shape[0]), compare it with nothing, "
             "and leave -1 for it in view and reshape",

@@ -73,7 +73,10 @@ def export(entry: Entry) -> ExportedProgram:
     """
     signature = entry.signature
     examples = signature.samples(max(signature.batch_size, SMALLEST_BATCH))
-    dynamic = tuple({0: Dim.AUTO} if source.batched else None for source in signature.inputs)
+    dynamic = tuple(
+        None if source.batch_dim is None else {source.batch_dim: Dim.AUTO}
+        for source in signature.inputs
+    )
     try:
         with tracing_quietly(), _user_lines(), torch.enable_grad():
             return torch.export.export(

@@ -48,7 +48,7 @@ class Signature:
     def samples(self, count: int) -> list[torch.Tensor]:
         """The example inputs cut or repeated to so many samples; copies."""
         return [
-            _resize(tensor, count) if source.batched else tensor.detach().clone()
+            _resize(tensor, source.batch_dim, count)
             for source, tensor in zip(self.inputs, self.examples, strict=True)
         ]
 
@@ -74,7 +74,7 @@ def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
         Input(
             names.unique(_input_name(path, parameters)),
             path,
-            batched=tensor.ndim > 0 and tensor.shape[0] == batch_size,
+            batch_dim=0 if tensor.ndim > 0 and tensor.shape[0] == batch_size else None,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
         )
@@ -112,6 +112,9 @@ def _input_name(path: Path, parameters: Sequence[str]) -> str:
     return identifier("_".join(map(str, way)), digit_prefix="input")
 
 
-def _resize(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    repeats = -(-count // tensor.shape[0])
-    return torch.cat([tensor.detach()] * repeats)[:count].clone()
+def _resize(tensor: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
+    tensor = tensor.detach()
+    if dim is None:
+        return tensor.clone()
+    repeats = -(-count // tensor.shape[dim])
+    return torch.cat([tensor] * repeats, dim).narrow(dim, 0, count).clone()

@@ -164,7 +164,7 @@ class Graph:
         batch_size: the batch size of the shapes in `values`.
         tensors: the model's own tensors by canonical state name (on meta for a meta model).
         example: one example tensor for every input, by name (meta will do); passes read its sizes
-            and dtype, and its dimension 0 is the batch where the input is batched.
+            and dtype.
         held: ops that serve only the loss and yet have to run in their place among the others,
             because a write in place orders them; filled in by `passes.shapes`.
         precision: under which the analyses run the ops; that of `values`.

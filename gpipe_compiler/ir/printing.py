@@ -16,6 +16,7 @@ from gpipe_compiler.ir.ops import (
     RegionCall,
     Result,
 )
+from gpipe_compiler.runtime.spec import Input
 
 
 def format_argument(argument: Argument) -> str:
@@ -109,12 +110,20 @@ def format_value(value: Value) -> str:
     return f"{sizes or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
 
 
+def _batch(source: Input) -> str:
+    match source.batch_dim:
+        case None:
+            return ""
+        case 0:
+            return " (batched)"
+        case dim:
+            return f" (batched in dimension {dim})"
+
+
 def format_graph(graph: Graph) -> str:
     """The whole graph, one op a line, with types where they are known and source lines."""
     lines = [f"graph {graph.name} (batch {graph.batch_size})"]
-    lines.extend(
-        f"  input {source.name}{' (batched)' if source.batched else ''}" for source in graph.inputs
-    )
+    lines.extend(f"  input {source.name}{_batch(source)}" for source in graph.inputs)
     for op in graph.ops:
         types = ", ".join(format_value(graph.values[n]) for n in op.outputs if n in graph.values)
         where = f"  # {op.source}" if op.source else ""

@@ -70,8 +70,8 @@ class _FakeRun:
             crossing = self.crossings.get(source.name)
             if source.shape is not None and source.dtype is not None:
                 shape, dtype = list(source.shape), source.dtype
-                if source.batched:
-                    shape[0] = self.spec.microbatch_size
+                if source.batch_dim is not None:
+                    shape[source.batch_dim] = self.spec.microbatch_size
                 known[source.name] = torch.empty(shape, dtype=dtype, device=self.device)
             elif crossing is not None:
                 known[source.name] = self._planned(source.name)

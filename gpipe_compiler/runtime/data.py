@@ -55,9 +55,7 @@ def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tu
     tensors = load_file(path)
     if samples is not None:
         tensors = {
-            source.name: _resized(tensors[source.name], samples)
-            if source.batched
-            else tensors[source.name]
+            source.name: resized(tensors[source.name], source.batch_dim, samples)
             for source in spec.inputs
             if source.name in tensors
         }
@@ -114,5 +112,8 @@ def _place(call: dict[object, object], source: Input, tensor: torch.Tensor) -> N
     inner[last] = tensor
 
 
-def _resized(tensor: torch.Tensor, samples: int) -> torch.Tensor:
-    return tensor[torch.arange(samples) % tensor.shape[0]]
+def resized(tensor: torch.Tensor, dim: int | None, samples: int) -> torch.Tensor:
+    """A tensor cut or repeated to so many samples; itself where it has no batch dimension."""
+    if dim is None:
+        return tensor
+    return tensor.index_select(dim, torch.arange(samples) % tensor.shape[dim])

@@ -70,7 +70,7 @@ def batch_of(bound: Values, spec: PipelineSpec) -> int | None:
     """The samples in a call, None where nothing is batched."""
     for source in spec.inputs:
         if source.batched and source.name in bound:
-            return bound[source.name].shape[0]
+            return source.samples(bound[source.name])
     return None
 
 
@@ -101,7 +101,7 @@ def split(
         UsageError: when there are no samples, or inputs disagree on their number.
     """
     sizes = {
-        source.name: bound[source.name].shape[0]
+        source.name: source.samples(bound[source.name])
         for source in spec.inputs
         if source.batched and source.name in bound
     }
@@ -115,8 +115,11 @@ def split(
         raise UsageError(f"{spec.name}: the batch is empty, {name} has no samples")
     parts = even_sizes(batch, microbatch_count(spec, batch, microbatches))
     pieces = {
-        name: torch.split(tensor, list(parts)) if name in sizes else (tensor,) * len(parts)
-        for name, tensor in bound.items()
+        source.name: torch.split(bound[source.name], list(parts), source.batch_dim)
+        if source.batch_dim is not None
+        else (bound[source.name],) * len(parts)
+        for source in spec.inputs
+        if source.name in bound
     }
     return [{name: piece[m] for name, piece in pieces.items()} for m in range(len(parts))], parts
 
@@ -181,8 +184,12 @@ def look_up(call: Mapping[str, object], path: Sequence[str | int]) -> object:
 
 def _check(source: Input, tensor: torch.Tensor) -> None:
     where = describe_path(source.path)
-    if source.batched and tensor.dim() == 0:
-        raise UsageError(f"{where} has no dimension to split into micro-batches")
+    dim = source.batch_dim
+    if dim is not None and tensor.dim() <= dim:
+        raise UsageError(
+            f"{where} has shape {_sizes(tensor.shape)}: no dimension {dim} to split into "
+            "micro-batches"
+        )
     if source.dtype is not None and tensor.dtype != source.dtype:
         raise UsageError(
             f"{where} is of {tensor.dtype}, the model was compiled for {source.dtype}",
@@ -190,9 +197,10 @@ def _check(source: Input, tensor: torch.Tensor) -> None:
         )
     if source.shape is None:
         return
-    first = 1 if source.batched else 0
-    if tensor.dim() != len(source.shape) or tensor.shape[first:] != source.shape[first:]:
-        wanted = ["batch", *source.shape[1:]] if source.batched else [*source.shape]
+    wanted = ["batch" if d == dim else size for d, size in enumerate(source.shape)]
+    if len(wanted) != tensor.dim() or any(
+        size not in ("batch", found) for size, found in zip(wanted, tensor.shape, strict=True)
+    ):
         raise UsageError(
             f"{where} has shape {_sizes(tensor.shape)}, the model was compiled for {_sizes(wanted)}"
         )

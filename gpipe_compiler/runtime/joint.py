@@ -66,7 +66,7 @@ def batch_dims(spec: PipelineSpec, leaves: Sequence[Leaf]) -> BatchDims:
         leaves: the outputs.
     """
     return {
-        **{source.name: 0 if source.batched else None for source in spec.inputs},
+        **{source.name: source.batch_dim for source in spec.inputs},
         **{leaf.value: leaf.batch_dim for leaf in leaves},
         **{crossing.value: crossing.batch_dim for crossing in spec.crossings},
     }

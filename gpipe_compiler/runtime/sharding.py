@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -34,13 +34,22 @@ def share_of(
     """
     args, kwargs = as_call(call[0])
     whole = {"args": args, "kwargs": kwargs, "target": call[1]}
-    found = {source.path: look_up(whole, source.path) for source in spec.inputs if source.batched}
-    tensors = {path: x for path, x in found.items() if isinstance(x, torch.Tensor) and x.dim()}
-    sizes = {tensor.shape[0] for tensor in tensors.values()}
+    found = {
+        source: look_up(whole, source.path)
+        for source in spec.inputs
+        if source.batch_dim is not None
+    }
+    tensors = {
+        source: tensor
+        for source, tensor in found.items()
+        if isinstance(tensor, torch.Tensor) and tensor.dim() > (source.batch_dim or 0)
+    }
+    sizes = {source.samples(tensor) for source, tensor in tensors.items()}
     if len(sizes) != 1:
         return call
     start, stop = bounds(spec, sizes.pop(), replica, replicas, microbatches)
-    own = _cut(whole, list(tensors), slice(start, stop))
+    parts = {s.path: s.part(tensor, start, stop - start) for s, tensor in tensors.items()}
+    own = _replaced(whole, parts)
     return (own["args"], own["kwargs"]), own["target"]
 
 
@@ -54,23 +63,23 @@ def bounds(
     return ends[places[replica]], ends[places[replica + 1]]
 
 
-def _cut(item: Any, paths: Sequence[Path], part: slice) -> Any:
-    """A copy of a nest, as deep as need be, in which the tensors at some paths are a part of them.
+def _replaced(item: Any, parts: Mapping[Path, torch.Tensor]) -> Any:
+    """A copy of a nest, as deep as need be, with other tensors at some paths.
 
     The way leads through tuples, lists, dicts, and attributes.
     """
-    if () in paths:
-        return item[part]
-    inner: dict[Any, list[Path]] = {}
-    for key, *rest in paths:
-        inner.setdefault(key, []).append(tuple(rest))
+    if () in parts:
+        return parts[()]
+    inner: dict[Any, dict[Path, torch.Tensor]] = {}
+    for (key, *rest), part in parts.items():
+        inner.setdefault(key, {})[tuple(rest)] = part
     if isinstance(item, tuple):
-        items = [_cut(x, inner[i], part) if i in inner else x for i, x in enumerate(item)]
+        items = [_replaced(x, inner[i]) if i in inner else x for i, x in enumerate(item)]
         return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
     result = copy.copy(item)
     for key, rests in inner.items():
         if isinstance(item, dict | list):
-            result[key] = _cut(item[key], rests, part)
+            result[key] = _replaced(item[key], rests)
         else:
-            setattr(result, str(key), _cut(getattr(item, str(key)), rests, part))
+            setattr(result, str(key), _replaced(getattr(item, str(key)), rests))
     return result

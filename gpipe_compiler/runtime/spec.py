@@ -81,15 +81,30 @@ class Input:
     Attributes:
         path: where it stands in the call: ("args", 0), ("kwargs", "mask"), ("target",); further
             keys and indices lead into nested tuples, lists and dicts.
-        batched: whether dimension 0 is the batch, so that it is split into micro-batches.
-        shape, dtype: what is accepted, where known; dimension 0 of a batched input may differ.
+        batch_dim: the dimension that is the batch, so that it is split into micro-batches along
+            it; None where all samples share the tensor.
+        shape, dtype: what is accepted, where known; the batch dimension may differ.
     """
 
     name: str
     path: tuple[str | int, ...]
-    batched: bool = True
+    batch_dim: int | None = 0
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+
+    @property
+    def batched(self) -> bool:
+        """Whether the tensor is split into micro-batches."""
+        return self.batch_dim is not None
+
+    def samples(self, tensor: torch.Tensor) -> int:
+        """The samples in a tensor for this input, which is batched."""
+        assert self.batch_dim is not None
+        return tensor.shape[self.batch_dim]
+
+    def part(self, tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+        """A view of so many samples of a tensor for this input; all of it where they share it."""
+        return tensor if self.batch_dim is None else tensor.narrow(self.batch_dim, start, size)
 
 
 @dataclass(frozen=True, slots=True)

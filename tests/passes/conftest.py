@@ -72,7 +72,8 @@ class Builder:
 
     def graph(self, outputs: Argument, loss: Ref | None = None, unbatched: tuple[str, ...] = ()):
         inputs = tuple(
-            Input(name, ("kwargs", name), batched=name not in unbatched) for name in self.examples
+            Input(name, ("kwargs", name), batch_dim=None if name in unbatched else 0)
+            for name in self.examples
         )
         batch = next(iter(self.examples.values())).shape[0]
         graph = Graph(

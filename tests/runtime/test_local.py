@@ -269,7 +269,7 @@ def test_inputs_that_are_not_batched_go_to_every_microbatch():
         def loss(self, y):
             return y.sum()
 
-    inputs = [X, Input("factor", ("kwargs", "factor"), batched=False)]
+    inputs = [X, Input("factor", ("kwargs", "factor"), batch_dim=None)]
     stage = StageSpec(Scale, ("x", "factor"), ("y",), {"w": "w"}, ("y",))
     spec = spec_of([stage], [], inputs, Leaf("y"), LossSpec("loss", Reduction.SUM, True))
     x, _, _ = data_for("norm", 8)

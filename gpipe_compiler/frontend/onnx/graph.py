@@ -61,7 +61,13 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
     graph = Graph(
         name=model.name,
         inputs=tuple(
-            Input(name, ("inputs", name), name in sizes.batched, shape, sizes.dtypes[name])
+            Input(
+                name,
+                ("inputs", name),
+                0 if name in sizes.batched else None,
+                shape,
+                sizes.dtypes[name],
+            )
             for name, shape in sizes.at(samples).items()
         ),
         ops=ops,
