@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from unittest import mock
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
+
+from gpipe_compiler.errors import GPipeCompilerError
+
+_ENTER, _EXIT = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
 
 @contextlib.contextmanager
@@ -16,18 +23,40 @@ def activations_kept() -> Iterator[None]:
     What they compute is the same. But where every random op is seeded by itself (`SeededRandom`), a
     second run in the backward pass would draw other dropout masks than the first, and with
     `use_reentrant=True` torch.autograd.grad refuses.
+
+    Raises:
+        GPipeCompilerError: where this version of torch runs them twice all the same.
     """
-    # Users hold `checkpoint` itself under names of their own, so what it calls is replaced.
+    _check()
+    with _kept():
+        yield
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    # Users hold `checkpoint` itself under names of their own, so what it uses is replaced: the
+    # hooks by which it drops what autograd saves, and the autograd function of reentrant ones.
     with (
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _once),
+        mock.patch.object(saved_tensors_hooks, "__enter__", _enter),
+        mock.patch.object(saved_tensors_hooks, "__exit__", _exit),
         mock.patch.object(checkpoint, "CheckpointFunction", _Directly),
     ):
         yield
 
 
-def _once(*_: object, **__: object) -> Iterator[None]:
-    """The generator around a checkpointed call, without hooks."""
-    yield
+def _enter(hooks: saved_tensors_hooks) -> None:
+    if not _drops(hooks):
+        _ENTER(hooks)
+
+
+def _exit(hooks: saved_tensors_hooks, *raised: object) -> None:
+    if not _drops(hooks):
+        _EXIT(hooks, *raised)
+
+
+def _drops(hooks: saved_tensors_hooks) -> bool:
+    """Whether hooks are those of a checkpoint, and not the user's own."""
+    return type(hooks).__module__ == checkpoint.__name__
 
 
 class _Directly:
@@ -37,3 +66,25 @@ class _Directly:
     def apply(function: Callable[..., object], _preserve: bool, *args: object) -> object:
         """The function's result, recorded by autograd as usual."""
         return function(*args)
+
+
+@cache
+def _check() -> None:
+    """Holds this version of torch to what is replaced in it: a checkpointed function runs once."""
+    calls: list[bool] = []
+
+    def counted(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+        calls.append(reentrant)
+        return x.sin()
+
+    with torch.enable_grad(), _kept():
+        for reentrant in (False, True):
+            x = torch.ones(1, requires_grad=True)
+            y = checkpoint.checkpoint(counted, x, reentrant, use_reentrant=reentrant)
+            torch.autograd.grad(y, x)
+    if calls != [False, True]:
+        raise GPipeCompilerError(
+            f"torch {torch.__version__} runs what torch.utils.checkpoint wraps twice, in a way "
+            "that this compiler does not know: a comparison with the model would be wrong",
+            hint="use a version of torch that gpipe-compiler is tested with (its README names it)",
+        )

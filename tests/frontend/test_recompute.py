@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.frontend import recompute
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.runtime.random import SeededRandom
 
@@ -22,3 +27,45 @@ def test_backward_sees_the_masks_of_forward(reentrant: bool) -> None:
 
     assert torch.equal(gradient, 2 * y)
     assert 0 < int((y == 0).sum()) < 1000
+
+
+def test_the_users_own_hooks_stay() -> None:
+    """What the model itself does to what autograd saves goes on, inside a checkpoint too."""
+    x = torch.ones(3, requires_grad=True)
+    packed = []
+
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        with saved_tensors_hooks(lambda kept: packed.append(1) or kept, lambda kept: 2 * kept):
+            return t * t
+
+    with activations_kept():
+        (gradient,) = torch.autograd.grad(checkpoint(inner, x, use_reentrant=False).sum(), x)
+
+    assert packed
+    assert torch.equal(gradient, torch.full((3,), 4.0))
+
+
+def test_a_checkpoint_that_decorates_runs_once() -> None:
+    try:
+        decorate = checkpoint(use_reentrant=False)
+    except TypeError:
+        pytest.skip(f"torch {torch.__version__} has no checkpoint that decorates")
+    calls = []
+    function = decorate(lambda t: calls.append(1) or t.sin())
+    x = torch.ones(3, requires_grad=True)
+
+    with activations_kept():
+        torch.autograd.grad(function(x).sum(), x)
+
+    assert calls == [1]
+
+
+def test_a_torch_that_runs_checkpoints_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recompute._check.cache_clear()
+    monkeypatch.setattr(recompute, "_drops", lambda _: False)
+
+    with pytest.raises(GPipeCompilerError, match=f"torch {re.escape(torch.__version__)}.* twice"):
+        activations_kept().__enter__()
+    recompute._check.cache_clear()
