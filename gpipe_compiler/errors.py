@@ -29,6 +29,15 @@ class SourceLocation:
         return f"{self.file}:{self.line}"
 
 
+def summary(error: BaseException) -> str:
+    """The type of an error and the first line of its text, which the user's own class may lack."""
+    try:
+        text = str(error).strip().split("\n", 1)[0]
+    except Exception:  # whatever the `__str__` of the user's class raises
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class GPipeCompilerError(Exception):
     """The root of the hierarchy.
 

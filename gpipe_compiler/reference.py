@@ -72,14 +72,18 @@ def batch_of(
     Args:
         inputs: a tensor for each input of the signature; those of the example by default.
     """
-    assert plan.graph is not None
     if inputs is None:
         inputs = signature.samples(plan.batch_size)
     pairs = zip(signature.inputs, inputs, strict=True)
     samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
-    least = 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
-    count = max(1, min(plan.microbatches, samples // least))
+    count = max(1, min(plan.microbatches, samples // least_samples(plan)))
     return Batch(tuple(inputs), even_sizes(samples, count))
+
+
+def least_samples(plan: Plan) -> int:
+    """The samples that each micro-batch of the plan's package has at least."""
+    assert plan.graph is not None
+    return 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
 
 
 def reference_of(

@@ -20,14 +20,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import ValidationError, summary
+from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.reference import device_of, reference_of
-from gpipe_compiler.runtime.check import intra_op_threads
+from gpipe_compiler.reference import device_of, least_samples, reference_of
+from gpipe_compiler.runtime.check import INPUT, intra_op_threads
 from gpipe_compiler.runtime.comparison import Row, pack
 from gpipe_compiler.runtime.weights import save_file as save_weights
+from gpipe_compiler.second_batch import other_batches, other_size
 
 _ISOLATED = """
 import runpy, sys
@@ -71,7 +73,8 @@ def validate(
 ) -> Validation:
     """Runs the package in `directory` against the subject's model.
 
-    The package is called on the example inputs. The model stays as it is.
+    The package is called on the example inputs, and on a second batch where plain PyTorch takes
+    one. The model stays as it is.
 
     Args:
         weights: what the package is to load first, by the model's names.
@@ -84,10 +87,14 @@ def validate(
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
         expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
+        second = _second_reference(subject, plan, seed, per_microbatch)
     with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-        reference, report = Path(scratch, "reference.safetensors"), Path(scratch, "report.json")
-        save_file(pack(expected), reference)
-        options: list[object] = ["--reference", reference, "--report", report, "--seed", seed]
+        report = Path(scratch, "report.json")
+        options: list[object] = ["--report", report, "--seed", seed]
+        for number, tensors in enumerate([pack(expected), *second.packed]):
+            reference = Path(scratch, f"reference_{number}.safetensors")
+            save_file(tensors, reference)
+            options += ["--reference", reference]
         if weights is not None:
             save_weights(weights, Path(scratch, "weights.safetensors"))
             options += ["--load", Path(scratch, "weights.safetensors")]
@@ -100,7 +107,54 @@ def validate(
         rows = tuple(
             Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
         )
-    return Validation(rows, notes)
+    return Validation(rows, (*notes, second.note))
+
+
+@dataclass(frozen=True, slots=True)
+class _Second:
+    """What a package must come to on a second batch.
+
+    Attributes:
+        packed: one reference with its inputs, as `run.py check` reads it; none where plain PyTorch
+            takes no such batch.
+        note: what is compared, or why nothing is.
+    """
+
+    packed: tuple[dict[str, torch.Tensor], ...]
+    note: str
+
+
+def _second_reference(subject: Subject, plan: Plan, seed: int, per_microbatch: bool) -> _Second:
+    """The model's results on the batch most unlike the example that it takes.
+
+    Raises:
+        ValidationError: when micro-batches cannot give the loss of that batch.
+    """
+    entry = make_entry(subject, training=False)
+    size = other_size(plan.batch_size, plan.microbatches, least_samples(plan))
+    met = ""
+    for batch in other_batches(entry, plan.batch_size, size, seed):
+        try:
+            expected, _ = reference_of(
+                subject, plan, seed, inputs=batch.inputs, per_microbatch=per_microbatch
+            )
+        except ValidationError as error:
+            problem = f"on a second batch ({batch.what}): {error.problem}"
+            raise ValidationError(problem, location=error.location, hint=error.hint) from error
+        except Exception as error:  # whatever the user's code raises
+            met = met or f"of {batch.what}: {summary(error)}"
+            continue
+        if not all(bool(t.isfinite().all()) for group in expected.values() for t in group.values()):
+            met = met or f"of {batch.what}: it gives numbers that are not finite"
+            continue
+        names = (f"{INPUT}{source.name}" for source in entry.signature.inputs)
+        given = {n: t.clone().contiguous() for n, t in zip(names, batch.inputs, strict=True)}
+        instead = f" (the model rejects one {met})" if met else ""
+        return _Second(
+            ({**pack(expected), **given},), f"compared on a second batch too: {batch.what}{instead}"
+        )
+    why = f"the model rejects a second batch {met}" if met else "no input has a batch dimension"
+    return _Second((), f"the example alone was compared: {why}")
 
 
 LARGEST_MATERIALISED = 1 << 30

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import GPipeCompilerError, ModelError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -121,7 +121,7 @@ def _compare(
         try:
             actual = _run_graph(graph, entry, batch)
         except Exception as error:  # a graph may call anything
-            yield f"{mode}: the graph raises {type(error).__name__}: {_first_line(error)}"
+            yield f"{mode}: the graph raises {summary(error)}"
             return
     for name, text in _different(expected.results, actual.results):
         if outputs or not name.startswith("output"):
@@ -147,7 +147,7 @@ def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[
                     location=line_of(error),
                     hint="it must run by itself before it can be compiled",
                 ) from error
-            last = f"{type(error).__name__}: {_first_line(error)}"
+            last = f"{summary(error)}"
     warnings.warn(
         f"the model takes no batch of {' or '.join(map(str, batches))} samples ({last}), so that "
         "its graph was compared with it at one batch size only",
@@ -276,7 +276,3 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

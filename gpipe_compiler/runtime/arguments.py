@@ -39,7 +39,14 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     infer.add_argument("--output", type=Path, metavar="FILE", help="safetensors to write")
     _add_common(infer, spec)
     check = commands.add_parser("check", help="compare with a plain run of the model")
-    check.add_argument("--reference", type=Path, metavar="FILE", help="saved results")
+    check.add_argument(
+        "--reference",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="saved results, of the example or of the batch in the file; may be repeated",
+    )
     check.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
     _add_common(check, spec)
     bench = commands.add_parser("bench", help="time it")

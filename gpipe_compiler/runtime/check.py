@@ -1,8 +1,8 @@
 """Proves on the user's own machine that a package computes what it should.
 
-The pipeline, with its schedule and transport, is held against a reference: the results of the
-original model, saved when the package was compiled, or else the package's own stages run one after
-another in plain autograd, which leaves out nothing but the pipelining.
+The pipeline, with its schedule and transport, is held against references: results of the original
+model, each for a batch of its own, or else the package's own stages run one after another in plain
+autograd, which leaves out nothing but the pipelining.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors
 import safetensors.torch
 import torch
 
-from .comparison import Kind, Row, Tensors, compare, flat_tensors, unpack
+from .comparison import Kind, Row, Tensors, compare, flat_tensors, unpack, worst_of
+from .data import call_of
 from .errors import UsageError
 from .inputs import Inputs
 from .pipeline import Pipeline
@@ -26,34 +28,65 @@ from .shared import owners_of
 from .spec import BatchNorm
 from .stages_in_a_row import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
+INPUT = "input/"
+"""What stands before the name of an input in a reference file."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A batch, and what a pipeline should come to on it."""
+
+    inputs: Inputs
+    target: object
+    results: Tensors
+
 
 def check_pipeline(
-    pipe: Pipeline, weights: Path | None, inputs: Inputs, target: object, reference: Path | None
+    pipe: Pipeline,
+    weights: Path | None,
+    inputs: Inputs,
+    target: object,
+    references: Sequence[Path] = (),
 ) -> tuple[Row, ...]:
-    """How the pipeline compares, kind by kind; the weights are changed by one step.
+    """How the pipeline compares, kind by kind, at its worst; the weights are changed by one step.
 
     Under torchrun each rank compares what it holds.
 
     Args:
         weights: the folder that the pipeline's weights came from.
-        reference: results of the original model on these inputs; None for the stages in a row.
+        inputs, target: the batch of every reference that brings none along.
+        references: results of the original model; none for those of the stages in a row.
 
     Raises:
-        UsageError: when the reference cannot be read, or there are no weights to start from.
+        UsageError: when a reference cannot be read, or there are no weights to start from.
     """
-    if reference is not None:
-        expected = _read(reference)
+    if references:
+        batches = [_read(path, pipe, inputs, target) for path in references]
     elif weights is not None:
         with intra_op_threads(pipe.threads):
-            expected = run_stages(pipe, weights, inputs, target)
+            batches = [Expected(inputs, target, run_stages(pipe, weights, inputs, target))]
     else:
         raise UsageError(
             "there is nothing to check against: this package has no weights",
             hint="train it and save weights, or pass --reference",
         )
-    actual = run_pipeline(pipe, inputs, target)
-    actual = _without_constants(actual, expected)
-    return compare(actual, _held(expected, pipe), _summed_in(pipe))
+    found = []
+    before = {name: tensor.detach().clone() for name, tensor in _state(pipe)}
+    for batch in batches:
+        with torch.no_grad():
+            for name, tensor in _state(pipe):
+                tensor.copy_(before[name])
+        pipe.step_number = 0
+        actual = run_pipeline(pipe, batch.inputs, batch.target)
+        actual = _without_constants(actual, batch.results)
+        found.append(compare(actual, _held(batch.results, pipe), _summed_in(pipe)))
+    return worst_of(found)
+
+
+def _state(pipe: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers held here."""
+    yield from pipe.named_parameters()
+    yield from pipe.named_buffers()
 
 
 def _summed_in(pipe: Pipeline) -> dict[str, torch.dtype]:
@@ -108,11 +141,17 @@ def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
     }
 
 
-def _read(reference: Path) -> Tensors:
+def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Expected:
     try:
-        return unpack(safetensors.torch.load_file(reference))
+        packed = safetensors.torch.load_file(reference)
+        given = {name: packed.pop(name) for name in sorted(packed) if name.startswith(INPUT)}
+        results = unpack(packed)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read the reference {reference}: {error}") from error
+    if given:
+        named = {name.removeprefix(INPUT): tensor for name, tensor in given.items()}
+        inputs, target = call_of(pipe.spec, named)
+    return Expected(inputs, target, results)
 
 
 def _without_constants(actual: Tensors, expected: Tensors) -> Tensors:

@@ -20,7 +20,8 @@ Integers and booleans must be equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -95,6 +96,27 @@ def compare(
         )
         for kind in Kind
         if expected.get(kind)
+    )
+
+
+def worst_of(batches: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
+    """For every kind one row, that of the batch on which it compares worst, with all faults.
+
+    Args:
+        batches: the rows of each batch; faults of all but the first say which one they are of.
+    """
+    by_kind: dict[str, list[Row]] = {}
+    for number, rows in enumerate(batches, 1):
+        for row in rows:
+            faults = tuple(f"on batch {number}: {f}" if number > 1 else f for f in row.faults)
+            by_kind.setdefault(row.what, []).append(dataclasses.replace(row, faults=faults))
+    return tuple(
+        dataclasses.replace(
+            max(rows, key=lambda row: row.relative / row.tolerance),
+            largest_difference=max(row.largest_difference for row in rows),
+            faults=tuple(fault for row in rows for fault in row.faults),
+        )
+        for rows in by_kind.values()
     )
 
 

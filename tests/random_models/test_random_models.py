@@ -52,7 +52,7 @@ def differences(
     devices = ["cpu"] * fewest if one_device else None
     inputs, target = example_call(spec, directory, None)
     with Pipeline(spec, directory / "weights", devices=devices, seed=SEED, timeout_s=60) as pipe:
-        return check_pipeline(pipe, directory / "weights", inputs, target, reference)
+        return check_pipeline(pipe, directory / "weights", inputs, target, [reference])
 
 
 def accept(recipe: Recipe, layout: Layout, frontend: Frontend) -> None:

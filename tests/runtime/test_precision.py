@@ -255,7 +255,7 @@ def test_a_check_allows_for_the_sum_in_16_bits(precision, broken, tmp_path):
             Kind.WEIGHT: after,
         }
         save_file(pack(reference), tmp_path / "reference.safetensors")
-        rows = check_pipeline(pipe, None, data[0], None, tmp_path / "reference.safetensors")
+        rows = check_pipeline(pipe, None, data[0], None, [tmp_path / "reference.safetensors"])
     found = {row.what: row for row in rows}
     assert found["output"].passed
     assert found["loss"].passed

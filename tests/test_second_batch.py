@@ -1,0 +1,235 @@
+"""The batch that a package is held against besides the example."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.compile import Compiled, CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.integer_use import Use, integer_uses
+from gpipe_compiler.second_batch import other_batches, other_size
+from gpipe_compiler.validate import validate
+
+OPTIONS = CompileOptions(
+    stages=2,
+    microbatches=2,
+    frontend=Frontend.EXPORT,
+    cluster=Cluster.of(DEFAULT_HOST, Link(1e18, 0.0)),
+)
+ROWS, CLASSES, LENGTH = 50, 7, 6
+
+
+class Tagger(nn.Module):
+    """Tokens with a mask, the positions and kinds of each, and a class for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(ROWS, 8)
+        self.kinds = nn.Embedding(3, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(
+        self, ids: torch.Tensor, kinds: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        h = self.tokens(ids.view(-1, LENGTH)) + self.kinds(kinds.long()) * mask.unsqueeze(-1)
+        return self.head(torch.relu(h) / counts.clamp(min=1).view(-1, 1, 1))
+
+
+def tagging_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+def tagger(samples: int = 8) -> Subject:
+    torch.manual_seed(0)
+    args = (
+        torch.zeros(samples, LENGTH, dtype=torch.int64),
+        torch.randint(2, (samples, LENGTH), dtype=torch.int32),
+        torch.ones(samples, LENGTH, dtype=torch.int64),
+        torch.randint(3, 6, (samples,)),
+    )
+    target = torch.randint(CLASSES, (samples, LENGTH))
+    return Subject("tagger", Tagger(), args=args, target=target, loss_fn=tagging_loss)
+
+
+def named(entry: Entry, batch: object) -> dict[str, torch.Tensor]:
+    names = (source.name for source in entry.signature.inputs)
+    return dict(zip(names, batch.inputs, strict=True))  # type: ignore[attr-defined]
+
+
+def test_use_of_integers_is_seen_through_views_and_casts() -> None:
+    """Rows of a table and classes of a loss; what arithmetic is done on has no known use."""
+    entry = make_entry(tagger(), training=False)
+
+    assert integer_uses(entry, entry.signature.samples(4)) == {
+        "ids": Use(ROWS),
+        "kinds": Use(3),
+        "target": Use(CLASSES, ignored=-1),
+    }
+
+
+def test_integers_cover_the_range_of_their_use() -> None:
+    entry = make_entry(tagger(64), training=False)
+    batch = named(entry, next(other_batches(entry, 64, 63, seed=0)))
+
+    assert set(batch["kinds"].flatten().tolist()) == {0, 1, 2}
+    assert batch["kinds"].dtype == torch.int32
+    assert int(batch["ids"].max()) > ROWS // 2
+    assert set(batch["target"].flatten().tolist()) == {-1, *range(CLASSES)}
+    assert set(batch["counts"].tolist()) <= {3, 4, 5}
+
+
+def test_mask_of_ones_is_padded_at_the_end() -> None:
+    """Each sample keeps its first entries, and one at least."""
+    entry = make_entry(tagger(64), training=False)
+    mask = named(entry, next(other_batches(entry, 64, 63, seed=0)))["mask"]
+
+    assert mask.shape == (63, LENGTH)
+    assert bool((mask[:, 0] == 1).all())
+    assert bool((mask.diff(dim=1) <= 0).all())
+    assert bool((mask == 0).any())
+
+
+@pytest.mark.parametrize(
+    ("samples", "microbatches", "least", "expected"),
+    [(8, 4, 1, 7), (4, 4, 1, 5), (8, 4, 2, 9), (1, 1, 1, 2), (2, 1, 1, 3), (9, 2, 2, 8)],
+)
+def test_other_size(samples: int, microbatches: int, least: int, expected: int) -> None:
+    """One sample fewer where every micro-batch still has its least, else one more."""
+    assert other_size(samples, microbatches, least) == expected
+
+
+def test_floats_are_other_numbers_of_the_same_domain() -> None:
+    """Rows that are distributions stay so; a choice of two numbers stays one."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 5)
+
+        def forward(self, p: torch.Tensor, m: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return self.head(p * m + z)
+
+    shares = torch.rand(8, 5).softmax(1)
+    args = (shares, (torch.rand(8, 5) > 0.5).float(), torch.zeros(8, 5))
+    entry = make_entry(Subject("three", Three(), args=args, training=False), training=False)
+    batch = named(entry, next(other_batches(entry, 8, 7, seed=0)))
+
+    torch.testing.assert_close(batch["p"].sum(1), torch.ones(7))
+    assert not any(torch.allclose(row, own) for row in batch["p"] for own in shares)
+    assert set(batch["m"].flatten().tolist()) == {0.0, 1.0}
+    assert len(batch["z"].unique()) > 5
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compile_subject(tagger(), OPTIONS, tmp_path_factory.mktemp("out") / "tagger_x2")
+
+
+def test_second_batch_is_compared(compiled: Compiled) -> None:
+    assert compiled.validation is not None
+    assert compiled.validation.passed
+    assert "compared on a second batch too: 7 samples, other values" in compiled.validation.notes
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("stage_0.py", "ids.view(", "ids.clamp(max=0).view("),
+        ("stage_0.py", "mask.unsqueeze(-1)", "mask.clamp(min=1).unsqueeze(-1)"),
+    ],
+)
+def test_package_right_on_the_example_alone_fails(
+    compiled: Compiled, tmp_path: Path, file: str, old: str, new: str
+) -> None:
+    """A change that shows on other tokens, or where something is masked, only."""
+    assert compiled.directory is not None
+    copy = tmp_path / "copy"
+    shutil.copytree(compiled.directory, copy)
+    text = (copy / file).read_text()
+    assert old in text, text
+    (copy / file).write_text(text.replace(old, new))
+    found = validate(tagger(), compiled.plan, copy)
+
+    assert not found.passed
+    faults = [fault for row in found.rows for fault in row.faults]
+    assert all(fault.startswith("on batch 2: ") for fault in faults), faults
+
+
+class TakesEight(nn.Module):
+    """In eval mode and outside of tracing it takes the example's number of samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and x.shape[0] in (7, 9):
+            raise ValueError(f"seven or nine samples\nare refused: {x.shape[0]}")
+        return self.layers(x)
+
+
+def test_what_plain_pytorch_rejects_is_said(tmp_path: Path) -> None:
+    """The size is rejected; other values are compared in the example's own."""
+    subject = Subject(
+        "eight",
+        TakesEight(),
+        args=(torch.randn(8, 6),),
+        target=torch.randn(8, 6),
+        loss_fn=F.mse_loss,
+    )
+    made = compile_subject(
+        subject, dataclasses.replace(OPTIONS, frontend=Frontend.FX), tmp_path / "x"
+    )
+
+    assert made.validation is not None
+    (note,) = made.validation.notes
+    assert "compared on a second batch too: 8 samples, other values" in note
+    assert "ValueError: seven or nine samples" in note
+    assert "7 samples" in note
+
+
+def test_model_that_takes_the_example_alone_says_so(tmp_path: Path) -> None:
+    """No other batch is taken: the output says that, and why."""
+    example = torch.randn(8, 6)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if type(output) is torch.Tensor and output.shape[0] > 4:
+            if output.device.type != "meta" and not torch.equal(target, example):
+                raise RuntimeError("another target")
+        return F.mse_loss(output, target)
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    subject = Subject("one", model, args=(torch.randn(8, 6),), target=example, loss_fn=loss_fn)
+    made = compile_subject(
+        subject, dataclasses.replace(OPTIONS, frontend=Frontend.FX), tmp_path / "x"
+    )
+
+    assert made.validation is not None
+    (note,) = made.validation.notes
+    assert note.startswith("the example alone was compared")
+    assert "RuntimeError: another target" in note
+
+
+def test_loss_that_micro_batches_do_not_give_on_other_values_is_refused(tmp_path: Path) -> None:
+    """On the example the loss is a mean over samples; with other values it is not."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) * (target != 0).float().mean().clamp(min=0.9)
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    target = torch.ones(8, 6)
+    target[0] = torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
+    subject = Subject("one", model, args=(torch.randn(8, 6),), target=target, loss_fn=loss_fn)
+
+    with pytest.raises(ValidationError):
+        compile_subject(subject, OPTIONS, tmp_path / "x")
