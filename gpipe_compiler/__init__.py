@@ -1,6 +1,6 @@
 """Compiles a PyTorch model into a pipeline of stages.
 
-    graph = trace(model, args)
+    graph = trace(model, args, target=target, loss_fn=loss_fn)
     made = plan(graph, stages=4)
     emit(made, Path("model_x4"))
 
@@ -22,7 +22,7 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.bare_plan import BarePlan, plan_graph
     from gpipe_compiler.bare_setting import BareSetting
     from gpipe_compiler.codegen.package import emit
-    from gpipe_compiler.command_choices import Frontend
+    from gpipe_compiler.command_choices import Frontend, LossChoice
     from gpipe_compiler.compile import (
         Compiled,
         CompileOptions,
@@ -54,6 +54,7 @@ _HOMES = {
     "Frontend": "command_choices",
     "GPipeCompilerError": "errors",
     "Graph": "ir",
+    "LossChoice": "command_choices",
     "Objective": "passes.cut.setting",
     "OptimizerKind": "runtime.spec",
     "Plan": "plan",
@@ -86,6 +87,7 @@ __all__ = [
     "Frontend",
     "GPipeCompilerError",
     "Graph",
+    "LossChoice",
     "Objective",
     "OptimizerKind",
     "Plan",

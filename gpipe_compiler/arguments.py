@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpipe_compiler.command_choices import SEARCH_SECONDS, SHOWN_HOLDERS, Frontend, Target
+from gpipe_compiler.command_choices import (
+    SEARCH_SECONDS,
+    SHOWN_HOLDERS,
+    Frontend,
+    LossChoice,
+    Target,
+)
 from gpipe_compiler.machine_arguments import machine_arguments, seconds
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
@@ -72,6 +78,13 @@ def _training_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro: over each micro-batch; deferred: the same, but running statistics are those "
         "of the mini-batch; exact: over the mini-batch, as without a pipeline (gpipe only) "
         "(default %(default)s)",
+    )
+    group.add_argument(
+        "--loss",
+        choices=[choice.value for choice in LossChoice],
+        default=LossChoice.MODEL.value,
+        help="model: loss_fn(output, target) of MODEL, or the loss that the model returns; "
+        "sum-of-squares: that of the outputs, for experiments (default %(default)s)",
     )
     group.add_argument(
         "--precision",

@@ -23,6 +23,17 @@ class Frontend(Enum):
     DYNAMO = "dynamo"
 
 
+class LossChoice(Enum):
+    """What a model is trained on.
+
+    MODEL is the file's `loss_fn`, or the loss that the model returns; SUM_OF_SQUARES that of the
+    model's outputs, whatever the file and the model offer: for experiments.
+    """
+
+    MODEL = "model"
+    SUM_OF_SQUARES = "sum-of-squares"
+
+
 class Target(Enum):
     """What the stages of a package run on."""
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from gpipe_compiler.arguments import compile_parser
-from gpipe_compiler.command_choices import Frontend, Target
+from gpipe_compiler.command_choices import Frontend, LossChoice, Target
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError
@@ -79,7 +79,15 @@ def compile_program(arguments: argparse.Namespace) -> None:
             if arguments.custom_ops:
                 raise UsageError("--custom-ops: only an ONNX file can need them")
             torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
-            subject = load(arguments.model, input_specs=arguments.input, training=options.training)
+            loss = LossChoice(arguments.loss)
+            if loss is not LossChoice.MODEL and not options.training:
+                raise UsageError(
+                    f"--loss {loss.value} is for training, and with --mode infer there is none",
+                    hint="leave it out, or compile with --mode train",
+                )
+            subject = load(
+                arguments.model, input_specs=arguments.input, training=options.training, loss=loss
+            )
             if Target(arguments.target) is Target.ONNXRUNTIME:
                 compiled = compile_model(subject, options, directory, progress)
             else:

@@ -1,9 +1,9 @@
 """The way of the data: trace, plan, emit, validate; and all of it in one call.
 
-graph = trace(model, args)                 # the model as ops and values
-plan_ = plan(graph, stages=4)              # the ops in stages, with a prediction
-emit(plan_, Path("model_x4"))              # the package
-compile(subject, options, directory)       # the same, and the proof that it equals the model
+graph = trace(model, args, target=target, loss_fn=loss_fn)   # the model as ops and values
+plan_ = plan(graph, stages=4)                                # in stages, with a prediction
+emit(plan_, Path("model_x4"))                                # the package
+compile(subject, options, directory)         # the same, and the proof that it equals the model
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
-from gpipe_compiler.command_choices import SEARCH_SECONDS, Frontend
+from gpipe_compiler.command_choices import SEARCH_SECONDS, Frontend, LossChoice
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.exploring import explore
 from gpipe_compiler.fitting import refuse_too_large
@@ -171,6 +171,7 @@ def trace(
     target: object = None,
     loss_fn: LossFunction | None = None,
     training: bool = True,
+    loss: LossChoice = LossChoice.MODEL,
     frontend: Frontend = Frontend.AUTO,
 ) -> Graph:
     """The graph of a model that is called as `model(*args, **kwargs)`.
@@ -178,15 +179,16 @@ def trace(
     Args:
         args: a single tensor stands for `(tensor,)`.
         target, loss_fn: training minimises `loss_fn(output, target)`; without a loss function,
-            the `loss` that the model returns, or else the sum of squares of its outputs.
+            the `loss` that the model returns.
         training: False traces the model without any loss.
+        loss: SUM_OF_SQUARES, for experiments, minimises that of the outputs.
 
     Raises:
-        TraceError, ModelError: naming the user's line.
+        TraceError, ModelError: naming the user's line; also where there is no loss to train on.
     """
     args = (args,) if isinstance(args, torch.Tensor) else args
     subject = Subject(
-        type(model).__name__, model, args, dict(kwargs or {}), target, loss_fn, training
+        type(model).__name__, model, args, dict(kwargs or {}), target, loss_fn, training, loss
     )
     return trace_subject(subject, frontend)[0]
 

@@ -11,7 +11,7 @@ from gpipe_compiler.compile import Compiled, CompileOptions, Progress
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
 
-_TRAINING = ("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel")
+_TRAINING = ("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel", "loss")
 """Options that say how a package trains."""
 
 _NEEDED = ("onnx", "onnxruntime")

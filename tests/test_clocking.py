@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_compiler import clocking
 from gpipe_compiler.clocking import Start, step_seconds, time_stages
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import CompileOptions, plan, trace
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.errors import ValidationError
@@ -23,7 +24,7 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-    graph = trace(model, torch.randn(4, 8))
+    graph = trace(model, torch.randn(4, 8), loss=LossChoice.SUM_OF_SQUARES)
     return plan(graph, stages=2, microbatches=2, policy=Policy(schedule, remat))
 
 
@@ -105,7 +106,7 @@ def test_a_start_that_fails_leaves_the_other_figure(monkeypatch, tmp_path):
 def test_measured_packages_know_what_their_bench_will_tell(monkeypatch, tmp_path):
     """The compile writes the figures of the given times where `run.py bench` and people look."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-    subject = Subject("small", model, (torch.randn(4, 8),))
+    subject = Subject("small", model, (torch.randn(4, 8),), loss=LossChoice.SUM_OF_SQUARES)
     monkeypatch.setattr(clocking, "time_stages", lambda *_: clocked(StageSeconds(1.0, 2.0)))
     monkeypatch.setattr(clocking, "_places", lambda: 2)
     options = CompileOptions(stages=2, microbatches=2, measured=True, validate=False)

@@ -9,6 +9,7 @@ from torch import nn
 
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.workbench import default_microbatches
@@ -24,7 +25,9 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def graph(model: nn.Module) -> gpc.Graph:
-    return gpc.trace(model, torch.ones(8, 4), frontend=gpc.Frontend.FX)
+    return gpc.trace(
+        model, torch.ones(8, 4), frontend=gpc.Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+    )
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.schedule import _drawing, _together
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy, RematChoice
@@ -122,7 +123,9 @@ class Normed(nn.Module):
 
 def planned(model: nn.Module, policy: Policy, microbatches: int = M) -> Plan:
     """With memory as the search has it."""
-    bench = Workbench(trace(model, torch.randn(16, 8)), local_cluster())
+    bench = Workbench(
+        trace(model, torch.randn(16, 8), loss=LossChoice.SUM_OF_SQUARES), local_cluster()
+    )
     choice = bench.choose(3, microbatches, policy)
     return bench.plan(choice, policy, exact_memory=False)
 
@@ -180,7 +183,7 @@ def test_a_device_takes_a_joint_stage_apart_from_its_others(remat: RematChoice) 
 
     A single device never waits: its step is the sum of what it computes.
     """
-    graph = trace(Normed(), torch.randn(16, 8))
+    graph = trace(Normed(), torch.randn(16, 8), loss=LossChoice.SUM_OF_SQUARES)
     alone = local_cluster()
     alone = dataclasses.replace(alone, endless=False)
     policy = dataclasses.replace(EXACT, remat=remat)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError, ValidationError
@@ -156,7 +156,9 @@ class LooksAtTypes(nn.Module):
 
 @pytest.mark.usefixtures("in_process")
 def test_a_model_that_looks_at_types_is_explained(tmp_path: Path) -> None:
-    model = Subject("types", LooksAtTypes(), (torch.randn(BATCH, 6),))
+    model = Subject(
+        "types", LooksAtTypes(), (torch.randn(BATCH, 6),), loss=LossChoice.SUM_OF_SQUARES
+    )
     options = dataclasses.replace(OPTIONS, precision=Precision.BF16, frontend=Frontend.EXPORT)
 
     with pytest.raises(ValidationError, match="try --precision fp32"):
@@ -222,7 +224,12 @@ def test_another_manner_is_found(
 @pytest.mark.usefixtures("in_process")
 def test_facts_that_are_as_by_default_are_not_written(tmp_path: Path) -> None:
     plain = compile_subject(
-        Subject("plain", nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (torch.ones(4, 4),)),
+        Subject(
+            "plain",
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            (torch.ones(4, 4),),
+            loss=LossChoice.SUM_OF_SQUARES,
+        ),
         dataclasses.replace(OPTIONS, validate=False),
         tmp_path / "plain_x2",
     )

@@ -205,9 +205,18 @@ def test_a_hugging_face_model_begins_as_its_library_says(tmp_path: Path) -> None
         same_distribution(weights[name], tensor)
 
 
+LOSS = """
+def loss_fn(output, target):
+    return output.square().sum()
+
+def example_target():
+    return example_inputs()
+"""
+
+
 def write(folder: Path, text: str) -> Path:
     head = "import numpy, torch\nfrom torch import nn\n"
-    (folder / "model.py").write_text(head + textwrap.dedent(text))
+    (folder / "model.py").write_text(head + textwrap.dedent(text) + LOSS)
     return folder / "model.py"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
-from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.holding import loads
@@ -51,7 +51,9 @@ class Bottlenecks(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     torch.manual_seed(0)
-    return trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX)
+    return trace(
+        Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+    )
 
 
 def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
@@ -184,7 +186,9 @@ class Normalised(nn.Module):
 
 def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
     """It has all micro-batches whole for its backward, unless it recomputes in segments."""
-    graph = trace(Normalised(), torch.randn(64, 4), frontend=Frontend.FX)
+    graph = trace(
+        Normalised(), torch.randn(64, 4), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+    )
     exact = Policy(batchnorm=BatchNorm.EXACT)
     none = planned(graph, exact, stages=2)
     assert none.joint == (0,)
@@ -219,7 +223,9 @@ def test_a_schedule_that_cannot_normalise_the_whole_batch_is_refused() -> None:
 
 def test_older_plans_are_read() -> None:
     """What was written before there was a choice is a plan without it."""
-    graph = trace(nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.FX)
+    graph = trace(
+        nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+    )
     made = plan(graph, stages=1, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, LINK))
     fields = json.loads(made.to_json())
     for name in ("batchnorm", "precision"):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph
@@ -47,7 +48,7 @@ class Shared(nn.Module):
 
 @cache
 def traced(pairs: tuple[tuple[int, int], ...]) -> Graph:
-    return trace(Shared(pairs), (torch.randn(SAMPLES, WIDTH),))
+    return trace(Shared(pairs), (torch.randn(SAMPLES, WIDTH),), loss=LossChoice.SUM_OF_SQUARES)
 
 
 def planned(link: Link, stages: int = 2, pairs: tuple[tuple[int, int], ...] = ((2, 3),)) -> Plan:

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.signature import Signature, read_signature
 from gpipe_compiler.frontend.state import StateTable, isolated, state_table
 from gpipe_compiler.frontend.structure import (
@@ -66,7 +68,8 @@ class Entry(nn.Module):
     ) -> None:
         super().__init__()
         self.model = isolated(subject.model).train(training)
-        self.loss_fn: Any = subject.loss_fn if subject.training else None
+        self.squared = subject.loss is LossChoice.SUM_OF_SQUARES
+        self.loss_fn: Any = None if self.squared or not subject.training else subject.loss_fn
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn = isolated(self.loss_fn)
         self.training = training
@@ -81,7 +84,7 @@ class Entry(nn.Module):
         self._reduction = Reduction.MEAN
         self._reduces = reduces
         with turned_into_batchnorm(self.model):
-            self._probe()
+            self._probe(subject)
 
     @property
     def has_loss(self) -> bool:
@@ -91,7 +94,7 @@ class Entry(nn.Module):
     @property
     def reduction(self) -> Reduction:
         """How the loss of a batch follows from those of its parts; the mean when in doubt."""
-        if self.own_loss is not None and not self.states.on_meta:
+        if self.own_loss is not None and not self.squared and not self.states.on_meta:
             return self._own_reduction()
         return self._reduction
 
@@ -116,13 +119,14 @@ class Entry(nn.Module):
         leaves = pick(output, self.full_structure)
         if not self.wants_loss:
             return leaves
-        if self.own_loss is not None:
-            return [leaves.pop(self.own_loss), *leaves]
+        own = None if self.own_loss is None else leaves.pop(self.own_loss)
+        if own is not None and not self.squared:
+            return [own, *leaves]
         if self.loss_fn is not None:
             return [self.loss_fn(output, target), *leaves]
         return [sum_of_squares([leaves[index] for index in self.squares]), *leaves]
 
-    def _probe(self) -> None:
+    def _probe(self, subject: Subject) -> None:
         """Runs the model once, to know what it returns and how losses combine."""
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
         output, target = self._probe_output(count)
@@ -139,13 +143,17 @@ class Entry(nn.Module):
             return
         self.own_loss = _own_loss(self.full_structure)
         if self.own_loss is not None:
-            _check_scalar(leaves[self.own_loss], "the model returns as its loss")
+            _check_scalar(leaves.pop(self.own_loss), "the model returns as its loss")
+        if not self.squared:
+            if self.own_loss is None:
+                raise no_loss(subject, output)
             return
         self._reduction = Reduction.SUM
         self.squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
         if not self.squares:
             raise ModelError(
-                "the model returns no floating-point tensor, so there is nothing to train",
+                "the model returns no floating-point tensor to square, so there is nothing to "
+                "train",
                 hint="offer loss_fn(output, target), or compile with --mode infer",
             )
 
@@ -285,7 +293,7 @@ def _reduction(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction
 
 
 def sum_of_squares(tensors: Sequence[Any]) -> Any:
-    """The loss of a model that has none."""
+    """The loss of `LossChoice.SUM_OF_SQUARES`."""
     total = tensors[0].square().sum()
     for tensor in tensors[1:]:
         total = total + tensor.square().sum()

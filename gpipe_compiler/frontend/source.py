@@ -17,6 +17,7 @@ from types import ModuleType
 from torch import nn
 
 from gpipe_compiler.collecting import uncollected
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.examples import (
     Call,
@@ -29,6 +30,7 @@ from gpipe_compiler.frontend.examples import (
     tensors,
 )
 from gpipe_compiler.frontend.initial import catch_up, on_meta_throughout, recording
+from gpipe_compiler.frontend.missing_loss import HOOK, nearly_a_loss
 from gpipe_compiler.frontend.subject import Example, Hooks, Subject
 from gpipe_compiler.frontend.user_code import (
     ModelSpec,
@@ -40,11 +42,17 @@ from gpipe_compiler.runtime.spec import Steps
 
 DEFAULT_FACTORY = "build_model"
 _HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metrics")
-_OFFERS = (DEFAULT_FACTORY, "example_inputs", "example_target", "loss_fn", *_HOOKS)
+_OFFERS = (DEFAULT_FACTORY, "example_inputs", "example_target", HOOK, *_HOOKS)
 
 
 @uncollected()
-def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) -> Subject:
+def load(
+    model: str,
+    *,
+    input_specs: Sequence[str] = (),
+    training: bool = True,
+    loss: LossChoice = LossChoice.MODEL,
+) -> Subject:
     """The model that `model` names, built, with one example call.
 
     Args:
@@ -53,6 +61,7 @@ def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) 
         input_specs: `[NAME=]32x3x224x224:float32` each: random tensors that replace
             `example_inputs()`.
         training: whether the loss and its target are wanted.
+        loss: which one; the file's `loss_fn` and target are looked at for `MODEL` alone.
 
     Raises:
         UsageError: when an argument makes no sense.
@@ -65,7 +74,8 @@ def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) 
     built, initial = _build_and_watch(spec, module, home)
     call = _example_call(spec, module, home) if given is None else given
     check_call(built, call, "example_inputs()" if given is None else "--input")
-    loss_fn = _offered(module, "loss_fn") if training else None
+    wants_own = training and loss is LossChoice.MODEL
+    loss_fn = _offered(module, HOOK) if wants_own else None
     target = _target(module, home, call) if loss_fn is not None else None
     subject = Subject(
         name=spec.stem,
@@ -75,6 +85,8 @@ def load(model: str, *, input_specs: Sequence[str] = (), training: bool = True) 
         target=target,
         loss_fn=loss_fn,  # type: ignore[arg-type]  # what the user's file holds is untyped
         training=training,
+        loss=loss,
+        nearly_a_loss=nearly_a_loss(module) if wants_own and loss_fn is None else None,
         hooks=Hooks(
             file=spec.file,
             module=spec.module,

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
+from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.runtime.spec import Steps
 
 LossFunction = Callable[[object, object], torch.Tensor]
@@ -31,6 +33,14 @@ class Hooks:
     names: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class NearlyALoss:
+    """What in the user's file looks like a misspelt `loss_fn`, as Python would name it there."""
+
+    name: str
+    location: SourceLocation | None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
     """The tensors of one example call, as the user's file gives them."""
@@ -48,9 +58,10 @@ class Subject:
         args, kwargs: one example call; tensors may stand inside nested tuples, lists and dicts,
             everything that is no tensor is part of the traced program.
         target: what `loss_fn` compares the output with; any nest of tensors, or None.
-        loss_fn: None where the model returns its own loss (a dict or dataclass with `loss`), or
-            has none; training is then validated with the sum of squares of the outputs.
-        training: whether a loss is traced at all.
+        loss_fn: None where the model returns its own loss (a dict or dataclass with `loss`).
+        training: whether a loss is traced at all; a model that has none is refused.
+        loss: SUM_OF_SQUARES trains on that of the outputs, in place of any other loss.
+        nearly_a_loss: what the user's file may mean by `loss_fn`, where that is not there.
         example: the real tensors of the call where `args`, `kwargs` and `target` were moved to meta
             because the model stands there; None everywhere else.
         initial: for a model on meta: by name, how its tensors got their numbers when it was built
@@ -64,6 +75,8 @@ class Subject:
     target: object = None
     loss_fn: LossFunction | None = None
     training: bool = True
+    loss: LossChoice = LossChoice.MODEL
+    nearly_a_loss: NearlyALoss | None = None
     hooks: Hooks | None = None
     example: Example | None = None
     initial: Mapping[str, Steps] = field(default_factory=dict)

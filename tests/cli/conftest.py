@@ -55,7 +55,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n\n"
         "def build_model():\n    print('building')\n    return nn.Linear(3, 2)\n\n"
-        "def example_inputs():\n    return torch.ones(8, 3)\n"
+        "def example_inputs():\n    return torch.ones(8, 3)\n\n"
+        "def example_target():\n    return torch.ones(8, 2)\n\n"
+        "loss_fn = nn.functional.mse_loss\n"
     )
     yield tmp_path
     sys.modules.pop("model", None)

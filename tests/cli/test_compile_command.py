@@ -17,7 +17,7 @@ import torch
 
 from gpipe_compiler import cli, commands
 from gpipe_compiler.cluster import Cluster, Link
-from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
@@ -98,7 +98,7 @@ class TestCompileArguments:
             "model.py --stages 2 --microbatches 8 --schedule 1f1b --frontend export "
             "--per-microbatch --cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here "
             "--force --no-validate --seed 7 --remat auto --batchnorm deferred --precision bf16 "
-            "--memory 16GiB"
+            "--memory 16GiB --loss sum-of-squares"
         )
 
         assert cli.compile_command(words.split()) == 0
@@ -124,6 +124,7 @@ class TestCompileArguments:
         assert compiler.directory == Path("here")
         assert compiler.subject is not None
         assert compiler.subject.args[0].shape == (16, 3)
+        assert compiler.subject.loss is LossChoice.SUM_OF_SQUARES
 
     def test_inference(self, compiler: Compiler) -> None:
         assert cli.compile_command(["model.py", "--stages", "2", "--mode", "infer"]) == 0

@@ -17,7 +17,7 @@ from torch import nn
 
 from gpipe_compiler import cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import trace
 from gpipe_compiler.exploring import most_over
 from gpipe_compiler.ir import Graph
@@ -54,7 +54,9 @@ class Blocks(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     torch.manual_seed(0)
-    return trace(Blocks(), torch.randn(BATCH, 16), frontend=Frontend.FX)
+    return trace(
+        Blocks(), torch.randn(BATCH, 16), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+    )
 
 
 def bench_of(graph: Graph, memory: int = 2**30) -> Workbench:

@@ -21,6 +21,11 @@ def build_model():
 
 def example_inputs():
     return torch.ones(8, 8)
+
+def loss_fn(output, target):
+    return output.square().sum()
+
+example_target = example_inputs
 """
 
 Printed = pytest.CaptureFixture[str]

@@ -27,6 +27,11 @@ def build_model():
 
 def example_inputs():
     return torch.ones(8, 4)
+
+def loss_fn(output, target):
+    return output.square().sum()
+
+example_target = example_inputs
 """
 
 DEVICE = Device("toy", 1e9, 1e9, 10**6, 1e-6)

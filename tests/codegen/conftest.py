@@ -22,7 +22,7 @@ from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Device, Link
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -65,9 +65,15 @@ def graph_of(
     kwargs: Mapping[str, object] | None = None,
     name: str = "example",
     training: bool = True,
+    loss: LossChoice = LossChoice.SUM_OF_SQUARES,
 ) -> Graph:
-    """The graph of a model, annotated for a micro-batch; `args` are a mini-batch."""
-    subject = Subject(name, model, args, kwargs or {}, target, loss_fn, training)
+    """The graph of a model, annotated for a micro-batch; `args` are a mini-batch.
+
+    Args:
+        loss: where there is no loss function.
+    """
+    loss = loss if loss_fn is None else LossChoice.MODEL
+    subject = Subject(name, model, args, kwargs or {}, target, loss_fn, training, loss)
     graph = trace(subject, frontend)
     if not graph.example:
         call = {"args": args, "kwargs": subject.kwargs, "target": target}
@@ -279,8 +285,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def planned() -> Callable[..., Plan]:
     """A model traced and cut by hand into `count` stages."""
 
-    def make(model: nn.Module, *args: torch.Tensor, count: int) -> Plan:
-        return cut(graph_of(model, *args), count)
+    def make(model: nn.Module, *args: torch.Tensor, count: int, **options: Any) -> Plan:
+        return cut(graph_of(model, *args, **options), count)
 
     return make
 

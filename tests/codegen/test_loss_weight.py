@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.plan import Plan
 
 CLASSES = 20
 OF_CLASS = torch.linspace(0.5, 2.4, CLASSES)
 TARGET = torch.tensor([0, 19, -100, 4])
+
+OWN = LossChoice.MODEL
 
 
 class Guarded(nn.Module):
@@ -100,7 +103,7 @@ def test_a_buffer_of_the_model_and_labels_that_it_edits(
     emit_of: Callable[..., Any], ruff: Callable[[Path], None]
 ) -> None:
     """The buffer under the model's name; the labels that came in stay as they are."""
-    package, directory = emit_of(Labelled(), torch.randn(4, 4), TARGET)
+    package, directory = emit_of(Labelled(), torch.randn(4, 4), TARGET, loss=OWN)
     labels = TARGET.clone()
 
     weight = built(package, directory)(labels)
@@ -115,7 +118,7 @@ def test_guards_stand_in_the_schedule(
     emit_of: Callable[..., Any], ruff: Callable[[Path], None]
 ) -> None:
     """The module gives the plain sum; what it is guarded by is applied to that of the whole."""
-    package, directory = emit_of(Guarded(), torch.randn(4, 4), torch.ones(4))
+    package, directory = emit_of(Guarded(), torch.randn(4, 4), torch.ones(4), loss=OWN)
 
     module = built(package, directory)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.plan import Plan
 
 
@@ -32,7 +33,7 @@ def test_loss_reads_the_batch_size_where_its_own_values_do_not_tell(
     planned: Callable[..., Plan], load: Callable[[Path], ModuleType], tmp_path: Path
 ) -> None:
     """A B x B matrix tells no batch size, so `loss` gets another value of the stage too."""
-    plan = planned(Contrast(), torch.rand(4, 4), torch.rand(4, 4), count=2)
+    plan = planned(Contrast(), torch.rand(4, 4), torch.rand(4, 4), count=2, loss=LossChoice.MODEL)
 
     package = load(emit(plan, tmp_path / "out"))
 

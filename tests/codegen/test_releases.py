@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.stage import StageSource, write_stage
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.passes.rehearsal.part import Part, PartModule
 from gpipe_compiler.plan import Plan
@@ -144,7 +145,7 @@ def held(module: nn.Module, arguments: list[Tensor], training: bool) -> list[tup
 @pytest.mark.parametrize("label", CASES)
 def test_what_is_held_is_what_is_needed(label: str, training: bool, in_place: bool) -> None:
     cls, x = CASES[label]
-    graph = trace(cls(), x, training=training)
+    graph = trace(cls(), x, training=training, loss=LossChoice.SUM_OF_SQUARES)
     made = plan(graph, stages=1, microbatches=1, policy=Policy(in_place=in_place))
     graph = made.graph
     assert graph is not None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
@@ -44,7 +44,9 @@ def test_frontends_give_the_same_modules_and_modes(frontend):
 
 
 def test_an_example_of_one_sample_will_do():
-    subject = Subject("s", Small(), (torch.randn(1, 4), torch.ones(1, 4)))
+    subject = Subject(
+        "s", Small(), (torch.randn(1, 4), torch.ones(1, 4)), loss=LossChoice.SUM_OF_SQUARES
+    )
 
     assert trace(subject).batch_size == 1
 
@@ -60,7 +62,7 @@ def test_a_no_grad_region_stays_whole():
                 wanted = self.teacher(x) * 2
             return self.student(x) - wanted
 
-    graph = trace(Subject("s", Model(), (torch.randn(4, 4),)))
+    graph = trace(Subject("s", Model(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES))
 
     (region,) = [op.call for op in graph.ops if isinstance(op.call, RegionCall)]
     assert NoGrad() == region.context
@@ -73,7 +75,7 @@ def test_a_norm_frozen_by_the_model_stays_frozen():
             self.norm.eval()
             return self
 
-    trace(Subject("s", Model(), (torch.randn(4, 4),)))
+    trace(Subject("s", Model(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES))
 
 
 def test_inference_alone_has_no_loss():
@@ -118,7 +120,7 @@ def test_the_graph_is_refused_when_python_state_decides_what_is_computed():
             return self.linear(x) * (2 if torch_tracing else 3)
 
     with pytest.raises(TraceError, match="differs from the model"):
-        trace(Subject("s", Model(), (torch.randn(4, 4),)))
+        trace(Subject("s", Model(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES))
 
 
 def test_hugging_face_gpt2_is_traced_with_its_own_loss():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.captured import trace_dynamo
 from gpipe_compiler.frontend.subject import Subject
@@ -87,9 +88,15 @@ SUBJECTS = {
         loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1),
         target=torch.randint(0, 3, (4,)),
     ),
-    "regions": lambda: Subject("m", Regions(), (torch.randn(4, 6), torch.randn(4, 2))),
-    "inputs first": lambda: Subject("m", InputsFirst(), (torch.randn(4, 6), torch.randn(4, 6))),
-    "recurrent": lambda: Subject("m", Recurrent(), (torch.randn(4, 7, 6),)),
+    "regions": lambda: Subject(
+        "m", Regions(), (torch.randn(4, 6), torch.randn(4, 2)), loss=LossChoice.SUM_OF_SQUARES
+    ),
+    "inputs first": lambda: Subject(
+        "m", InputsFirst(), (torch.randn(4, 6), torch.randn(4, 6)), loss=LossChoice.SUM_OF_SQUARES
+    ),
+    "recurrent": lambda: Subject(
+        "m", Recurrent(), (torch.randn(4, 7, 6),), loss=LossChoice.SUM_OF_SQUARES
+    ),
     "tied": lambda: Subject("m", Tied(), (IDS,), loss_fn=cross_entropy, target=IDS),
 }
 
@@ -126,7 +133,9 @@ class ByValue(nn.Module):
 
 def test_branch_on_data_is_explained_with_its_line():
     with pytest.raises(TraceError, match=r"if x\.sum\(\) > 0") as caught:
-        trace_dynamo(Subject("m", ByValue(), (torch.randn(4, 3),)), False)
+        trace_dynamo(
+            Subject("m", ByValue(), (torch.randn(4, 3),), loss=LossChoice.SUM_OF_SQUARES), False
+        )
 
     assert caught.value.location.file == __file__
     assert caught.value.hint

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.exported import trace_export
@@ -156,7 +157,7 @@ def test_an_op_that_is_missing_in_one_mode_is_found(graph, subject):
 def test_models_on_meta_are_held_against_shapes():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    subject = Subject("toy", model, (torch.randn(4, 4),))
+    subject = Subject("toy", model, (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
     graph = merge(trace_fx(subject, True), trace_fx(subject, False))
     call = FunctionCall(torch.sum, (Ref("linear_0"), 0))
     name = graph.ops[1].name
@@ -176,7 +177,7 @@ def test_a_model_that_cannot_be_trained_is_at_fault_itself():
             y.mul_(2)
             return y
 
-    subject = Subject("toy", Broken(), (torch.randn(4, 4),))
+    subject = Subject("toy", Broken(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
     graph = merge(trace_fx(subject, True), trace_fx(subject, False))
 
     with pytest.raises(ModelError, match="raises RuntimeError in a training step"):
@@ -237,7 +238,7 @@ class Assigning(nn.Module):
 
 
 def test_a_buffer_that_is_assigned_is_explained():
-    subject = Subject("toy", Assigning(), (torch.randn(4, 4),))
+    subject = Subject("toy", Assigning(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
     graph = merge(trace_export(subject, True), trace_export(subject, False))
 
     (text,) = differences(graph, subject)
@@ -258,7 +259,7 @@ class Checkpointing(nn.Module):
 
 
 def test_what_the_model_checkpoints_runs_once():
-    subject = Subject("toy", Checkpointing(), (torch.randn(4, 4),))
+    subject = Subject("toy", Checkpointing(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
     graph = merge(trace_export(subject, True), trace_export(subject, False))
 
     assert differences(graph, subject) == []

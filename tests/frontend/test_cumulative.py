@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
@@ -22,7 +23,7 @@ class Doubled(nn.BatchNorm1d):
 
 def subject_of(layer):
     model = nn.Sequential(nn.Linear(3, 4), layer, nn.Tanh())
-    return Subject("model", model, (torch.randn(4, 3),), {})
+    return Subject("model", model, (torch.randn(4, 3),), {}, loss=LossChoice.SUM_OF_SQUARES)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.state import isolated, state_table
@@ -41,8 +42,13 @@ class Record:
 Pair = collections.namedtuple("Pair", "first second")  # what users write
 
 
-def entry(model, *args, target=None, loss_fn=None, training=True, **kwargs):
-    return make_entry(Subject("toy", model, args, kwargs, target, loss_fn, training), training)
+SQUARES = LossChoice.SUM_OF_SQUARES
+
+
+def entry(model, *args, target=None, loss_fn=None, training=True, loss=SQUARES, **kwargs):
+    loss = loss if loss_fn is None else LossChoice.MODEL
+    subject = Subject("toy", model, args, kwargs, target, loss_fn, training, loss)
+    return make_entry(subject, training)
 
 
 def names(made):
@@ -105,14 +111,14 @@ def test_outputs_become_plain_tuples_lists_and_dicts(returns, structure):
 
 def test_the_models_own_loss_comes_first_and_is_no_output():
     model = Anything(lambda y: Record(logits=y, loss=y.pow(2).mean()))
-    made = entry(model, torch.randn(4, 4))
+    made = entry(model, torch.randn(4, 4), loss=LossChoice.MODEL)
     loss, logits = made(*made.signature.examples)
 
     assert torch.equal(logits.pow(2).mean(), loss)
     assert made.outputs(["o"]) == {"logits": "o"}
 
 
-def test_a_model_without_a_loss_is_trained_on_the_sum_of_squares_of_its_floats():
+def test_the_sum_of_squares_is_that_of_all_floats():
     made = entry(Anything(lambda y: (y, y.argmax(-1), y * 2)), torch.randn(4, 4))
     loss, y, _, twice = made(*made.signature.examples)
 
@@ -138,7 +144,11 @@ def test_how_losses_combine_is_found_out(loss_fn, reduction):
 
 
 def test_how_losses_combine_is_found_out_for_the_models_own_loss():
-    made = entry(Anything(lambda y: {"loss": y.square().sum(), "y": y}), torch.randn(6, 4))
+    made = entry(
+        Anything(lambda y: {"loss": y.square().sum(), "y": y}),
+        torch.randn(6, 4),
+        loss=LossChoice.MODEL,
+    )
 
     assert made.reduction is Reduction.SUM
 

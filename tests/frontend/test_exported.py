@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
@@ -216,22 +217,39 @@ SUBJECTS = {
     "resnet": lambda: Subject(
         "m", ResNet(), (IMAGE,), loss_fn=nn.CrossEntropyLoss(), target=CLASSES
     ),
-    "recurrent": lambda: Subject("m", Recurrent(), (SERIES,)),
-    "attention": lambda: Subject("m", Attention(False), (torch.randn(4, 5, 8),)),
-    "attention weights": lambda: Subject(
-        "m", Attention(True), (torch.randn(4, 5, 8), torch.arange(5).expand(4, 5) > 3)
+    "recurrent": lambda: Subject("m", Recurrent(), (SERIES,), loss=LossChoice.SUM_OF_SQUARES),
+    "attention": lambda: Subject(
+        "m", Attention(False), (torch.randn(4, 5, 8),), loss=LossChoice.SUM_OF_SQUARES
     ),
-    "encoder": lambda: Subject("m", Encoder(), (torch.randn(4, 5, 8),)),
-    "translator": lambda: Subject("m", Translator(), (torch.randn(4, 5, 8), torch.randn(4, 6, 8))),
-    "unet": lambda: Subject("m", UNet(), (torch.randn(4, 1, 8, 8),)),
+    "attention weights": lambda: Subject(
+        "m",
+        Attention(True),
+        (torch.randn(4, 5, 8), torch.arange(5).expand(4, 5) > 3),
+        loss=LossChoice.SUM_OF_SQUARES,
+    ),
+    "encoder": lambda: Subject(
+        "m", Encoder(), (torch.randn(4, 5, 8),), loss=LossChoice.SUM_OF_SQUARES
+    ),
+    "translator": lambda: Subject(
+        "m",
+        Translator(),
+        (torch.randn(4, 5, 8), torch.randn(4, 6, 8)),
+        loss=LossChoice.SUM_OF_SQUARES,
+    ),
+    "unet": lambda: Subject(
+        "m", UNet(), (torch.randn(4, 1, 8, 8),), loss=LossChoice.SUM_OF_SQUARES
+    ),
     "gpt": lambda: Subject("m", Gpt(), (TOKENS,), loss_fn=cross_entropy, target=TOKENS),
-    "regions": lambda: Subject("m", Regions(), (SERIES,)),
-    "in place": lambda: Subject("m", InPlace(), (torch.randn(4, 6),)),
+    "regions": lambda: Subject("m", Regions(), (SERIES,), loss=LossChoice.SUM_OF_SQUARES),
+    "in place": lambda: Subject(
+        "m", InPlace(), (torch.randn(4, 6),), loss=LossChoice.SUM_OF_SQUARES
+    ),
     "keywords": lambda: Subject(
         "m",
         Keywords(),
         ({"x": torch.randn(4, 3, 4), "mask": torch.ones(4, 3)}, None),
         {"scale": 0.5},
+        loss=LossChoice.SUM_OF_SQUARES,
     ),
 }
 
@@ -345,7 +363,15 @@ def test_what_cannot_be_traced_is_named_with_line_and_advice(name):
 
 def test_transformer_mask_is_explained():
     with pytest.raises(TraceError, match="whether it is causal") as caught:
-        trace_export(Subject("m", Causal(), (torch.randn(4, 5, 8), torch.randn(4, 6, 8))), True)
+        trace_export(
+            Subject(
+                "m",
+                Causal(),
+                (torch.randn(4, 5, 8), torch.randn(4, 6, 8)),
+                loss=LossChoice.SUM_OF_SQUARES,
+            ),
+            True,
+        )
 
     assert "tgt_is_causal=True" in caught.value.hint
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.modes import combine, merge
 from gpipe_compiler.frontend.subject import Subject
@@ -85,7 +86,7 @@ class Toy(nn.Module):
 
 
 def merged(model: nn.Module):
-    subject = Subject("toy", model, (torch.randn(3, WIDTH),))
+    subject = Subject("toy", model, (torch.randn(3, WIDTH),), loss=LossChoice.SUM_OF_SQUARES)
     return merge(trace_fx(subject, True), trace_fx(subject, False))
 
 
@@ -144,7 +145,12 @@ def test_drop_path_runs_in_train_mode_only():
 
 
 def test_a_graph_that_is_the_same_in_both_modes_stays_untouched():
-    subject = Subject("toy", Toy(["linear", "batch_norm", "dropout_module"]), (torch.randn(3, 4),))
+    subject = Subject(
+        "toy",
+        Toy(["linear", "batch_norm", "dropout_module"]),
+        (torch.randn(3, 4),),
+        loss=LossChoice.SUM_OF_SQUARES,
+    )
     train = trace_fx(subject, True)
 
     assert merge(train, trace_fx(subject, False)) is train

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ModuleCall, RegionCall
@@ -74,7 +75,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_is_called_again_and_computes_the_same(name, training, same_as_eager):
     make, *inputs = LAYERS[name]
-    subject = Subject("m", One(make()), tuple(inputs))
+    subject = Subject("m", One(make()), tuple(inputs), loss=LossChoice.SUM_OF_SQUARES)
     graph = trace_export(subject, training)
 
     same_as_eager(graph, subject, training)
@@ -93,7 +94,7 @@ class Shared(nn.Module):
 
 
 def test_shared_module_is_one_module_with_several_calls(same_as_eager):
-    subject = Subject("m", Shared(), (X,))
+    subject = Subject("m", Shared(), (X,), loss=LossChoice.SUM_OF_SQUARES)
     graph = trace_export(subject, True)
 
     same_as_eager(graph, subject, True)
@@ -116,7 +117,12 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_attention_keeps_the_arguments_of_its_call(training, same_as_eager):
     mask = torch.arange(5).expand(4, 5) > 3
-    subject = Subject("m", Attention(), (torch.randn(4, 3, 6), torch.randn(4, 5, 6), mask))
+    subject = Subject(
+        "m",
+        Attention(),
+        (torch.randn(4, 3, 6), torch.randn(4, 5, 6), mask),
+        loss=LossChoice.SUM_OF_SQUARES,
+    )
     graph = trace_export(subject, training)
 
     same_as_eager(graph, subject, training)
@@ -142,7 +148,7 @@ class Regions(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_layers_in_regions_are_called_there(training, same_as_eager):
-    subject = Subject("m", Regions(), (X,))
+    subject = Subject("m", Regions(), (X,), loss=LossChoice.SUM_OF_SQUARES)
     graph = trace_export(subject, training)
 
     same_as_eager(graph, subject, training)
@@ -183,7 +189,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_plain_layer_is_written_out(name, same_as_eager):
-    subject = Subject("m", One(OTHERS[name]()), (X,))
+    subject = Subject("m", One(OTHERS[name]()), (X,), loss=LossChoice.SUM_OF_SQUARES)
     graph = trace_export(subject, True)
 
     same_as_eager(graph, subject, True)
@@ -204,7 +210,7 @@ class Meddling(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_weight_may_be_read_outside_of_its_layer(training, same_as_eager):
-    subject = Subject("m", Meddling(), (X,))
+    subject = Subject("m", Meddling(), (X,), loss=LossChoice.SUM_OF_SQUARES)
     graph = trace_export(subject, training)
 
     same_as_eager(graph, subject, training)
@@ -229,7 +235,7 @@ class Frozen(nn.Module):
 
 
 def test_frozen_layer_does_not_follow_the_mode(same_as_eager):
-    subject = Subject("m", Frozen(), (X,))
+    subject = Subject("m", Frozen(), (X,), loss=LossChoice.SUM_OF_SQUARES)
     graph = trace_export(subject, True)
 
     same_as_eager(graph, subject, True)
@@ -239,7 +245,7 @@ def test_frozen_layer_does_not_follow_the_mode(same_as_eager):
 def test_hooks_are_gone_and_the_model_is_untouched():
     model = Shared().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trace_export(Subject("m", model, (X,)), True)
+    trace_export(Subject("m", model, (X,), loss=LossChoice.SUM_OF_SQUARES), True)
 
     assert not model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
@@ -17,7 +18,7 @@ from gpipe_compiler.ir import FunctionCall, MethodCall, ModuleCall, Ref, StateKi
 
 
 def subject(model, *args, **kwargs):
-    return Subject("toy", model, args, kwargs)
+    return Subject("toy", model, args, kwargs, loss=LossChoice.SUM_OF_SQUARES)
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from torch import nn
 
 from gpipe_compiler import trace
 from gpipe_compiler.cluster import Device
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes import cost, costs_by_kind
 from gpipe_compiler.passes.cost import Costs, OpCost, roofline, rooflines
@@ -25,7 +26,7 @@ BATCH = 4
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
-    return annotate(trace(model, torch.ones(BATCH, 3, 8, 8)), BATCH)
+    return annotate(trace(model, torch.ones(BATCH, 3, 8, 8), loss=LossChoice.SUM_OF_SQUARES), BATCH)
 
 
 def op(graph: Graph, word: str) -> str:
@@ -74,7 +75,7 @@ class TestRooflines:
     def test_16_bits_have_a_speed_each(self, precision: Precision, times: int) -> None:
         """As on GPUs before Ampere, whose tensor cores know fp16 but not bf16."""
         device = Device("unit", 1.0, ENDLESS, 1, 0.0, half_flops=16.0, bf16_flops=2.0)
-        traced = trace(nn.Linear(8, 16), torch.ones(BATCH, 8))
+        traced = trace(nn.Linear(8, 16), torch.ones(BATCH, 8), loss=LossChoice.SUM_OF_SQUARES)
 
         costs = roofline(annotate(traced, BATCH, precision), device).ops
 

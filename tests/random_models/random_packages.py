@@ -24,6 +24,7 @@ from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 import gpipe_compiler.runtime.command  # noqa: F401  # the runtime of every package here, whole
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
@@ -109,7 +110,9 @@ def subject_of(recipe: Recipe, layout: Layout) -> Subject:
     model = RandomModel(recipe).to(layout.dtype)
     call = call_of(recipe, layout.size * layout.microbatches, dtype=layout.dtype)
     loss_fn = LOSS_FUNCTIONS.get(recipe.loss)
-    return Subject("random", model, call.args, call.kwargs, call.target, loss_fn, layout.training)
+    loss = LossChoice.SUM_OF_SQUARES if recipe.loss == "none" else LossChoice.MODEL
+    training = layout.training
+    return Subject("random", model, call.args, call.kwargs, call.target, loss_fn, training, loss)
 
 
 def plan_of(graph: Graph, layout: Layout) -> Plan:
