@@ -22,6 +22,7 @@ from gpipe_compiler.arguments import (
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.graph_command import is_graph, plan_file
 from gpipe_compiler.report.units import format_source
+from gpipe_compiler.runtime.wording import printable_lines
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ends, as shells have it."""
@@ -78,9 +79,9 @@ def _run(
 
 def _report(error: GPipeCompilerError, as_json: bool) -> int:
     where = f"{format_source(str(error.location))}: " if error.location else ""
-    print(f"error: {where}{error.problem}", file=sys.stderr)
+    print(printable_lines(f"error: {where}{error.problem}"), file=sys.stderr)
     if error.hint:
-        print(f"  hint: {error.hint}", file=sys.stderr)
+        print(printable_lines(f"  hint: {error.hint}"), file=sys.stderr)
     if as_json:
         document = {
             "problem": error.problem,

@@ -17,6 +17,7 @@ from gpipe_compiler.command_choices import Frontend, LossChoice, Target
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.escaping import file_stem, shell_line
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.machine_arguments import cluster_asked
@@ -39,6 +40,7 @@ from gpipe_compiler.report.text import (
 )
 from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
+from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.search_arguments import constraints_of, schedule_of
 
 # --- gpipe-compile ---------------------------------------------------------------------------
@@ -160,16 +162,18 @@ def _print_compiled(compiled: Compiled) -> None:
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())
     work = "train" if plan.training else "infer"
+    script = directory / "run.py"
     _say(f"written to {directory}. To run it here, and with one process per device:")
-    _say(f"  python {directory}/run.py {work}")
+    _say(f"  {shell_line(['python', script, work])}")
     count = len(plan.orders) * (plan.replicas if plan.training else 1)
-    _say(f"  torchrun --nproc-per-node {count} {directory}/run.py {work}")
-    _say(f"For people: {directory}/README.md, {directory}/report.html; gpipe-inspect {directory}")
+    _say(f"  {shell_line(['torchrun', '--nproc-per-node', str(count), script, work])}")
+    shown = shell_line(["gpipe-inspect", directory])
+    _say(f"For people: {directory / 'README.md'}, {directory / 'report.html'}; {shown}")
 
 
 def _say(line: str) -> None:
     """Prints a line as it is: no colours, no wrapping, so that it can be copied."""
-    print(line)
+    print(printable(line))
 
 
 # --- gpipe-inspect ---------------------------------------------------------------------------
@@ -188,14 +192,14 @@ def draw(arguments: argparse.Namespace) -> None:
     """`gpipe-inspect graph`: a picture."""
     plan = read_plan(arguments.package)
     part = "" if arguments.stage is None else f"_stage_{arguments.stage}"
-    path: Path = arguments.output or Path(f"{plan.name}{part}.svg")
+    path: Path = arguments.output or Path(f"{file_stem(plan.name)}{part}.svg")
     print(write_picture(plan, path, stage=arguments.stage))
 
 
 def trace(arguments: argparse.Namespace) -> None:
     """`gpipe-inspect trace`: a step as a trace."""
     plan = read_plan(arguments.package)
-    print(write_trace(plan, arguments.output or Path(f"{plan.name}_trace.json")))
+    print(write_trace(plan, arguments.output or Path(f"{file_stem(plan.name)}_trace.json")))
 
 
 def memory(arguments: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.escaping import shell_line
 from gpipe_compiler.ir import Graph, ModuleCall, Op
 from gpipe_compiler.passes.constraints import Constraints, pin_words
 from gpipe_compiler.passes.cut.graph import Facts
@@ -125,7 +126,7 @@ class _Asked:
         for name, stage in constraints.pins:
             asked._pin(nodes[name], name, stage, stages)
         for name in constraints.together:
-            asked.groups.append((nodes[name], f"--keep-together {name}"))
+            asked.groups.append((nodes[name], shell_line(["--keep-together", name])))
         for name in constraints.split_at:
             asked._split(facts, index, nodes[name], name)
         return asked
@@ -153,10 +154,12 @@ class _Asked:
         pairs = [(before, node) for node in first for before in sorted(made[node])]
         if nodes and not pairs:
             self.faults.append(
-                f"--split-at {name}: it reads only inputs of the model, so no stage need end "
-                "before it"
+                f"{shell_line(['--split-at', name])}: it reads only inputs of the model, so no "
+                "stage need end before it"
             )
-        self.apart.extend((before, after, f"--split-at {name}") for before, after in pairs)
+        self.apart.extend(
+            (before, after, shell_line(["--split-at", name])) for before, after in pairs
+        )
 
 
 def _made_before(facts: Facts, index: Mapping[str, int], name: str) -> set[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpipe_compiler.escaping import shell_line
+
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
@@ -25,8 +27,8 @@ class Constraints:
         """Each as on the command line."""
         return (
             *(pin_words(name, stage) for name, stage in self.pins),
-            *(f"--keep-together {name}" for name in self.together),
-            *(f"--split-at {name}" for name in self.split_at),
+            *(shell_line(["--keep-together", name]) for name in self.together),
+            *(shell_line(["--split-at", name]) for name in self.split_at),
         )
 
     @property
@@ -40,4 +42,4 @@ NO_CONSTRAINTS = Constraints()
 
 def pin_words(name: str, stage: int) -> str:
     """A pin as on the command line."""
-    return f"--pin {name}={stage}"
+    return shell_line(["--pin", f"{name}={stage}"])

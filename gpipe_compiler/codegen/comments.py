@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Graph, Value, ValueKind
+from gpipe_compiler.runtime.wording import printable
 
 BATCH = "B"
 """Stands for the samples in a micro-batch."""
@@ -43,7 +44,7 @@ def value_text(graph: Graph, name: str) -> str:
 
 def file_name(path: str) -> str:
     """The file's own name: `model.py`."""
-    return PurePath(path).name
+    return printable(PurePath(path).name)
 
 
 def where(source: SourceLocation | None) -> str:
@@ -69,7 +70,11 @@ def group_comment(module: str, sources: Iterable[SourceLocation | None]) -> str:
         lines = sorted({source.line for source in known if source.file == file})
         span = str(lines[0]) if len(lines) == 1 else f"{lines[0]}-{lines[-1]}"
         places.append(f"{file_name(file)}:{span}")
-    text = f"# {module} ({', '.join(places)})" if module and places else ""
-    if not text:
-        text = f"# {module or ', '.join(places)}"
-    return text if text != "# " else ""
+    if module and places:
+        return comment(f"{module} ({', '.join(places)})")
+    return comment(module or ", ".join(places))
+
+
+def comment(text: str) -> str:
+    """`# text`, on one line whatever it is; "" for no text."""
+    return f"# {printable(text)}" if text else ""

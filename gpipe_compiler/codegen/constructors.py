@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from gpipe_compiler.codegen.comments import comment
 from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
 from gpipe_compiler.codegen.functions import spell
 from gpipe_compiler.codegen.imports import Imports
@@ -130,7 +131,7 @@ def _grouped(lines: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
             if not first:
                 yield ""
             if parent:
-                yield f"        # {parent}"
+                yield f"        {comment(parent)}"
             current = parent
         first = False
         yield from statement

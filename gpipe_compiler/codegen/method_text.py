@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from gpipe_compiler import escaping
 from gpipe_compiler.codegen.body import Body
 from gpipe_compiler.codegen.layout import WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.statements import write_statements
@@ -47,10 +48,14 @@ def _return(values: Sequence[str]) -> list[str]:
 
 
 def docstring(summary: str, arguments: Sequence[str], returns: Sequence[str]) -> list[str]:
-    """The docstring of a method; arguments and returns are entries such as `x: what it is.`"""
+    """The docstring of a method; arguments and returns are entries such as `x: what it is.`
+
+    Args:
+        summary: its first line, text of our own.
+    """
     if not arguments and not returns:
         return [f'        """{summary}"""']
-    lines = [f'        """{summary}']
+    lines = []
     for heading, entries in (("Args:", arguments), ("Returns:", returns)):
         if entries:
             lines.extend(["", f"        {heading}"])
@@ -65,5 +70,4 @@ def docstring(summary: str, arguments: Sequence[str], returns: Sequence[str]) ->
                         break_on_hyphens=False,
                     )
                 )
-    lines.append('        """')
-    return lines
+    return [f'        """{summary}', *map(escaping.docstring, lines), '        """']

@@ -139,8 +139,11 @@ def _write(
         texts[f"{MODULE}.py"] = weight.text
     texts["schedule.py"] = write_schedule(plan, graph, stages, weight)
     texts["__init__.py"] = write_init(plan, weights=has_weights(graph))
-    texts["run.py"] = write_run(plan, hooks, package=identifier(f"{plan.name}_x{len(stages)}"))
-    texts["README.md"] = write_readme(plan, graph, stages, weights=has_weights(graph))
+    package = identifier(f"{plan.name}_x{len(stages)}")
+    texts["run.py"] = write_run(plan, hooks, package=package)
+    texts["README.md"] = write_readme(
+        plan, graph, stages, package=package, weights=has_weights(graph)
+    )
     texts[PLAN] = plan.to_json()
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")

@@ -7,17 +7,25 @@ from collections.abc import Sequence
 from gpipe_compiler.codegen.comments import value_text
 from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.escaping import code_span
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.programs import device_counts
 from gpipe_compiler.runtime.spec import Remat
 
 
-def write_readme(plan: Plan, graph: Graph, stages: Sequence[StageSource], *, weights: bool) -> str:
-    """What the package is, how to run it, what each stage holds."""
+def write_readme(
+    plan: Plan, graph: Graph, stages: Sequence[StageSource], *, package: str, weights: bool
+) -> str:
+    """What the package is, how to run it, what each stage holds.
+
+    Args:
+        package: a name under which it can be imported.
+    """
     return render(
         "readme.md.jinja",
         name=plan.name,
+        package=package,
         training=plan.training,
         loss_weight=plan.training and graph.loss is not None and graph.loss.weight is not None,
         weights=weights,
@@ -49,7 +57,7 @@ def _manner(plan: Plan) -> str:
     remat = " and ".join(parts) or "none"
     words = f"remat {remat}, BatchNorm {plan.batchnorm.value}, precision {plan.precision.value}"
     asked = " ".join(plan.constraints.words)
-    return f"{words}; the stages were cut with `{asked}`" if asked else words
+    return f"{words}; the stages were cut with {code_span(asked)}" if asked else words
 
 
 def _stage_row(graph: Graph, stage: StageSource) -> str:
@@ -66,4 +74,4 @@ def _stage_row(graph: Graph, stage: StageSource) -> str:
 
 
 def _values(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"
+    return ", ".join(code_span(name) for name in names) or "none"

@@ -7,17 +7,38 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from gpipe_compiler import escaping
+from gpipe_compiler.runtime.wording import printable
+
+
+class _Escaped(str):
+    """Text that is safe where it stands, the ends of its lines included."""
+
+    __slots__ = ()
+
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("gpipe_compiler.templates", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,  # the files are Python and Markdown, not HTML
+        finalize=_on_one_line,
     )
+    environment.filters |= {
+        "docstring": lambda text: _Escaped(escaping.docstring(text)),
+        "markdown": escaping.markdown,
+        "code_span": escaping.code_span,
+    }
+    return environment
+
+
+def _on_one_line(value: object) -> object:
+    """What stands for a value: no name, wherever it comes from, begins a line of code."""
+    return printable(value) if type(value) is str else value
 
 
 def render(template: str, **values: Any) -> str:

@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpipe_compiler.bare_plan import BarePlan
-from gpipe_compiler.report.tables import figure_table, pairs_table
+from gpipe_compiler.report.tables import cell, figure_table, pairs_table
 from gpipe_compiler.report.units import format_bytes, format_seconds, format_share
-from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.runtime.wording import counted, printable
 
 _NAMES = 4
 """Ops of a stage that its row names."""
@@ -18,7 +18,7 @@ def show_bare_plan(plan: BarePlan) -> RenderableType:
     """Stages and prediction, one below the other."""
     manner = plan.schedule.value if plan.schedule else "inference"
     headline = Text.assemble(
-        (plan.graph, "bold"),
+        (printable(plan.graph), "bold"),
         f" in {counted(len(plan.stages), 'stage')}: {manner}, "
         f"{counted(plan.microbatches, 'micro-batch', 'es')}, "
         f"shortest {plan.objective.value}",
@@ -28,7 +28,7 @@ def show_bare_plan(plan: BarePlan) -> RenderableType:
     columns += ["transfers", "all", "receives", "sends", "parameters"]
     table = figure_table("stages (times and bytes of one micro-batch)", columns, words={"names"})
     for index, stage in enumerate(plan.figures):
-        table.add_row(
+        cells = (
             str(index),
             str(stage.device),
             f"{len(stage.ops):,}",
@@ -41,6 +41,7 @@ def show_bare_plan(plan: BarePlan) -> RenderableType:
             format_bytes(stage.send_bytes),
             format_bytes(stage.parameter_bytes),
         )
+        table.add_row(*map(cell, cells))
     proof = "proved optimal" if plan.proved else f"gap at most {format_share(plan.gap)}"
     rows = [
         ("step", format_seconds(plan.step_time_s)),

@@ -11,6 +11,7 @@ from gpipe_compiler.listing import OpNote
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.prediction import recomputing
 from gpipe_compiler.runtime.spec import Crossing
+from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.simulate import Simulation, StageTimes, simulate
 
 
@@ -49,7 +50,7 @@ def boundaries(plan: Plan) -> tuple[Boundary, ...]:
         if note is None:
             label, source = ("input of the model" if plan.ops else ""), ""
         else:
-            label, source = f"{note.label} {note.module}".rstrip(), note.source
+            label, source = printable(f"{note.label} {note.module}".rstrip()), note.source
         found.append(Boundary(crossing, crossing_bytes(crossing), label, source))
     return tuple(found)
 
@@ -81,7 +82,8 @@ def modules_of(plan: Plan, stage: Stage) -> str:
     names = [note.module for note in own if note.module] or [note.label for note in own]
     if not names:
         return ""
-    return names[0] if names[0] == names[-1] else BETWEEN.join((names[0], names[-1]))
+    ends = dict.fromkeys(map(printable, (names[0], names[-1])))
+    return BETWEEN.join(ends)
 
 
 def machines(plan: Plan) -> str:

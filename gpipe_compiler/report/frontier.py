@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
-from gpipe_compiler.report.tables import figure_table
+from gpipe_compiler.report.tables import cell, figure_table
 from gpipe_compiler.report.units import format_bytes, format_rate, format_seconds, format_share
 from gpipe_compiler.runtime.wording import counted
 
@@ -71,7 +71,7 @@ def frontier_table(frontier: Frontier) -> Table:
     """One row for every point."""
     table = figure_table("settings, best first", COLUMNS, words={"why not"})
     for point in frontier.points:
-        table.add_row(*row(point, frontier))
+        table.add_row(*map(cell, row(point, frontier)))
     return table
 
 

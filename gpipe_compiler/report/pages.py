@@ -5,6 +5,12 @@ from __future__ import annotations
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gpipe_compiler.report import units
+from gpipe_compiler.runtime.wording import printable_lines
+
+
+def _printable(value: object) -> object:
+    """What stands for a value: XML takes no control characters, and a reader no hidden ones."""
+    return printable_lines(value) if type(value) is str else value
 
 
 def render(template: str, **context: object) -> str:
@@ -20,6 +26,7 @@ def render(template: str, **context: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_printable,
     )
     environment.globals["type_of"] = units.format_type
     environment.filters |= {

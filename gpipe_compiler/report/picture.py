@@ -16,7 +16,7 @@ from gpipe_compiler.report.facts import Boundary, boundaries, modules_of
 from gpipe_compiler.report.layout import MARGIN, Place, Point, lay_out
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.units import format_bytes, format_seconds, format_source, format_type
-from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.runtime.wording import counted, printable
 
 LINE = 15.0
 """Pixels from one line of text to the next; letters are 11 pixels high."""
@@ -200,6 +200,7 @@ def _op_box(note: OpNote, again: bool) -> Box:
 
 
 def _shortened(line: str) -> str:
+    line = printable(line)
     if len(line) <= _LONGEST:
         return line
     half = (_LONGEST - 1) // 2

@@ -7,8 +7,10 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from gpipe_compiler.report.units import format_seconds
+from gpipe_compiler.runtime.wording import printable
 
 WORTH_TELLING_S = 1.0
 
@@ -46,11 +48,12 @@ class Progress:
 
         A step goes on, with other words, where both begin alike up to a colon.
         """
+        step = printable(step)
         going_on = ":" in step and step.split(":")[0] == self._step.split(":")[0]
         if going_on:
             self._step = step
             if self._status is not None:
-                self._status.update(step)
+                self._status.update(Text(step))
             elif time.monotonic() - self._told >= BETWEEN_WORDS_S:
                 self._told = time.monotonic()
                 self._console.print(step, markup=False)
@@ -59,7 +62,7 @@ class Progress:
         self._step, self._began = step, time.monotonic()
         self._told = self._began
         if self._console.is_terminal:
-            self._status = self._console.status(step)
+            self._status = self._console.status(Text(step))
             self._status.start()
 
     def _finish(self) -> None:

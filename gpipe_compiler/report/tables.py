@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from gpipe_compiler.runtime.wording import printable_lines
 
 MOST_ROWS = 64
 """Rows of a table at most; of more, the first and the last ones are shown."""
@@ -23,6 +27,11 @@ def figure_table(title: str, columns: Iterable[str], words: Container[str]) -> T
     return table
 
 
+def cell(text: str) -> Text:
+    """Text as it is: its brackets are no markup, and it commands no terminal."""
+    return Text(printable_lines(text))
+
+
 def add_rows(table: Table, rows: Sequence[Sequence[str]], what: str) -> None:
     """Adds rows to a table; of very many the first and the last ones, and how many are between.
 
@@ -31,14 +40,14 @@ def add_rows(table: Table, rows: Sequence[Sequence[str]], what: str) -> None:
     """
     if len(rows) <= MOST_ROWS:
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(cell, row))
         return
     ends = MOST_ROWS // 2
     for row in rows[:ends]:
-        table.add_row(*row)
+        table.add_row(*map(cell, row))
     table.add_row("…", *("" for _ in rows[0][1:]))
     for row in rows[-ends:]:
-        table.add_row(*row)
+        table.add_row(*map(cell, row))
     table.caption = f"{len(rows) - 2 * ends:,} {what} in between; --json tells them all"
 
 
@@ -49,13 +58,13 @@ def pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in pairs:
-        table.add_row(name, value)
+        table.add_row(cell(name), cell(value))
     return table
 
 
 def _titled(title: str) -> Table:
     return Table(
-        title=title,
+        title=escape(title),
         title_justify="left",
         title_style="bold",
         caption_justify="left",

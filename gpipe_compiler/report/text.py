@@ -36,7 +36,7 @@ from gpipe_compiler.report.units import (
 )
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
-from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.runtime.wording import counted, printable
 
 _MOST_LISTED = 16
 """Numbers of stages or devices that are all listed."""
@@ -78,7 +78,7 @@ def headline(plan: Plan) -> Text:
     """What is planned, in one line."""
     work = "trains" if plan.training else "infers"
     return Text.assemble(
-        (plan.name, "bold"),
+        (printable(plan.name), "bold"),
         f" {work} in {_times(plan.replicas)}{counted(len(plan.stages), 'stage')} on "
         f"{machines(plan)}: "
         f"{plan.schedule.value}, a batch of {plan.batch_size} in "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpipe_compiler.runtime.wording import printable
+
 if TYPE_CHECKING:
     import torch
 
@@ -66,13 +68,13 @@ def format_source(source: str, home: Path | None = None) -> str:
     file, _, line = source.rpartition(":")
     path = Path(file)
     base = Path.cwd() if home is None else home
-    return f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source
+    return printable(f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source)
 
 
 def short_path(path: str, most: int = 28) -> str:
     """The path of a module for a table: of a long one its last names, at least one."""
-    names = path.split(".")
-    kept = path
+    names = printable(path).split(".")
+    kept = ".".join(names)
     while len(kept) > most and len(names) > 1:
         del names[0]
         kept = f"…{'.'.join(names)}"

@@ -26,6 +26,7 @@ from .stage_clock import clock
 from .stopping import exit_code
 from .train import TrainOptions, train
 from .weights import INDEX
+from .wording import printable_lines
 
 FAILED_CHECK = 3
 INTERRUPTED = 130
@@ -69,7 +70,7 @@ def _telling(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
             raise
         if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
             who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            print(f"{who}error: {error}", file=sys.stderr, flush=True)
+            print(printable_lines(f"{who}error: {error}"), file=sys.stderr, flush=True)
             if isinstance(error, StageError):
                 print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
         else:

@@ -1,4 +1,4 @@
-"""Numbers and lists in messages."""
+"""Numbers, lists and names in messages."""
 
 from __future__ import annotations
 
@@ -15,3 +15,19 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def printable(text: str) -> str:
+    """Text on one line, as it is but for what does not print: Python's escapes stand for that.
+
+    So a name can neither end a line or a comment, nor command a terminal, nor turn the direction
+    of writing around.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of every line of a text."""
+    return "\n".join(map(printable, text.split("\n")))

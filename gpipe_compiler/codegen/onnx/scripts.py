@@ -16,6 +16,7 @@ from gpipe_compiler.codegen.onnx.staged import staged_file
 from gpipe_compiler.codegen.onnx.stages import stage_file
 from gpipe_compiler.codegen.onnx.traits import Traits
 from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.escaping import code_span
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.schedule.actions import format_order
@@ -159,7 +160,7 @@ def write_onnx_readme(plan: Plan) -> str:
         parameters=f"{graph.parameter_count:,}",
         count=len(plan.stages),
         devices=len(plan.orders),
-        example=", ".join(f'"{item.name}": {identifier(item.name)}' for item in graph.inputs),
+        example=", ".join(f"{quote(item.name)}: {identifier(item.name)}" for item in graph.inputs),
         inputs=[_described(graph, item.name) for item in graph.inputs],
         outputs=[_described(graph, item) for item in graph.output_values],
         stages=[_row(graph, stage) for stage in plan.stages],
@@ -175,7 +176,7 @@ def _described(graph: Graph, value_name: str) -> str:
     if value.batch_dim is not None:
         times = value.shape[value.batch_dim] / graph.batch_size
         sizes[value.batch_dim] = "B" if times == 1 else f"{times:g}B"
-    return f"`{value_name}`: {' x '.join(sizes) or 'a number'}, {_numpy(value.dtype)}"
+    return f"{code_span(value_name)}: {' x '.join(sizes) or 'a number'}, {_numpy(value.dtype)}"
 
 
 def _row(graph: Graph, stage: Stage) -> str:
@@ -187,7 +188,7 @@ def _row(graph: Graph, stage: Stage) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{item}`" for item in names) or "none"
+    return ", ".join(map(code_span, names)) or "none"
 
 
 def _numbers(numbers: Iterable[int]) -> Expression:

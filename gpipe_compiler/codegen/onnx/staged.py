@@ -15,6 +15,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from gpipe_compiler.codegen.onnx.stages import boundary
 from gpipe_compiler.codegen.onnx.weights import Place, point_to, save, take_in, write_weights
 from gpipe_compiler.errors import EmitError
+from gpipe_compiler.escaping import file_stem
 from gpipe_compiler.frontend.onnx.reading import OnnxModel
 from gpipe_compiler.plan import Plan
 
@@ -27,7 +28,7 @@ _SINCE = 11
 
 def staged_file(plan: Plan) -> str:
     """What the copy is called."""
-    return f"{plan.name}.staged.onnx"
+    return f"{file_stem(plan.name)}.staged.onnx"
 
 
 def write_staged(plan: Plan, model: OnnxModel, folder: Path, places: Mapping[str, Place]) -> Path:

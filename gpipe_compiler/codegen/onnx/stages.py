@@ -23,6 +23,7 @@ from gpipe_compiler.frontend.onnx.types import element_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.onnx_constants import node_of
 from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.runtime.wording import printable
 
 _WEIGHTS_ALONE = 4
 """The IR version from which on weights need not be inputs too."""
@@ -77,9 +78,9 @@ def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
     proto.ir_version = max(whole.ir_version, _WEIGHTS_ALONE)
     proto.opset_import.extend(whole.opset_import)
     proto.producer_name = "gpipe-compiler"
-    proto.doc_string = f"stage {stage.index} of {len(plan.stages)} of {plan.name}"
+    proto.doc_string = f"stage {stage.index} of {len(plan.stages)} of {printable(plan.name)}"
     nodes = [node_of(graph.op_of[name]) for name in stage.ops]
-    proto.graph.name = f"{plan.name}_stage_{stage.index}"
+    proto.graph.name = f"{printable(plan.name)}_stage_{stage.index}"
     proto.graph.node.extend(nodes)
     declared = _declared(whole)
     free = _free_sizes(whole)

@@ -16,6 +16,7 @@ from gpipe_compiler.codegen.onnx.stages import boundary, stage_file
 from gpipe_compiler.codegen.onnx.weights import save
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.wording import printable
 
 
 def write_whole(plan: Plan, folder: Path) -> Path:
@@ -27,7 +28,7 @@ def write_whole(plan: Plan, folder: Path) -> Path:
     graph = plan.graph
     assert graph is not None
     whole = ModelProto(producer_name="gpipe-compiler")
-    whole.graph.name = plan.name
+    whole.graph.name = printable(plan.name)
     weights: set[str] = set()
     functions: set[tuple[str, str, str]] = set()
     for stage in plan.stages:
