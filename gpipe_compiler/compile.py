@@ -44,6 +44,7 @@ from gpipe_compiler.validate import (
     validate_materialised,
     why_not_materialised,
 )
+from gpipe_compiler.validate_shortened import validate_shortened
 from gpipe_compiler.workbench import Workbench
 
 Progress = Callable[[str], None]
@@ -259,19 +260,19 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         progress("looking at what would save memory")
         made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
     found: list[Validation] = []
-    refused = why_not_materialised(made) if options.validate and on_meta(graph) else ""
+    refused = ""
 
     def hold(folder: Path) -> None:
-        nonlocal made
-        if options.validate and not refused:
+        nonlocal made, refused
+        if options.validate:
             progress("validating the package against the model")
-            hold_against = validate_materialised if on_meta(graph) else validate
-            accepted = options.per_microbatch
-            found.append(
-                hold_against(subject, made, folder, seed=options.seed, per_microbatch=accepted)
-            )
-            write_report(made, folder / "report.html", found[0])
-            refuse_failed(found[0], made.precision)
+            held = _validated(subject, made, options, frontend, folder)
+            if isinstance(held, Validation):
+                found.append(held)
+                write_report(made, folder / "report.html", held)
+                refuse_failed(held, made.precision)
+            else:
+                refused = held
         if options.measured and not on_meta(graph):
             made = clocked(made, folder, progress)
             (folder / PLAN).write_text(made.to_json(), encoding="utf-8")
@@ -290,6 +291,29 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     except ValidationError as error:
         raise left_aside(error, directory) from error
     return Compiled(frontend, made, placed, found[0] if found else None, refused, frontier)
+
+
+def _validated(
+    subject: Subject, made: Plan, options: CompileOptions, frontend: Frontend, folder: Path
+) -> Validation | str:
+    """The comparison of a package with its model; or why none was made."""
+    assert made.graph is not None
+    seed, accepted = options.seed, options.per_microbatch
+    if not on_meta(made.graph):
+        return validate(subject, made, folder, seed=seed, per_microbatch=accepted)
+    too_large = why_not_materialised(made)
+    if not too_large:
+        return validate_materialised(subject, made, folder, seed=seed, per_microbatch=accepted)
+    held = validate_shortened(
+        subject,
+        made,
+        options.policy,
+        options.cluster,
+        frontend,
+        seed=seed,
+        per_microbatch=accepted,
+    )
+    return held if isinstance(held, Validation) else f"{too_large}; {held}"
 
 
 def plan_as_asked(

@@ -287,12 +287,77 @@ def test_parameters_that_nobody_fills_are_validated_with_given_weights(tmp_path:
 def test_a_model_too_large_to_be_filled_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpipe_compiler.validate.LARGEST_MATERIALISED", 1000)
+    for module in ("validate", "validate_shortened"):
+        monkeypatch.setattr(f"gpipe_compiler.{module}.LARGEST_MATERIALISED", 1000)
 
     made = compiled(MODEL, tmp_path / "p")
 
     assert made.validation is None
     assert "on the meta device" in made.not_validated
+
+
+DEEP = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(20))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def build_model():
+    with torch.device("meta"):
+        return Deep()
+
+def example_inputs():
+    return torch.randint(11, (16, 5))
+
+def example_target():
+    return torch.randint(11, (16, 5))
+
+def loss_fn(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+
+
+def test_a_model_too_large_to_be_filled_is_compared_with_fewer_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six of twenty blocks would be too many bytes; with four of them everything is compared."""
+    most = 4 * 6 * (8 * 16 * 2 + 8 + 16 + 16)
+    for module in ("validate", "validate_shortened"):
+        monkeypatch.setattr(f"gpipe_compiler.{module}.LARGEST_MATERIALISED", most)
+
+    model = tmp_path / "deep.py"
+    model.write_text(DEEP)
+
+    made = compiled(model, tmp_path / "p")
+
+    assert made.not_validated == ""
+    assert made.validation is not None
+    assert made.validation.passed
+    (note,) = (note for note in made.validation.notes if "repetitions" in note)
+    assert "4 of the 20 repetitions in blocks" in note
+    assert {row.what for row in made.validation.rows} == {"output", "loss", "gradient", "weight"}
 
 
 def test_the_model_itself_stays_on_meta() -> None:

@@ -44,23 +44,25 @@ class Run:
         first: the place in the list where the run begins.
         period: modules after which it repeats.
         count: repetitions.
+        kept: those that the shortened list has: the first, some in the middle, the last.
     """
 
     path: str
     first: int
     period: int
     count: int
+    kept: int = KEPT
 
     @property
     def removed(self) -> int:
         """Modules that the shortened list lacks."""
-        return (self.count - KEPT) * self.period
+        return (self.count - self.kept) * self.period
 
     def repetition(self, place: int) -> int | None:
         """The repetition that a place in the shortened list belongs to; None for what is no part
         of the run."""
         number = (place - self.first) // self.period
-        return number if 0 <= number < KEPT else None
+        return number if 0 <= number < self.kept else None
 
     def place(self, path: str) -> int | None:
         """The place in the list of what stands under a path; None for anything else."""
@@ -95,21 +97,26 @@ class Shortened:
     runs: tuple[Run, ...]
 
 
-def shortened(subject: Subject) -> Shortened | None:
-    """The subject with the longest run of every list shortened; None where no list has one."""
+def shortened(subject: Subject, *, least: int = _LEAST, kept: int = KEPT) -> Shortened | None:
+    """The subject with the longest run of every list shortened; None where no list has one.
+
+    Args:
+        least: repetitions of the shortest run that is shortened.
+        kept: repetitions that are left of a run, 2 or more.
+    """
     shared = _shared_tensors(subject.model)
-    runs = tuple(_runs("", subject.model, shared))
+    found = _runs("", subject.model, shared, least)
+    runs = tuple(dataclasses.replace(run, kept=kept) for run in found)
     if not runs:
         return None
     model = subject.model
     for run in runs:
         model = _with_list(model, run.path.split("."), run)
-    kept = {
-        name: steps
+    initial = {
+        _in_short(runs, name): steps
         for name, steps in subject.initial.items()
         if not any(_is_removed(run, name) for run in runs)
     }
-    initial = {_in_short(runs, name): steps for name, steps in kept.items()}
     return Shortened(dataclasses.replace(subject, model=model, initial=initial), runs)
 
 
@@ -136,21 +143,21 @@ def _shared_tensors(model: nn.Module) -> frozenset[int]:
     return frozenset(key for key, count in Counter(map(id, tensors)).items() if count > 1)
 
 
-def _runs(path: str, module: nn.Module, shared: frozenset[int]) -> Iterator[Run]:
+def _runs(path: str, module: nn.Module, shared: frozenset[int], least: int) -> Iterator[Run]:
     """The longest run of every list, lists inside of runs left out."""
     children = list(module._modules.items())
     run = None
-    if type(module) in _LISTS and path and len(children) >= _LEAST:
-        run = _longest([_description(child, shared) for _, child in children], path)
+    if type(module) in _LISTS and path and len(children) >= least:
+        run = _longest([_description(child, shared) for _, child in children], path, least)
     if run is not None:
         yield run
         return
     for name, child in children:
         if child is not None:
-            yield from _runs(f"{path}.{name}" if path else name, child, shared)
+            yield from _runs(f"{path}.{name}" if path else name, child, shared, least)
 
 
-def _longest(kinds: Sequence[Hashable], path: str) -> Run | None:
+def _longest(kinds: Sequence[Hashable], path: str, least: int) -> Run | None:
     """The run with the most modules, among equals that with the shortest period."""
     best: Run | None = None
     for period in range(1, _LONGEST_PERIOD + 1):
@@ -160,7 +167,7 @@ def _longest(kinds: Sequence[Hashable], path: str) -> Run | None:
                 continue
             run = Run(path, start - period, period, (place - start) // period + 1)
             size = run.count * period
-            if run.count >= _LEAST and (best is None or size > best.count * best.period):
+            if run.count >= least and (best is None or size > best.count * best.period):
                 best = run
             start = place + 1
     return best
