@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import UsageError
+from .errors import AgreedError, UsageError
 from .job import Work
 from .replicas import Replicas
 
 _WORKS = tuple(Work)
-_NUMBERS = 4
-"""In the header before sizes and weights: work, mode, micro-batches, the bytes of a refusal."""
+_NUMBERS = 6
+"""In the header before sizes and weights: work, mode, micro-batches, the bytes of a refusal, and
+the halves of a checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Call:
             replica's share of the mini-batch is empty.
         loss_weights: of each micro-batch, what its loss's mean is taken over; () without a loss.
         refusal: what is wrong with the inputs.
+        read: a checksum of the whole mini-batches that this replica has taken its share of since
+            the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.
         total: the loss weights of the mini-batch, over all replicas.
     """
@@ -36,19 +39,22 @@ class Call:
     sizes: tuple[int, ...] = ()
     loss_weights: tuple[float, ...] = ()
     refusal: UsageError | None = None
+    read: int = 0
     first: int = 0
     total: float = 0.0
 
 
-def agree(replicas: Replicas | None, call: Call, most: int) -> Call:
+def agree(replicas: Replicas | None, call: Call, most: int, number: int) -> Call:
     """The call of this rank's replica, on every rank, with what it needs to know of the others'.
 
     Args:
         call: what this rank knows of it; all ranks but the first of each replica know no more
             than the work and the mode.
         most: micro-batches that a replica has at most.
+        number: of the mini-batch, from 1, for messages.
 
     Raises:
+        AgreedError: on every rank, when a replica has taken its share of another mini-batch.
         UsageError: on every rank, when a replica has refused its inputs, when there are fewer
             samples than replicas, or when ranks do not make the same call.
     """
@@ -63,6 +69,9 @@ def agree(replicas: Replicas | None, call: Call, most: int) -> Call:
     for rank, (_, refused) in zip(firsts, calls, strict=True):
         if refused:
             _refuse(replicas, call.refusal, rank, refused)
+    for rank, (other, _) in zip(firsts, calls, strict=True):
+        if other.read and calls[0][0].read and other.read != calls[0][0].read:
+            raise _other_data(rank, number)
     if not all(other.sizes for other, _ in calls):
         samples = sum(sum(other.sizes) for other, _ in calls)
         raise UsageError(f"a batch of {samples} is too small for {replicas.count} replicas")
@@ -83,11 +92,12 @@ def _exchange(replicas: Replicas, call: Call, most: int) -> list[tuple[Call, int
         )
     rows = replicas.pipeline.broadcast(rows, 0, "the call")
     found = []
-    for work, training, count, refused, *numbers in rows.tolist():
+    for work, training, count, refused, upper, lower, *numbers in rows.tolist():
         kind = _WORKS[int(work)]
         sizes = tuple(map(int, numbers[: int(count)]))
         weights = tuple(numbers[most : most + int(count)]) if kind.makes_loss else ()
-        found.append((Call(kind, bool(training), sizes, weights), int(refused)))
+        read = int(upper) << 32 | int(lower)
+        found.append((Call(kind, bool(training), sizes, weights, read=read), int(refused)))
     return found
 
 
@@ -107,11 +117,21 @@ def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
         )
 
 
+def _other_data(rank: int, number: int) -> AgreedError:
+    return AgreedError(
+        f"mini-batch {number}, as rank {rank} has read it, is not that of rank 0",
+        hint="every replica reads the same mini-batches, whole, and takes its share of each: use "
+        "the same seed on every rank and a sampler that does not know the rank; samples that only "
+        "one replica reads are passed to step() without shard()",
+    )
+
+
 def _header(call: Call, most: int) -> torch.Tensor:
     header = torch.zeros(_NUMBERS + 2 * most, dtype=torch.float64)
     count = len(call.sizes)
-    facts = (_WORKS.index(call.work), call.training, count, len(_text(call.refusal)))
-    _put(header, 0, facts)
+    halves = call.read >> 32, call.read & 0xFFFFFFFF  # each is exact in 64 bits of floating point
+    _put(header, 0, (_WORKS.index(call.work), call.training, count, len(_text(call.refusal))))
+    _put(header, _NUMBERS - len(halves), halves)
     _put(header, _NUMBERS, call.sizes)
     _put(header, _NUMBERS + most, call.loss_weights)
     return header

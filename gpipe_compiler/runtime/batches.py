@@ -6,9 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-from .errors import PipelineError, UsageError
+from .errors import AgreedError, PipelineError, UsageError
 from .progress import Progress, RandomState
+
+Located = TypeVar("Located", UsageError, AgreedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +178,11 @@ def disagreement(batches: Batches) -> PipelineError:
     )
 
 
-def located(error: UsageError, batch: Batch) -> UsageError:
-    """The error of a batch with its place in the data, where that is known."""
-    problem = f"{batch.place}: {error.problem}" if batch.place else error.problem
-    return UsageError(problem, hint=error.hint)
+def located(error: Located, batch: Batch, step: int | None = None) -> Located:
+    """The error of a batch with its place in training and in the data, where that is known."""
+    places = [*([] if step is None else [f"step {step}"]), *([batch.place] if batch.place else [])]
+    problem = f"{', '.join(places)}: {error.problem}" if places else error.problem
+    return type(error)(problem, hint=error.hint)
 
 
 def pair(item: object, place: str) -> tuple[object, object]:

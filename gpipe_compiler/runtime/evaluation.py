@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .batches import NOTHING, Batches, Source, disagreement, located
 from .data import samples_of
-from .errors import UsageError
+from .errors import AgreedError, UsageError
 from .generators import undisturbed
 from .hooks import UserHooks
 from .lockstep import decided
@@ -115,6 +115,8 @@ class _Pass:
             self.share = self.pipe.shard(self.batch.inputs, self.batch.target)
             loss, output = self.pipe.evaluate_with_outputs(*self.share, outputs=outputs)
         except UsageError as error:
+            raise located(error, self.batch) from error
+        except AgreedError as error:
             raise located(error, self.batch) from error
         return float(loss), output
 

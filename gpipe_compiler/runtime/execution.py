@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Asked:
         outputs: whether what the model returns is wanted.
         key: what random ops depend on.
         loss_scale: gradients are those of the loss times this.
+        read: the checksum of the mini-batch that this is a replica's share of (`Call`).
     """
 
     work: Work
@@ -38,6 +40,7 @@ class Asked:
     outputs: bool
     key: RandomKey
     loss_scale: float = 1.0
+    read: int = 0
 
 
 class Programs:
@@ -109,6 +112,7 @@ class Execution:
         """The loss, where one is made, and what the model returns, where inputs are passed.
 
         Raises:
+            AgreedError: when replicas have read other data.
             UsageError: for inputs that do not fit.
             StageError: when the model's code raises.
             TransportError: when another process is gone.
@@ -117,7 +121,8 @@ class Execution:
         call, bound, parts = Call(asked.work, asked.training), Values(), list[Values]()
         if self._team.feeds:
             call, bound, parts = self._offered(asked)
-        call = agree(self._team.members, call, self._microbatches)
+        call = dataclasses.replace(call, read=asked.read)
+        call = agree(self._team.members, call, self._microbatches, asked.key.step + 1)
         prepared = self._programs.of(asked.work, len(call.sizes), training=asked.training)
         shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
         job = Job(

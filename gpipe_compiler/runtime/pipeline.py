@@ -22,7 +22,7 @@ from .job import RandomKey, Work
 from .random import seed_in_eval
 from .reducer import collected, share_initial
 from .runners import Runner
-from .sharding import share_of
+from .sharding import checksum_of, share_of
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from .team import Team
@@ -81,6 +81,7 @@ class Pipeline:
         self.seed = seed
         self.step_number = 0
         self._calls = 0
+        self._read = 0
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
@@ -225,8 +226,9 @@ class Pipeline:
             seed = seed_in_eval(seed, self._calls)
             self._calls += 1
         key = RandomKey(seed, self.step_number)
+        read, self._read = self._read, 0
         return self._execution.run(
-            Asked(work, self._mode, inputs, target, outputs, key, loss_scale)
+            Asked(work, self._mode, inputs, target, outputs, key, loss_scale, read)
         )
 
     def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
@@ -307,11 +309,13 @@ class Pipeline:
             loss = pipe.step(*pipe.shard(inputs, target))
 
         Replicas then do together what one pipeline with `replicas` times the micro-batches does.
-        A batch with fewer samples than replicas leaves some none, which `step` refuses.
+        A batch with fewer samples than replicas leaves some none, which `step` refuses. It also
+        refuses, on every rank, where replicas have taken their shares of batches that differ.
         """
         if self.replicas == 1 or not self.feeds:
             return inputs, target
         call = inputs, target
+        self._read = (31 * self._read + checksum_of(self.spec, call)) % 2**64
         return share_of(self.spec, call, self.replica, self.replicas, self.microbatches)
 
     def train(self, mode: bool = True) -> Pipeline:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .checksum import checksum
 from .inputs import Inputs, as_call, even_sizes, look_up, microbatch_count
 from .nest import Path
 from .spec import PipelineSpec
@@ -51,6 +52,14 @@ def share_of(
     parts = {s.path: s.part(tensor, start, stop - start) for s, tensor in tensors.items()}
     own = _replaced(whole, parts)
     return (own["args"], own["kwargs"]), own["target"]
+
+
+def checksum_of(spec: PipelineSpec, call: tuple[Inputs, object]) -> int:
+    """A checksum of all tensors of a mini-batch that the pipeline takes."""
+    args, kwargs = as_call(call[0])
+    whole = {"args": args, "kwargs": kwargs, "target": call[1]}
+    found = [(source.name, look_up(whole, source.path)) for source in spec.inputs]
+    return checksum((name, item) for name, item in found if isinstance(item, torch.Tensor))
 
 
 def bounds(

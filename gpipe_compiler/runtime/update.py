@@ -72,7 +72,8 @@ class Update:
             step: its number, for messages.
 
         Raises:
-            AgreedError: when a loss or a gradient is not finite; the weights have not changed.
+            AgreedError: when a loss or a gradient is not finite, or replicas have read other data;
+                the weights have not changed.
             UsageError: when a batch does not fit the pipeline, with its place in the data.
         """
         self.pipe.zero_grad()
@@ -97,6 +98,8 @@ class Update:
             loss = float(self.pipe.step(*share, weight=weight))
         except UsageError as error:
             raise located(error, batch) from error
+        except AgreedError as error:
+            raise located(error, batch, step) from error
         if not math.isfinite(loss) and not self.pipe.scaler.is_enabled():
             where = f", {batch.place}" if batch.place else ""
             raise AgreedError(f"the loss of step {step}{where}, is {loss}")

@@ -147,6 +147,12 @@ def refusals(directory, replicas):
             "wrong": lambda: pipe.step(*wrong),
             "mixed": lambda: (pipe.evaluate if pipe.replica else pipe.step)(*good),
         }
+        inputs, target, _ = batch_for("skip", 11, seed=0)
+        if pipe.replica == replicas - 1:
+            # In the first sample, which is another replica's.
+            inputs = tuple(nudged(item) for item in inputs)
+        calls["other"] = lambda: pipe.step(*pipe.shard(inputs, target))
+        calls["evaluated"] = lambda: pipe.evaluate(*pipe.shard(inputs, target))
         for name, call in calls.items():
             try:
                 call()
@@ -154,6 +160,14 @@ def refusals(directory, replicas):
                 (directory / f"{name}-{replicas}-{pipe.rank}").write_text(str(error))
             pipe.zero_grad()
             pipe.step(*good)
+
+
+def nudged(tensor):
+    """With another last bit in its first number."""
+    other = tensor.clone()
+    first = other.view(-1)[:1]
+    first.copy_(torch.nextafter(first, first + 1))
+    return other
 
 
 def equal(directory):

@@ -83,6 +83,10 @@ def refused(directory, replicas, processes):
         assert (f"rank {bad} refused its inputs" in wrong) == (rank != bad)
         mixed = (directory / f"mixed-{replicas}-{rank}").read_text()
         assert "do not make the same call" in mixed
+        for case in ("other", "evaluated"):
+            other = (directory / f"{case}-{replicas}-{rank}").read_text()
+            assert f"as rank {bad} has read it, is not that of rank 0" in other
+            assert "the same seed on every rank" in other
 
 
 @pytest.mark.timeout(150)

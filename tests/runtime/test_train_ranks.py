@@ -105,6 +105,30 @@ def test_replicas_share_every_batch(tmp_path, name, asked):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+OWN_ORDER = """
+def train_data():
+    for number, size in enumerate(SIZES):
+        rank = int(os.environ["RANK"])
+        yield batch(size, number if number < 2 else 10 * rank + number)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_replicas_that_read_other_data_are_noticed(tmp_path):
+    """At the first step that differs, before it changes a weight; rank 0 tells it."""
+    run = Run(tmp_path, skip_spec(), OWN_ORDER)
+
+    code, _, err = finished(started("skip", run, "--epochs", 1, "--data-parallel", 2))
+
+    assert code != 0
+    place = "step 3, batch 3 of pass 1 of train_data()"
+    assert err.count("error: ") == 1
+    assert place in err
+    assert "as rank 1 has read it, is not that of rank 0; the weights are not changed" in err
+    assert "use the same seed on every rank" in err
+    assert len(run.steps) == 2
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("hooks", "message"),

@@ -1,0 +1,74 @@
+"""The checksum by which replicas compare what they have read: any difference tells."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpipe_compiler.runtime.checksum import _WIDTH, checksum
+
+SIZES = (1, 3, 7, 1001, 4 * _WIDTH, 40 * _WIDTH + 9)
+"""Bytes: less than a word, no whole words, one row of them, several and a rest."""
+
+
+def of(*tensors: torch.Tensor) -> int:
+    return checksum((f"x{place}", tensor) for place, tensor in enumerate(tensors))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_bit_tells(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    whole = of(data)
+
+    for place in {0, size // 2, size - 1, *torch.randint(0, size, (20,)).tolist()}:
+        for bit in (0, 7):
+            other = data.clone()
+            other[place] ^= 1 << bit
+            assert of(other) != whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_what_batches_differ_in_tells(dtype: torch.dtype) -> None:
+    """Signs, order, rows that changed places near and far, shapes, types, and which input it is."""
+    x = torch.arange(1, 1 + 6 * _WIDTH).to(dtype).reshape(6, -1)
+    batches = [
+        (x, x.flip(0)),
+        (-x, x.flip(0)),
+        (x, -x.flip(0)),
+        (-x, -x.flip(0)),
+        (x.flip(0), x),
+        (x.flip(1), x.flip(0)),
+        (x[[0, 2, 1, 3, 4, 5]], x.flip(0)),
+        (x[[5, 1, 2, 3, 4, 0]], x.flip(0)),
+        (x.reshape(3, -1), x.flip(0)),
+        (x.to(torch.complex64), x.flip(0)),
+        (x.t(), x.flip(0)),
+        (x, x.flip(0)[:5]),
+        (x[:0], x.flip(0)),
+    ]
+    for (one, first), (other, second) in itertools.combinations(enumerate(batches), 2):
+        assert of(*first) != of(*second), (one, other)
+
+
+def test_numbers_tell_and_not_where_they_lie() -> None:
+    x = torch.randint(0, 256, (50, 31), dtype=torch.uint8)
+    apart = torch.zeros(100, 31, dtype=torch.uint8)[::2]
+    apart.copy_(x)
+    assert of(x) == of(apart) == of(torch.cat([x[:1], x])[1:])
+    z = torch.randn(5, dtype=torch.complex64)
+    assert of(z.conj()) == of(z.conj().resolve_conj())
+
+
+def test_every_process_comes_to_the_same() -> None:
+    told = "import torch\nfrom gpipe_compiler.runtime.checksum import checksum\n"
+    told += "print(checksum([('x', torch.arange(99999))]))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    words = [sys.executable, "-c", told]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+
+    assert int(done.stdout) == checksum([("x", torch.arange(99999))])
