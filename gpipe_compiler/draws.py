@@ -1,58 +1,51 @@
-"""What a model draws in eval mode, such as a dropout that is always on, or noise."""
+"""What a model draws in one mode, as its package draws it."""
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.random_ops import (
     first_numbers,
+    in_eval,
     numbers_of,
-    random_in_eval,
     random_ops,
+    shared_draws,
 )
 from gpipe_compiler.runtime.random import SeededRandom, seed_in_eval
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random numbers of a model in eval mode, as its package draws them in its first call.
+    """The random numbers of a model in one mode, as its package draws them in its first call.
 
     Attributes:
         numbers: of its random ops, in their order.
-        where: the first of them, and the user's line.
+        shared: those that draw once for all micro-batches.
+        ops: the op of the graph that each of `numbers` belongs to.
     """
 
     seed: int
     numbers: tuple[int, ...]
-    where: str
+    shared: frozenset[int]
+    ops: tuple[str, ...]
 
     @classmethod
-    def of(cls, graph: Graph, seed: int) -> Draws:
+    def of(cls, graph: Graph, seed: int, *, training: bool) -> Draws:
         """Those of a graph, in a package with this seed."""
-        counts = random_in_eval(graph)
-        numbers = numbers_of(graph.ops, first_numbers(graph, random_ops(graph)), counts)
-        first = next((op for op in graph.ops if op.name in counts), None)
-        where = "" if first is None else f"{first.name} ({first.source or 'no line is known'})"
-        return cls(seed_in_eval(seed, 0), numbers, where)
-
-    @property
-    def any(self) -> bool:
-        """Whether it draws at all."""
-        return bool(self.numbers)
-
-    @property
-    def note(self) -> str:
-        """What a reader should know of it."""
-        return (
-            f"the model draws random numbers in eval mode too, first in {self.where}: the package "
-            "is held against its outputs for the micro-batches, each with the same numbers, and "
-            "whether the loss of a batch is that of its micro-batches is judged by its ops alone"
+        known = shared_draws(graph if training else in_eval(graph))
+        counts = {name: len(shared) for name, shared in known.items()}
+        first = first_numbers(graph, counts if training else random_ops(graph))
+        numbers = numbers_of(graph.ops, first, counts)
+        drawing = [op.name for op in graph.ops if op.name in known]
+        shared = [shared for name in drawing for shared in known[name]]
+        return cls(
+            seed if training else seed_in_eval(seed, 0),
+            numbers,
+            frozenset(number for number, alike in zip(numbers, shared, strict=True) if alike),
+            tuple(name for name in drawing for _ in known[name]),
         )
 
-    def seeded(self, microbatch: int) -> contextlib.AbstractContextManager[object]:
-        """Around one call."""
-        if not self.numbers:
-            return contextlib.nullcontext()
-        return SeededRandom(self.seed, 0, microbatch, self.numbers)
+    def seeded(self, microbatch: int) -> SeededRandom:
+        """Around one call of the model, on one micro-batch."""
+        return SeededRandom(self.seed, 0, microbatch, self.numbers, self.shared)

@@ -28,7 +28,6 @@ from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Kind, Tensors, compare, flat_tensors
 from gpipe_compiler.runtime.inputs import even_sizes, join
-from gpipe_compiler.runtime.random import SeededRandom
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
 from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
 from gpipe_compiler.splitting import Losses, explain, loss_shares, suspected
@@ -107,10 +106,10 @@ def reference_of(
     batch = batch_of(plan, entry.signature, inputs)
     shares = _shares(entry, plan, batch) if plan.training else ()
     assert plan.graph is not None
-    draws = Draws.of(plan.graph, seed)
+    draws = Draws.of(plan.graph, seed, training=False)
     expected, notes, losses = _evaluate(entry, plan, batch, shares, draws)
     error = None
-    if losses is not None and draws.any and len(batch.sizes) > 1:
+    if losses is not None and draws.numbers and len(batch.sizes) > 1:
         error = suspected(plan.graph)
     elif losses is not None and not losses.equal:
         error = explain(plan.graph, losses)
@@ -185,8 +184,8 @@ def _evaluate(
         name: _join([output[name] for output in outputs], tensor, batch.sizes)
         for name, tensor in whole.outputs.items()
     }
-    if draws.any:
-        return {Kind.OUTPUT: joined}, (draws.note,), losses
+    if draws.numbers:
+        return {Kind.OUTPUT: joined}, (), losses
     rows = compare({Kind.OUTPUT: joined}, {Kind.OUTPUT: whole.outputs})
     if all(row.passed for row in rows):
         return {Kind.OUTPUT: whole.outputs}, (), losses
@@ -246,6 +245,8 @@ def _train_step(
     parts = batch.parts(entry.signature)
     if takes_whole_batch(plan):
         parts, shares = [batch.whole()], (1.0,)
+    assert plan.graph is not None
+    draws = Draws.of(plan.graph, seed, training=True)
     statistics = MiniBatchStatistics(entry.model)
     deferred = plan.batchnorm is BatchNorm.DEFERRED
     scale = LOSS_SCALE if plan.precision is Precision.FP16 else 1.0
@@ -257,7 +258,7 @@ def _train_step(
     for microbatch, part in enumerate(parts):
         with contextlib.ExitStack() as around:
             around.enter_context(activations_kept())
-            around.enter_context(SeededRandom(seed, 0, microbatch, numbers=()))
+            around.enter_context(draws.seeded(microbatch))
             around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
             around.enter_context(autocast(plan.precision, device_of(entry.model)))
             loss = entry(*part)[0]

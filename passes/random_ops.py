@@ -6,6 +6,7 @@ where the model is cut; these counts are where the numbers come from.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,43 +14,65 @@ import torch
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.blocks import per_op, shortest
-from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.dry_run import DryRun, tensors_in
 from gpipe_compiler.passes.watch import DispatchWatch
+from gpipe_compiler.runtime.random import draws
 
 
 def random_ops(graph: Graph) -> Mapping[str, int]:
     """How many random aten ops one forward runs, by op; ops that run none are left out.
 
-    Random means tagged `nondeterministic_seeded` by torch, seen below autograd as on the host:
-    what the runtime's own dispatch mode sees there. The forward is that of training when the
-    graph has a loss, of inference otherwise.
+    Random is what draws with the arguments it is called with, seen below autograd as on the host:
+    the runtime's own dispatch mode sees the same there and goes by the same rule. The forward is
+    that of training when the graph has a loss, of inference otherwise.
 
     Raises:
         ModelError: naming the op that cannot run.
     """
+    return {name: len(shapes) for name, shapes in _drawn(graph, graph.batch_size).items()}
+
+
+def shared_draws(graph: Graph) -> Mapping[str, tuple[bool, ...]]:
+    """For the random aten ops of each op in turn, whether what they draw has no batch dimension.
+
+    Such as noise for a weight, or a number that decides for a whole batch: it is drawn once for all
+    micro-batches. Runs at the graph's batch size and at twice that.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    once = _drawn(graph, graph.batch_size)
+    twice = _drawn(graph, 2 * graph.batch_size) if once else {}
+    return {
+        name: tuple(
+            few == more
+            for few, more in itertools.zip_longest(shapes, twice.get(name, ())[: len(shapes)])
+        )
+        for name, shapes in once.items()
+    }
+
+
+def _drawn(graph: Graph, batch_size: int) -> Mapping[str, tuple[torch.Size, ...]]:
+    """The shapes of what the random aten ops of each op draw."""
     run = DryRun.of(shortest(graph), training=graph.loss is not None)
-    counter = RandomCounter()
-    counts: dict[str, int] = {}
+    watch = RandomWatch()
+    found: dict[str, tuple[torch.Size, ...]] = {}
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
-        before = counter.count
-        with counter:
+        watch.shapes = []
+        with watch:
             returned = execute()
-        if counter.count > before:
-            counts[op.name] = counter.count - before
+        if watch.shapes:
+            found[op.name] = tuple(watch.shapes)
         return returned
 
-    run.run(graph.batch_size, observer)
-    return per_op(graph, counts)
+    run.run(batch_size, observer)
+    return per_op(graph, found)
 
 
-def random_in_eval(graph: Graph) -> Mapping[str, int]:
-    """How many one forward in eval mode runs, by op; ops that run none are left out.
-
-    Raises:
-        ModelError: naming the op that cannot run.
-    """
-    return random_ops(graph if graph.loss is None else graph.replace(loss=None))
+def in_eval(graph: Graph) -> Graph:
+    """The graph whose forward is that of eval mode."""
+    return graph if graph.loss is None else graph.replace(loss=None)
 
 
 def first_numbers(graph: Graph, counts: Mapping[str, int]) -> Mapping[str, int]:
@@ -78,16 +101,16 @@ def numbers_of(
     return tuple(first[op.name] + index for op in ops for index in range(counts.get(op.name, 0)))
 
 
-class RandomCounter(DispatchWatch):
-    """Counts the random aten ops that run inside it."""
+class RandomWatch(DispatchWatch):
+    """Notes the shapes of what the random aten ops draw that run inside it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.shapes: list[torch.Size] = []
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
-        """Counts the op when torch tags it as drawing from the generator."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.count += 1
+        """Notes the op when it draws."""
+        if draws(func, args, kwargs):
+            self.shapes.append(tensors_in(returned)[0].shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,11 +13,24 @@ from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import (
     first_numbers,
+    in_eval,
     numbers_of,
-    random_in_eval,
-    random_ops,
+    shared_draws,
 )
 from gpipe_compiler.passes.seen import saved_values
+
+
+@dataclass(frozen=True, slots=True)
+class Randoms:
+    """The random aten ops of a stage.
+
+    Attributes:
+        numbers: theirs in the whole model.
+        shared: the numbers of those that draw once for all micro-batches.
+    """
+
+    numbers: tuple[int, ...]
+    shared: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,8 +39,9 @@ class Facts:
 
     Attributes:
         templates: what non-tensor values are, where that follows from shapes alone.
-        randoms: how many random aten ops each op runs, in training where there is a loss.
-        randoms_in_eval: how many in eval mode.
+        randoms: the random aten ops that each op runs, in training where there is a loss: whether
+            what they draw has no batch dimension.
+        randoms_in_eval: those that run in eval mode.
         mixing: the ops in which samples meet.
         saved: op -> the values whose memory autograd keeps for its backward.
     """
@@ -34,8 +49,8 @@ class Facts:
     graph: Graph
     effects: Effects
     templates: Mapping[str, Argument]
-    randoms: Mapping[str, int]
-    randoms_in_eval: Mapping[str, int]
+    randoms: Mapping[str, tuple[bool, ...]]
+    randoms_in_eval: Mapping[str, tuple[bool, ...]]
     mixing: frozenset[str]
     saved: Mapping[str, frozenset[str]]
 
@@ -46,8 +61,8 @@ class Facts:
             graph,
             effects(graph),
             shape_values(graph),
-            random_ops(graph),
-            random_in_eval(graph),
+            shared_draws(graph),
+            shared_draws(in_eval(graph)),
             mixing_ops(graph),
             saved_values(graph),
         )
@@ -55,16 +70,20 @@ class Facts:
     @cached_property
     def _first_random(self) -> Mapping[str, int]:
         """The number of each op's first random aten op in the whole model."""
-        return first_numbers(self.graph, self.randoms)
+        return first_numbers(self.graph, _counts(self.randoms))
 
-    def random_numbers(self, ops: Iterable[Op]) -> tuple[int, ...]:
-        """The numbers, in the whole model, of the random aten ops that these ops run."""
-        return numbers_of(ops, self._first_random, self.randoms)
-
-    def random_numbers_in_eval(self, ops: Iterable[Op]) -> tuple[int, ...]:
-        """The same numbers of those that they run in eval mode."""
-        return numbers_of(ops, self._first_random, self.randoms_in_eval)
+    def random_ops(self, ops: Iterable[Op], *, training: bool) -> Randoms:
+        """The random aten ops that these ops run in one mode."""
+        known = self.randoms if training else self.randoms_in_eval
+        run = [op for op in ops if op.name in known]
+        numbers = numbers_of(run, self._first_random, _counts(known))
+        shared = itertools.chain.from_iterable(known[op.name] for op in run)
+        return Randoms(numbers, tuple(itertools.compress(numbers, shared)))
 
     def writes(self, op: str) -> bool:
         """Whether an op writes into memory that others see."""
         return op in self.effects.writes or op in self.effects.state_writes
+
+
+def _counts(randoms: Mapping[str, tuple[bool, ...]]) -> Mapping[str, int]:
+    return {name: len(shared) for name, shared in randoms.items()}

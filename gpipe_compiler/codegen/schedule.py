@@ -204,10 +204,13 @@ def _stage(stage: StageSource, remat: Remat) -> Expression:
     }
     if stage.loss_inputs:
         options["loss_inputs"] = _texts(stage.loss_inputs)
-    if stage.random_ops:
-        options["random_ops"] = _numbers(stage.random_ops)
-    if stage.random_in_eval:
-        options["random_in_eval"] = _numbers(stage.random_in_eval)
+    randoms = {
+        "random_ops": stage.random_ops.numbers,
+        "random_in_eval": stage.random_in_eval.numbers,
+        "shared_random": stage.random_ops.shared,
+        "shared_in_eval": stage.random_in_eval.shared,
+    }
+    options |= {option: _numbers(numbers) for option, numbers in randoms.items() if numbers}
     if stage.initial:
         options["initial"] = name(f"{module}.INITIAL")
     if stage.writes:

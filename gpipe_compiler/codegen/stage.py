@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.constructors import ATTRIBUTES, state_of, state_table
 from gpipe_compiler.codegen.expressions import Writer
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import Facts, Randoms
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
@@ -38,8 +38,8 @@ class StageSource:
         text: the source of `stage_<index>.py`.
         inputs, outputs, loss_inputs: values in the order of arguments and results.
         state: the stage's own state names to the model's.
-        random_ops: numbers of the random aten ops it runs in training.
-        random_in_eval: of those that it runs in eval mode.
+        random_ops: the random aten ops that it runs in training.
+        random_in_eval: those that it runs in eval mode.
         initial: by the model's names, how the state of a model without weights begins.
         writes: the stage's own names of the buffers that training writes to.
         segments: of the methods that run again in the backward, the buffers of `writes` that each
@@ -54,8 +54,8 @@ class StageSource:
     outputs: tuple[str, ...]
     loss_inputs: tuple[str, ...]
     state: Mapping[str, str]
-    random_ops: tuple[int, ...]
-    random_in_eval: tuple[int, ...]
+    random_ops: Randoms
+    random_in_eval: Randoms
     initial: Mapping[str, Steps]
     writes: tuple[str, ...] = ()
     mixes: bool = False
@@ -120,8 +120,8 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         outputs=outputs,
         loss_inputs=losses[0].arguments if losses else (),
         state=state.originals,
-        random_ops=facts.random_numbers(ops),
-        random_in_eval=facts.random_numbers_in_eval(ops),
+        random_ops=facts.random_ops(ops, training=True),
+        random_in_eval=facts.random_ops(ops, training=False),
         initial=initial,
         writes=writes,
         mixes=plan.training and any(op.name in facts.mixing for op in ops),

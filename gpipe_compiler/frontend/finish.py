@@ -17,6 +17,7 @@ from gpipe_compiler.frontend.observe import Observed, observe
 from gpipe_compiler.frontend.rename import rename
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, RegionCall, Result
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.runtime.random import draws
 
 _PURE = frozenset({operator.getitem, builtins.getattr, torch._assert})
 _PURE_METHODS = frozenset({"size", "dim", "numel", "stride", "is_contiguous"})
@@ -80,7 +81,7 @@ def _effects(seen: Callable[[], Observed]) -> Callable[[Op], bool]:
         if isinstance(call, MethodCall) and call.method in _PURE_METHODS:
             return False
         if isinstance(call, FunctionCall) and isinstance(call.function, torch._ops.OpOverload):
-            random = torch.Tag.nondeterministic_seeded in call.function.tags
+            random = draws(call.function, call.args, dict(call.kwargs))
             norm = "batch_norm" in str(call.function)
             return call.function._schema.is_mutable or random or norm
         observed = seen()

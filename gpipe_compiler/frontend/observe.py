@@ -14,6 +14,7 @@ from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.runtime.random import draws
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _Watcher(PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = draws(func, args, kwargs or {})
         # Normalisation writes running statistics though its schema does not say so.
         norm = "batch_norm" in func.__name__
         if func._schema.is_mutable or random or norm:

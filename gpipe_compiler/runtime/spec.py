@@ -166,6 +166,8 @@ class StageSpec:
         random_ops: for each random op of one forward (then of `loss`), in the order the stage runs
             them, its number in the whole model.
         random_in_eval: the same of those that run in eval mode.
+        shared_random, shared_in_eval: those of `random_ops` and of `random_in_eval` whose draw has
+            no batch dimension: all micro-batches of a mini-batch share it.
         initial: for a model without weights: by the model's names, how the state begins.
         writes: the buffers, by own names, that a forward in training mode writes to.
         mixes: whether a sample's result in training mode depends on the other samples of its
@@ -182,11 +184,19 @@ class StageSpec:
     loss_inputs: tuple[str, ...] = ()
     random_ops: tuple[int, ...] = ()
     random_in_eval: tuple[int, ...] = ()
+    shared_random: tuple[int, ...] = ()
+    shared_in_eval: tuple[int, ...] = ()
     initial: Mapping[str, Steps] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
     mixes: bool = False
     remat: Remat = Remat.NONE
     segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def randoms(self, *, training: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of the random ops that run in a mode, and of those that are shared."""
+        if training:
+            return self.random_ops, self.shared_random
+        return self.random_in_eval, self.shared_in_eval
 
 
 @dataclass(frozen=True, slots=True)

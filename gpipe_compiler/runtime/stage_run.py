@@ -222,12 +222,11 @@ class StageRun:
         return self._segments.run_again(Manners(around, random))
 
     def _random(self, microbatch: int) -> SeededRandom | None:
-        spec = self._stage.spec
-        numbers = spec.random_ops if self._module.training else spec.random_in_eval
+        numbers, shared = self._stage.spec.randoms(training=self._module.training)
         if not numbers:
             return None
         key = self._job.random
-        return SeededRandom(key.seed, key.step, key.first + microbatch, numbers)
+        return SeededRandom(key.seed, key.step, key.first + microbatch, numbers, shared)
 
     def _loss(self, arguments: Sequence[torch.Tensor], outputs: Values) -> torch.Tensor | None:
         name = self._loss_name

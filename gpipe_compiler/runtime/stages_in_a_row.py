@@ -150,7 +150,7 @@ class _Row:
         seed = self.seed if training else seed_in_eval(self.seed, 0)
         random = SeededRandom(seed, 0, microbatch, ())
         for index, (stage, module) in enumerate(zip(self.spec.stages, self.modules, strict=True)):
-            random.numbers = stage.random_ops if training else stage.random_in_eval
+            random.numbers, random.shared = stage.randoms(training=training)
             random.position = 0
             with contextlib.ExitStack() as around:
                 if index in deferred:
