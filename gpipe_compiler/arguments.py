@@ -160,10 +160,27 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         help="accept a loss that micro-batches cannot give, as a contrastive one: each of them "
         "has its own, and the mini-batch their weighted mean",
     )
+    group.add_argument(
+        "--batch-dim",
+        metavar="NAME=DIM",
+        type=_batch_dim,
+        action="append",
+        default=[],
+        help="the dimension of an input that is the batch, where it cannot be told; none for one "
+        "that all samples share; repeatable",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON document instead")
     group.add_argument(
         "--seed", type=int, default=0, help="of random weights and inputs (default %(default)s)"
     )
+
+
+def _batch_dim(text: str) -> tuple[str, int | None]:
+    """`x=1` or `mask=none`."""
+    name, _, dim = text.partition("=")
+    if not name or not (dim == "none" or dim.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIM, such as x=1 or mask=none")
+    return name, None if dim == "none" else int(dim)
 
 
 def inspect_parser() -> argparse.ArgumentParser:

@@ -90,6 +90,7 @@ def compile_program(arguments: argparse.Namespace) -> None:
             subject = load(
                 arguments.model, input_specs=arguments.input, training=options.training, loss=loss
             )
+            subject = dataclasses.replace(subject, batch_dims=dict(arguments.batch_dim))
             if Target(arguments.target) is Target.ONNXRUNTIME:
                 compiled = compile_model(subject, options, directory, progress)
             else:
@@ -130,6 +131,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
         "frontend": compiled.frontend.value if compiled.frontend else "onnx",
         "plan": json.loads(compiled.plan.to_json()),
         "frontier": document(compiled.frontier) if compiled.frontier else None,
+        "batch": compiled.batch or None,
         "not_validated": compiled.not_validated or None,
         "validation": None
         if validation is None
@@ -155,7 +157,7 @@ def _print_compiled(compiled: Compiled) -> None:
         console.print(remat_table(plan))
     held, refused = compiled.validation, compiled.not_validated
     frontend = compiled.frontend.value if compiled.frontend else "onnx"
-    console.print(summary_table(plan, frontend, held, refused))
+    console.print(summary_table(plan, frontend, held, refused, compiled.batch))
     if directory is None:
         _say("dry run: nothing written")
         return

@@ -24,11 +24,13 @@ from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.exploring import explore
 from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.mixing_samples import refuse_mixing
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.shapes import annotate
@@ -146,6 +148,7 @@ class Compiled:
         validation: what was compared; None when nothing was.
         not_validated: why nothing was compared, where that was not what the user asked for.
         frontier: all settings that were compared, where they were not given.
+        batch: which dimensions are the batch, where they are others than 0 or not proven.
     """
 
     frontend: Frontend | None
@@ -154,6 +157,7 @@ class Compiled:
     validation: Validation | None
     not_validated: str = ""
     frontier: Frontier | None = None
+    batch: str = ""
 
     @property
     def graph(self) -> Graph | None:
@@ -174,6 +178,7 @@ def trace(
     training: bool = True,
     loss: LossChoice = LossChoice.MODEL,
     frontend: Frontend = Frontend.AUTO,
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Graph:
     """The graph of a model that is called as `model(*args, **kwargs)`.
 
@@ -183,13 +188,23 @@ def trace(
             the `loss` that the model returns.
         training: False traces the model without any loss.
         loss: SUM_OF_SQUARES, for experiments, minimises that of the outputs.
+        batch_dims: by the name of an input as the graph prints it, its dimension that is the batch,
+            None for one that all samples share; all others are found out.
 
     Raises:
         TraceError, ModelError: naming the user's line; also where there is no loss to train on.
     """
     args = (args,) if isinstance(args, torch.Tensor) else args
     subject = Subject(
-        type(model).__name__, model, args, dict(kwargs or {}), target, loss_fn, training, loss
+        type(model).__name__,
+        model,
+        args,
+        dict(kwargs or {}),
+        target,
+        loss_fn,
+        training,
+        loss,
+        batch_dims=batch_dims or {},
     )
     return trace_subject(subject, frontend)[0]
 
@@ -200,7 +215,7 @@ def trace_subject(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple
     Raises:
         TraceError, ModelError: naming the user's line.
     """
-    graph, used = auto.choose(subject, frontend)
+    graph, used = auto.choose(find_batch_dims(subject).subject, frontend)
     return check(annotate(graph, graph.batch_size), after="shapes"), used
 
 
@@ -249,13 +264,17 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     if directory is not None:
         refuse_taken(directory, force=options.force)
     progress("tracing")
+    batch = find_batch_dims(subject)
+    subject = batch.subject
     # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
     graph, frontend = auto.choose(subject, options.frontend)
     progress("planning")
     bench = Workbench(graph, options.cluster, options.measured, options.constraints)
     made, frontier = plan_on(bench, options, progress)
+    if not options.per_microbatch:
+        refuse_mixing(batch, made)
     if directory is None:
-        return Compiled(frontend, made, None, None, frontier=frontier)
+        return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     if options.remedies:
         progress("looking at what would save memory")
         made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
@@ -290,7 +309,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         )
     except ValidationError as error:
         raise left_aside(error, directory) from error
-    return Compiled(frontend, made, placed, found[0] if found else None, refused, frontier)
+    held = found[0] if found else None
+    return Compiled(frontend, made, placed, held, refused, frontier, batch.note)
 
 
 def _validated(

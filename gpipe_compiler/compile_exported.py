@@ -20,8 +20,10 @@ from gpipe_compiler.compile import (
 )
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError
 from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ValueKind
+from gpipe_compiler.mixing_samples import refuse_mixing
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
@@ -54,6 +56,8 @@ def compile_exported(
     if directory is not None:
         refuse_taken(directory, force=options.force)
     progress("tracing")
+    batch = find_batch_dims(subject)
+    subject = batch.subject
     graph, frontend = auto.choose(subject, options.frontend)
     if on_meta(graph):
         raise ModelError(
@@ -62,9 +66,10 @@ def compile_exported(
         )
     progress("planning")
     made, frontier = plan_as_asked(graph, options, progress)
+    refuse_mixing(batch, made)
     check_rows(made, _numbers(made))
     if directory is None:
-        return Compiled(frontend, made, None, None, frontier=frontier)
+        return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     found: list[Validation] = []
 
     def hold(folder: Path) -> None:
@@ -78,7 +83,8 @@ def compile_exported(
         placed = emit_exported(made, directory, force=options.force, progress=progress, check=hold)
     except ValidationError as error:
         raise left_aside(error, directory) from error
-    return Compiled(frontend, made, placed, found[0] if found else None, frontier=frontier)
+    held = found[0] if found else None
+    return Compiled(frontend, made, placed, held, frontier=frontier, batch=batch.note)
 
 
 def _numbers(made: Plan) -> frozenset[str]:

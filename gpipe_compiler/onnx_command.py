@@ -42,7 +42,7 @@ def compile_file(
     """
     given = [
         f"--{name.replace('_', '-')}"
-        for name in (*_TRAINING, "frontend", "per_microbatch")
+        for name in (*_TRAINING, "frontend", "per_microbatch", "batch_dim")
         if getattr(arguments, name) != parser.get_default(name)
     ]
     if given:

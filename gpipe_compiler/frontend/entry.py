@@ -8,7 +8,7 @@ list of tensors, first the loss where there is one, then the tensors of the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.signature import Signature, read_signature
@@ -33,6 +34,9 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.quiet import quiet
+
+_Dims: TypeAlias = Sequence[int | None]
+"""The batch dimension of every tensor in a nest."""
 
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
@@ -137,9 +141,10 @@ class Entry(nn.Module):
         if self.loss_fn is not None:
             if not self._reduces:
                 return
+            dims = self._dims(leaves, count)
             if any(leaf.is_meta for leaf in leaves):
-                count, (output, target) = 2, self._stand_ins((output, target), count)
-            self._probe_loss_function(output, target, count)
+                count, (output, target) = 2, self._stand_ins((output, target), dims)
+            self._probe_loss_function(output, target, count, dims)
             return
         self.own_loss = _own_loss(self.full_structure)
         if self.own_loss is not None:
@@ -157,12 +162,25 @@ class Entry(nn.Module):
                 hint="offer loss_fn(output, target), or compile with --mode infer",
             )
 
-    def _stand_ins(self, trees: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+    def _dims(self, leaves: Sequence[torch.Tensor], count: int) -> tuple[_Dims, _Dims]:
+        """The batch dimensions of the model's outputs for so many samples, and of the targets.
+
+        Where that of every input is 0, outputs with so many rows have theirs there too.
+        """
+        inputs = self.signature.inputs
+        of_target = [source.batch_dim for source in inputs if source.path[0] == "target"]
+        if not any(source.batch_dim for source in inputs):
+            return [0 if x.ndim and x.shape[0] == count else None for x in leaves], of_target
+        more = pick(self._probe_output(count + 1)[0], self.full_structure)
+        pairs = zip(leaves, more, strict=True)
+        return [row_dim(pair, (count, count + 1)) for pair in pairs], of_target
+
+    def _stand_ins(self, trees: tuple[Any, Any], dims: tuple[_Dims, _Dims]) -> tuple[Any, Any]:
         """Two samples of output and target with made-up numbers, on which a loss can be tried.
 
         Where they would take too much memory, they stay on meta.
         """
-        output, target = (_samples_of(tree, 0, 2, count) for tree in trees)
+        output, target = (_samples_of(*pair, 0, 2) for pair in zip(trees, dims, strict=True))
         leaves = pick(output, self.full_structure)
         if max((leaf.numel() for leaf in leaves), default=0) > _LARGEST_STAND_IN:
             return output, map_tensors(_on_meta, target)
@@ -204,11 +222,15 @@ class Entry(nn.Module):
                 hint="it must run by itself before it can be compiled",
             ) from error
 
-    def _probe_loss_function(self, output: object, target: object, count: int) -> None:
+    def _probe_loss_function(
+        self, output: object, target: object, count: int, dims: tuple[_Dims, _Dims]
+    ) -> None:
         """Holds the loss of an output against those of its halves."""
 
         def loss(first: int, last: int) -> torch.Tensor:
-            part, of_target = (_samples_of(tree, first, last, count) for tree in (output, target))
+            part, of_target = (
+                _samples_of(*pair, first, last) for pair in zip((output, target), dims, strict=True)
+            )
             with torch.random.fork_rng(), torch.no_grad():
                 value = _user_call("loss_fn", self.loss_fn, last - first, (part, of_target), {})
             _check_scalar(value, "loss_fn returns")
@@ -255,11 +277,13 @@ def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Ent
     return Entry(subject, signature, states, training, reduces=reduces)
 
 
-def _samples_of(tree: object, first: int, last: int, count: int) -> object:
-    """Some of the samples of a nest of tensors; what has no batch of `count` stays whole."""
+def _samples_of(tree: object, dims: _Dims, first: int, last: int) -> object:
+    """Some of the samples of a nest of tensors; what has no batch dimension stays whole."""
+    order = iter(dims)
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[first:last] if tensor.ndim and tensor.shape[0] == count else tensor
+        dim = next(order)
+        return tensor if dim is None else tensor.narrow(dim, first, last - first)
 
     return map_tensors(part, tree)
 
@@ -327,5 +351,6 @@ def _user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {error}",
             location=line_of(error),
-            hint="dimension 0 of the inputs is taken as the batch; it must be free to vary",
+            hint="the number of samples must be free to vary; --batch-dim NAME=DIM says which "
+            "dimension of an input is the batch, where it is not the one that was found",
         ) from error

@@ -186,14 +186,15 @@ def check_batch(call: Call, target: object, origin: str, location: SourceLocatio
 
     Raises:
         ModelError: when all inputs agree on dimension 0, all targets agree on theirs, and the one
-            is no multiple of the other (a target may be flattened over time steps).
+            is neither a multiple of the other (a target may be flattened over time steps) nor the
+            size of another dimension of an input.
     """
     sizes = {tensor.shape[0] for tensor in tensors(call) if tensor.ndim}
     target_sizes = {tensor.shape[0] for tensor in tensors(target) if tensor.ndim}
     if len(sizes) != 1 or len(target_sizes) != 1:
         return
     samples, targets = sizes.pop(), target_sizes.pop()
-    if targets % samples:
+    if targets % samples and not any(targets in tensor.shape for tensor in tensors(call)):
         raise ModelError(
             f"{origin} has {targets} targets, but the example has {samples} samples",
             location=location,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.naming import Names, identifier
 from gpipe_compiler.frontend.structure import replace_tensors
 from gpipe_compiler.frontend.subject import Subject
@@ -67,27 +67,52 @@ def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
             "the example inputs hold no tensor",
             hint="example_inputs() returns a tensor, a tuple, a dict, or the pair (args, kwargs)",
         )
-    batch_size = _batch_size([tensor for _, tensor in found])
-    names = Names()
-    parameters = _parameter_names(subject)
+    unique, parameters = Names(), _parameter_names(subject)
+    names = [unique.unique(_input_name(path, parameters)) for path, _ in found]
+    tensors = dict(zip(names, (tensor for _, tensor in found), strict=True))
+    _check_said(subject.batch_dims, tensors)
+    batch_size, dims = _batch_dims(subject.batch_dims, tensors)
     inputs = tuple(
-        Input(
-            names.unique(_input_name(path, parameters)),
-            path,
-            batch_dim=0 if tensor.ndim > 0 and tensor.shape[0] == batch_size else None,
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-        )
-        for path, tensor in found
+        Input(name, path, dims[name], tuple(tensor.shape), tensor.dtype)
+        for name, (path, tensor) in zip(names, found, strict=True)
     )
     examples = tuple(tensor.to("meta") if on_meta else tensor.detach() for _, tensor in found)
     return Signature(inputs, examples, tree, batch_size)
 
 
-def _batch_size(tensors: Sequence[torch.Tensor]) -> int:
-    """The size of dimension 0 that most tensors share; of the first tensor in case of a tie."""
-    sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim > 0]
-    return max(sizes, key=sizes.count) if sizes else 1
+def _batch_dims(
+    said: Mapping[str, int | None], tensors: Mapping[str, torch.Tensor]
+) -> tuple[int, Mapping[str, int | None]]:
+    """The samples in a call, and the batch dimension of every input.
+
+    What is not said is dimension 0 where it has the size of the batch. That is the size that is
+    said, or else the one of dimension 0 that most tensors share; of the first in case of a tie.
+    """
+    sizes = [tensor.shape[0] for tensor in tensors.values() if tensor.ndim > 0]
+    known = [tensors[name].shape[dim] for name, dim in said.items() if dim is not None]
+    size = known[0] if known else max(sizes, key=sizes.count) if sizes else 1
+    return size, {
+        name: said.get(name, 0 if tensor.ndim > 0 and tensor.shape[0] == size else None)
+        for name, tensor in tensors.items()
+    }
+
+
+def _check_said(said: Mapping[str, int | None], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises UsageError where a batch dimension is said that cannot be."""
+    hint = f"the inputs are {', '.join(_described(*pair) for pair in tensors.items())}"
+    for name, dim in said.items():
+        if name not in tensors:
+            raise UsageError(f"--batch-dim {name}: there is no such input", hint=hint)
+        if dim is not None and not 0 <= dim < tensors[name].ndim:
+            raise UsageError(f"--batch-dim {name}={dim}: there is no such dimension", hint=hint)
+    sizes = {name: tensors[name].shape[dim] for name, dim in said.items() if dim is not None}
+    if len(set(sizes.values())) > 1:
+        named = ", ".join(f"{size} in {name}" for name, size in sizes.items())
+        raise UsageError(f"--batch-dim: the samples in a batch are {named}", hint=hint)
+
+
+def _described(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} ({'x'.join(map(str, tensor.shape)) or 'a number'})"
 
 
 def _parameter_names(subject: Subject) -> list[str]:

@@ -66,6 +66,8 @@ class Subject:
             because the model stands there; None everywhere else.
         initial: for a model on meta: by name, how its tensors got their numbers when it was built
             (see `frontend/initial.py`).
+        batch_dims: by the name of an input, its dimension that is the batch, or None where all
+            samples share it. What is not in it is found out (`frontend/batch_dims.py`).
     """
 
     name: str
@@ -80,3 +82,4 @@ class Subject:
     hooks: Hooks | None = None
     example: Example | None = None
     initial: Mapping[str, Steps] = field(default_factory=dict)
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)

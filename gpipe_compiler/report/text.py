@@ -286,7 +286,11 @@ class Held(Protocol):
 
 
 def summary_table(
-    plan: Plan, frontend: str, validation: Held | None, not_validated: str = ""
+    plan: Plan,
+    frontend: str,
+    validation: Held | None,
+    not_validated: str = "",
+    batch: str = "",
 ) -> Table:
     """What a compile made, in a few lines.
 
@@ -294,6 +298,7 @@ def summary_table(
         frontend: what traced the model.
         validation: None where nothing was compared.
         not_validated: why not, where the user did not say so.
+        batch: what there is to know about which dimensions are the batch.
     """
     unvalidated = f"no: {not_validated}" if not_validated else "no"
     facts = [
@@ -301,6 +306,7 @@ def summary_table(
         ("ops", str(len({name for stage in plan.stages for name in stage.ops}))),
         ("parameters", f"{parameter_count(plan):,}"),
         ("traced by", frontend),
+        *([("batch", batch)] if batch else []),
         *constraint_rows(plan),
         *prediction_rows(plan),
         ("validated", unvalidated if validation is None else format_validation(validation)),

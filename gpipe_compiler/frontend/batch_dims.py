@@ -1,0 +1,208 @@
+"""Finds which dimension of every input is the batch, and proves it by running the model.
+
+The dimensions are right when the samples are independent along them (`batch_proof.py`). Choices are
+tried in this order: what the user said; dimension 0 of all inputs that share its size; then the
+dimensions of the first input with several, one after the other, with those of the other inputs that
+have the same size. Of an input with more than one such dimension the one in the same place is tried
+first, then dimension 0, then the others, and at last that all samples share it. The dimension of a
+target is that along which the loss is the mean or the sum over the samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gpipe_compiler.frontend.batch_proof import Dims, Proof, Verdict
+from gpipe_compiler.frontend.materialise import materialised, with_real_example
+from gpipe_compiler.frontend.shorten import shortened
+from gpipe_compiler.frontend.signature import Signature, read_signature
+from gpipe_compiler.frontend.state import state_table
+from gpipe_compiler.frontend.subject import Subject
+
+LARGEST_FILLED = 1 << 30
+"""Bytes of parameters up to which a model on meta is given numbers for the proof."""
+
+_MOST_TRIALS = 24
+"""Choices of dimensions that are tried."""
+
+_LONGEST_S = 60.0
+"""Seconds after which no further choice is tried."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A subject whose batch dimensions are known.
+
+    Attributes:
+        subject: with `batch_dims` for every input.
+        mixes: whether samples depend on each other along dimension 0 (or along what the user said),
+            and along no other choice are they independent.
+        unproven: why nothing was tried, "" where it was.
+    """
+
+    subject: Subject
+    mixes: bool = False
+    unproven: str = ""
+
+    @property
+    def note(self) -> str:
+        """Which dimensions are the batch, where they are others than 0 or not proven."""
+        dims = self.subject.batch_dims
+        if self.unproven:
+            return f"dimension 0 is taken for the batch, unproven: {self.unproven}"
+        if not any(dims.values()):
+            return ""
+        shared = [name for name, dim in dims.items() if dim is None]
+        named = [f"dimension {dim} of {name}" for name, dim in dims.items() if dim is not None]
+        return ", ".join(named) + (
+            f"; shared by all samples: {', '.join(shared)}" if shared else ""
+        )
+
+
+def find_batch_dims(subject: Subject) -> Found:
+    """The subject with the batch dimension of every input; its model stays as it is.
+
+    Raises:
+        UsageError: when the user says a dimension that an input does not have.
+        TraceError: when the model cannot be copied.
+    """
+    said, runnable = subject.batch_dims, _runnable(subject)
+    signature = read_signature(subject if runnable is None else runnable, on_meta=False)
+    choices = list(itertools.islice(_choices(signature, said), _MOST_TRIALS))
+    if runnable is None:
+        return Found(_with(subject, signature, choices[0]), unproven=_TOO_LARGE)
+    if all(dim is None for dim in choices[0]):
+        return Found(_with(subject, signature, choices[0]))
+    proof = Proof(runnable, signature)
+    best, verdict = _best(proof, choices)
+    dims = _with_target(proof, best, said)
+    return Found(_with(subject, signature, dims), mixes=verdict is Verdict.MIXES)
+
+
+_TOO_LARGE = (
+    f"the model is on the meta device, and more than {LARGEST_FILLED >> 30} GiB are too much to be "
+    "filled with numbers here"
+)
+
+
+def _best(proof: Proof, choices: Sequence[Dims]) -> tuple[Dims, Verdict]:
+    """The first choice along which samples are independent; the first of all where none is."""
+    best, verdict = choices[0], proof.judge(choices[0])
+    started = time.monotonic()
+    for choice in choices[1:]:
+        if verdict >= Verdict.ROWS or time.monotonic() - started > _LONGEST_S:
+            break
+        found = proof.judge(choice)
+        if found >= Verdict.ROWS:
+            best, verdict = choice, found
+    return best, verdict
+
+
+def _with(subject: Subject, signature: Signature, dims: Dims) -> Subject:
+    names = [source.name for source in signature.inputs]
+    return dataclasses.replace(subject, batch_dims=dict(zip(names, dims, strict=True)))
+
+
+def _runnable(subject: Subject) -> Subject | None:
+    """The subject with a model that has numbers; of a large one on meta, with fewer equal layers.
+
+    None where that is too large too.
+    """
+    if not state_table(subject.model).on_meta:
+        return with_real_example(subject)
+    if _bytes(subject.model) > LARGEST_FILLED:
+        short = shortened(subject)
+        if short is None or _bytes(short.subject.model) > LARGEST_FILLED:
+            return None
+        subject = short.subject
+    return materialised(subject, seed=0)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(state.bytes for state in state_table(model).states.values())
+
+
+def _choices(signature: Signature, said: Mapping[str, int | None]) -> Iterator[Dims]:
+    """Dimensions of all inputs in the order in which they are tried; the likeliest of targets."""
+    tried: set[Dims] = set()
+    for size, preferred in _batches(signature, said):
+        options = [
+            _options(signature, place, size, preferred, said)
+            for place, source in enumerate(signature.inputs)
+        ]
+        for source, found in zip(signature.inputs, options, strict=True):
+            if _is_target(source.path):
+                del found[1:]
+        for choice in _fewest_changes(options):
+            if choice not in tried:
+                tried.add(choice)
+                yield choice
+
+
+def _is_target(path: Sequence[str | int]) -> bool:
+    return path[0] == "target"
+
+
+def _batches(signature: Signature, said: Mapping[str, int | None]) -> Iterator[tuple[int, int]]:
+    """Sizes that the batch may have, each with the dimension that is looked at first for it."""
+    pairs = list(zip(signature.inputs, signature.examples, strict=True))
+    for source, example in pairs:
+        dim = said.get(source.name)
+        if dim is not None:
+            yield example.shape[dim], dim
+            return
+    yield signature.batch_size, 0
+    shapes = [example.shape for source, example in pairs if not _is_target(source.path)]
+    several = [shape for shape in shapes if len(shape) > 1]
+    for dim, size in enumerate(next(iter(several or shapes), ())):
+        yield size, dim
+
+
+def _options(
+    signature: Signature, place: int, size: int, preferred: int, said: Mapping[str, int | None]
+) -> list[int | None]:
+    """The dimensions of an input that may be the batch of this size, the likeliest first."""
+    name, shape = signature.inputs[place].name, signature.examples[place].shape
+    if name in said:
+        return [said[name]]
+    order = dict.fromkeys([preferred, 0, *range(len(shape))])
+    return [*(dim for dim in order if dim < len(shape) and shape[dim] == size), None]
+
+
+def _fewest_changes(options: Sequence[Sequence[int | None]]) -> list[Dims]:
+    """One option for each input: the first of all, then ever more others; the first so many."""
+    places = itertools.product(*(range(len(found)) for found in options))
+    few = sorted(
+        itertools.islice(places, 1 << 12), key=lambda place: (sum(map(bool, place)), place)
+    )
+    return [
+        tuple(found[index] for found, index in zip(options, place, strict=True))
+        for place in few[:_MOST_TRIALS]
+    ]
+
+
+def _with_target(proof: Proof, dims: Dims, said: Mapping[str, int | None]) -> Dims:
+    """The choice with the dimensions of targets along which the loss adds up."""
+    signature = proof.signature
+    size, preferred = next(
+        (example.shape[dim], dim)
+        for example, dim in zip(signature.examples, dims, strict=True)
+        if dim is not None
+    )
+    options: list[list[int | None]] = [
+        _options(signature, place, size, preferred, said) if _is_target(source.path) else [dim]
+        for place, (source, dim) in enumerate(zip(signature.inputs, dims, strict=True))
+    ]
+    likeliest = tuple(found[0] for found in options)
+    if all(len(found) <= 2 for found in options):
+        return likeliest
+    choices = _fewest_changes(options)
+    verdicts = proof.judge_losses(choices)
+    best = max(verdicts)
+    return choices[verdicts.index(best)] if best > Verdict.FAILS else likeliest

@@ -1,0 +1,301 @@
+"""Whether the samples of a batch are independent, by the plain model on some of them.
+
+The model runs in eval mode on a few samples of its example, and on two parts of these. Its outputs
+for the parts have to be rows of its outputs for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from gpipe_compiler.frontend.even_draws import EvenDraws, generator_states
+from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.structure import describe, pick
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.comparison import Kind, Row, compare
+
+Dims: TypeAlias = tuple[int | None, ...]
+"""The batch dimension of every input, in their order; None where all samples share the input."""
+
+_SIZES = ((2, 3), (2, 2))
+"""Samples in the two parts of a batch; the second pair where the model does not take the first."""
+
+_SLOW_S = 10.0
+"""Seconds of a trial from which on there is no second one with other values."""
+
+_DOUBTFUL = 1e-2
+"""Differences up to this share of an output may be rounding; float64 tells."""
+
+_SEED = 20261
+
+
+class Verdict(IntEnum):
+    """What a trial says of a choice of dimensions, the better the higher."""
+
+    FAILS = 0
+    """The model raises on another number of samples."""
+    MIXES = 1
+    """A sample's rows depend on the other samples."""
+    SILENT = 2
+    """No output has rows, or says anything else of the samples."""
+    ROWS = 3
+    """Rows follow the samples; another output is neither sum, mean nor extreme of its parts'."""
+    PROVEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the model returns for a batch and for its two parts, and the tensors therein."""
+
+    sizes: tuple[int, int]
+    returned: Sequence[Any]
+    tensors: Sequence[Sequence[torch.Tensor]]
+
+
+@dataclass
+class Proof:
+    """Runs a model with numbers on some of the samples of its example.
+
+    Attributes:
+        signature: of the subject.
+    """
+
+    subject: Subject
+    signature: Signature
+    _model: nn.Module = field(init=False)
+    _draws: bool = False
+
+    def __post_init__(self) -> None:
+        self._model = isolated(self.subject.model).eval()
+
+    def judge(self, dims: Dims) -> Verdict:
+        """What the model's outputs say of a choice of dimensions.
+
+        Where the example has the same numbers in all samples, other values tell more, if the model
+        takes them.
+        """
+        started = time.monotonic()
+        examples = self.signature.examples
+        answer = self._answer(examples, dims)
+        if answer is None:
+            return Verdict.FAILS
+        verdict = self._verdict(answer, examples, dims)
+        if verdict is Verdict.MIXES or time.monotonic() - started > _SLOW_S:
+            return verdict
+        if not any(_tells_little(x, dim) for x, dim in zip(examples, dims, strict=True)):
+            return verdict
+        others = self._others(dims)
+        other = self._answer(others, dims)
+        if other is None or not all(map(_finite, other.tensors[0])):
+            return verdict
+        return min(verdict, self._verdict(other, others, dims))
+
+    def judge_losses(self, choices: Sequence[Dims]) -> list[Verdict]:
+        """Whether the loss of a batch is the mean or the sum of its parts', by choice.
+
+        Args:
+            choices: which differ in the dimensions of targets only.
+        """
+        answer = self._answer(self.signature.examples, choices[0])
+        if answer is None:
+            return [Verdict.FAILS] * len(choices)
+        return [self._loss_verdict(answer, dims) for dims in choices]
+
+    def _loss_verdict(self, answer: _Answer, dims: Dims) -> Verdict:
+        loss_fn: Any = self.subject.loss_fn
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), quiet():
+                losses = [
+                    loss_fn(output, self.signature.rebuild(inputs)[2])
+                    for output, inputs in zip(
+                        answer.returned,
+                        _picked(self.signature.examples, dims, answer.sizes),
+                        strict=True,
+                    )
+                ]
+        except Exception:  # noqa: BLE001  # whatever the user's code raises on these shapes
+            return Verdict.FAILS
+        return Verdict.PROVEN if _combined(losses, answer.sizes) else Verdict.ROWS
+
+    def _verdict(self, answer: _Answer, inputs: Sequence[torch.Tensor], dims: Dims) -> Verdict:
+        verdict, relative = _judged(answer)
+        if verdict is Verdict.MIXES and relative < _DOUBTFUL:
+            exact = self._in_double(inputs, dims)
+            return Verdict.ROWS if exact is None else _judged(exact)[0]
+        return verdict
+
+    def _in_double(self, inputs: Sequence[torch.Tensor], dims: Dims) -> _Answer | None:
+        """The answer of the model in float64; None where it does not run so."""
+        single = self._model
+        try:
+            self._model = isolated(self.subject.model, share_parameters=False).eval().double()
+            wide = [x.double() if x.is_floating_point() else x for x in inputs]
+            return self._answer(wide, dims)
+        finally:
+            self._model = single
+
+    def _others(self, dims: Dims) -> list[torch.Tensor]:
+        """Other values for the inputs that have samples."""
+        random = torch.Generator().manual_seed(_SEED)
+        return [
+            x if dim is None else _other_values(x, random)
+            for x, dim in zip(self.signature.examples, dims, strict=True)
+        ]
+
+    def _answer(self, tensors: Sequence[torch.Tensor], dims: Dims) -> _Answer | None:
+        """The outputs for a batch and its parts; None where the model does not take them."""
+        for sizes in _SIZES:
+            try:
+                returned = [self._run(inputs) for inputs in _picked(tensors, dims, sizes)]
+            except Exception:  # noqa: BLE001  # whatever the user's code raises on these shapes
+                continue
+            template, _ = describe(returned[0])
+            try:
+                return _Answer(sizes, returned, [pick(output, template) for output in returned])
+            except (IndexError, KeyError, AttributeError, TypeError):  # another structure
+                continue
+        return None
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """What the model returns; its buffers are afterwards what they were."""
+        args, kwargs, _ = self.signature.rebuild(inputs)
+        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), quiet():
+                torch.manual_seed(_SEED)
+                if not self._draws:
+                    states = generator_states()
+                    returned = self._model(*args, **kwargs)
+                    self._draws = not all(map(torch.equal, states, generator_states()))
+                if self._draws:
+                    with EvenDraws():
+                        returned = self._model(*args, **kwargs)
+                return returned
+        finally:
+            for buffer, content in before:
+                buffer.copy_(content)
+
+
+def _picked(
+    tensors: Sequence[torch.Tensor], dims: Dims, sizes: tuple[int, int]
+) -> list[list[torch.Tensor]]:
+    """Copies of the inputs for a batch and its two parts; a short example begins anew."""
+    rows = _rows(sizes)
+    return [
+        [
+            tensor.clone()
+            if dim is None
+            else tensor.index_select(
+                dim, torch.tensor(which, device=tensor.device) % tensor.shape[dim]
+            )
+            for tensor, dim in zip(tensors, dims, strict=True)
+        ]
+        for which in rows
+    ]
+
+
+def _rows(sizes: tuple[int, int]) -> list[list[int]]:
+    """The samples of a batch, and those of its parts: the last and the first ones, and the rest."""
+    samples = [*range(sum(sizes))]
+    first = [samples[-1], *samples[: sizes[0] - 1]]
+    return [samples, first, [sample for sample in samples if sample not in first]]
+
+
+def _judged(answer: _Answer) -> tuple[Verdict, float]:
+    """The verdict on an answer, and how far rows are off as a share of their tensor."""
+    found, expected = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    steady, silent = True, True
+    for number, (whole, *parts) in enumerate(zip(*answer.tensors, strict=True)):
+        dim = row_dim([whole, *parts], [sum(answer.sizes), *answer.sizes])
+        if dim is None:
+            combined = _combined([whole, *parts], answer.sizes)
+            steady = steady and combined
+            silent = silent and (not combined or all(_same(whole, part) for part in parts))
+            continue
+        shape = (sum(answer.sizes), whole.shape[dim] // sum(answer.sizes))
+        samples = whole.unflatten(dim, shape)
+        for place, (part, rows) in enumerate(zip(parts, _rows(answer.sizes)[1:], strict=True)):
+            which = torch.tensor(rows, device=whole.device)
+            expected[f"{number}.{place}"] = samples.index_select(dim, which).flatten(dim, dim + 1)
+            found[f"{number}.{place}"] = part
+    (row,) = compare({Kind.OUTPUT: found}, {Kind.OUTPUT: expected}) or (None,)
+    if row is not None and not row.passed:
+        return Verdict.MIXES, row.relative
+    if row is None and silent:
+        return Verdict.SILENT, 0.0
+    return Verdict.PROVEN if steady else Verdict.ROWS if row is not None else Verdict.SILENT, 0.0
+
+
+def row_dim(tensors: Sequence[torch.Tensor], samples: Sequence[int]) -> int | None:
+    """The dimension of an output that grows with the samples; None where none or several do.
+
+    Args:
+        tensors: the output for each of these numbers of samples.
+    """
+    first, *others = tensors
+    if any(other.dim() != first.dim() for other in others):
+        return None
+    changed = {d for other in others for d, n in enumerate(other.shape) if n != first.shape[d]}
+    if len(changed) != 1:
+        return None
+    (dim,) = changed
+    rows, rest = divmod(first.shape[dim], samples[0])
+    follows = all(x.shape[dim] == rows * n for x, n in zip(tensors, samples, strict=True))
+    return dim if follows and not rest else None
+
+
+def _combined(tensors: Sequence[torch.Tensor], sizes: tuple[int, int]) -> bool:
+    """Whether the first is the sum, the mean, an extreme of the two others, or the same as both."""
+    whole, first, second = tensors
+    if not whole.shape == first.shape == second.shape:
+        return False
+    ways = [first, torch.maximum(first, second), torch.minimum(first, second)]
+    if whole.is_floating_point() or whole.is_complex():
+        mean = (sizes[0] * first + sizes[1] * second) / sum(sizes)
+        ways.extend((first + second, mean))
+    elif whole.dtype != torch.bool:
+        ways.append(first + second)
+    return any(_same(whole, way) for way in ways)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    rows: Sequence[Row] = compare({Kind.OUTPUT: {"": other}}, {Kind.OUTPUT: {"": one}})
+    return all(row.passed for row in rows)
+
+
+def _tells_little(tensor: torch.Tensor, dim: int | None) -> bool:
+    """Whether all samples of an input are equal, or there is only one."""
+    if dim is None:
+        return False
+    return bool((tensor == tensor.narrow(dim, 0, 1)).all())
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _other_values(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Values of the same type within the range of a tensor's own; about it where all are equal."""
+    flat = tensor.detach().cpu().reshape(-1)
+    if tensor.dtype == torch.bool or tensor.is_complex() or not _finite(flat):
+        made = flat[torch.randperm(len(flat), generator=random)]
+    elif not tensor.is_floating_point():
+        ends = int(flat.min()), int(flat.max()) + 1
+        made = torch.randint(*ends, flat.shape, generator=random).to(flat.dtype)
+    else:
+        low, high = flat.min().double(), flat.max().double()
+        share = torch.rand(flat.shape, generator=random, dtype=torch.float64)
+        if low < high:
+            made = low + (high - low) * share
+        else:
+            made = low * (0.5 + share) if low else 2 * share - 1
+    return made.to(tensor.dtype).reshape(tensor.shape).to(tensor.device)
