@@ -35,9 +35,9 @@ def refuse_mixing(found: Found, plan: Plan) -> None:
     first = next(source for source in graph.inputs if source.batched)
     what = "the model" if op is None else op.name
     raise ModelError(
-        f"{what} mixes what dimension {first.batch_dim} of {first.name} holds, and along no other "
-        "dimension of it are the samples of a batch independent: outputs for some of them are not "
-        "those rows of the outputs for all",
+        f"{what} takes the samples of a batch together, if they lie in dimension "
+        f"{first.batch_dim} of {first.name}: outputs for some of them are not those rows of the "
+        "outputs for all; no other dimension was found along which they are",
         location=None if op is None else op.source,
         hint=f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
         "--batch-dim NAME=none which inputs all samples share; compile with --microbatches 1; or "
@@ -57,9 +57,15 @@ def _first_mixing(graph: Graph) -> Op | None:
             whole, part = (_values(graph, samples) for samples in (_SAMPLES, _PART))
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
         return None
-    for op in graph.ops:
-        if any(_differs(graph, name, whole, part) for name in op.outputs):
+    wrong = (op for op in graph.ops if any(_wrong(graph, n, whole, part) for n in op.outputs))
+    op = next(wrong, None)
+    # What it takes that is no rows, such as a mean, was made where samples met.
+    while op is not None:
+        met = [name for name in op.inputs if _changed(graph, name, whole, part)]
+        maker = graph.producer.get(met[0]) if met else None
+        if maker is None:
             return op
+        op = maker
     return None
 
 
@@ -75,11 +81,25 @@ def _values(graph: Graph, samples: int) -> Mapping[str, Any]:
     return run.run({source.name: first(source) for source in graph.inputs})
 
 
-def _differs(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+def _changed(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    """Whether a value without a batch dimension is another for some of the samples."""
+    one, other, known = whole.get(name), part.get(name), graph.values[name]
+    if known.batch_dim is not None or not isinstance(one, torch.Tensor):
+        return False
+    assert isinstance(other, torch.Tensor)
+    return one.shape != other.shape or not _same(one, other)
+
+
+def _wrong(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    """Whether a value for some of the samples is not those rows of what it is for all."""
     one, other, known = whole.get(name), part.get(name), graph.values[name]
     if known.batch_dim is None or not isinstance(one, torch.Tensor):
         return False
     rows = one.narrow(known.batch_dim, 0, one.shape[known.batch_dim] * _PART // _SAMPLES)
     assert isinstance(other, torch.Tensor)
-    (row,) = compare({Kind.OUTPUT: {"": other}}, {Kind.OUTPUT: {"": rows}})
-    return not row.passed
+    return not _same(rows, other)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (row,) = compare({Kind.OUTPUT: {"": other}}, {Kind.OUTPUT: {"": one}})
+    return row.passed

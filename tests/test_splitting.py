@@ -29,7 +29,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.splitting import Losses
 from gpipe_compiler.validate import validate
@@ -212,7 +212,7 @@ def test_samples_that_meet_in_the_model_are_found(tmp_path: Path) -> None:
     given = dataclasses.replace(
         pairs(), model=Batchwise(), loss_fn=lambda output, _: output.square().mean()
     )
-    with pytest.raises(ValidationError, match="takes the samples of a batch together") as raised:
+    with pytest.raises(ModelError, match="takes the samples of a batch together") as raised:
         compile_subject(given, OPTIONS, tmp_path / "out")
 
     assert raised.value.location is not None

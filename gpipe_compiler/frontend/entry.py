@@ -351,6 +351,6 @@ def _user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {error}",
             location=line_of(error),
-            hint="the number of samples must be free to vary; --batch-dim NAME=DIM says which "
-            "dimension of an input is the batch, where it is not the one that was found",
+            hint="the batch must be free to vary: dimension 0 of the inputs, unless another was "
+            "found, or is said with --batch-dim NAME=DIM",
         ) from error

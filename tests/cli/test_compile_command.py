@@ -38,6 +38,7 @@ class Outcome:
     frontend: Frontend = Frontend.FX
     not_validated: str = ""
     frontier: Frontier | None = None
+    batch: str = ""
 
 
 @dataclass(frozen=True)
