@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
-import torch
-
 from gpipe_compiler.contention import simulate_sharing
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
+from gpipe_compiler.runtime.gpus import gpu_count
 from gpipe_compiler.simulate import StageTimes
 
 
@@ -64,7 +63,7 @@ def clocked(plan: Plan, directory: Path, progress: Callable[[str], None]) -> Pla
 
 def _places() -> int:
     """How many processes can compute at once on this machine."""
-    return torch.cuda.device_count() or os.cpu_count() or 1
+    return gpu_count() or os.cpu_count() or 1
 
 
 def start_command(script: Path, devices: int, start: Start) -> list[str]:

@@ -238,6 +238,16 @@ class Plan:
         """Samples in one micro-batch."""
         return self.batch_size // (self.replicas * self.microbatches)
 
+    @property
+    def here_s(self) -> float:
+        """Seconds of a mini-batch where the cluster's devices are: no less than one after another
+        takes, where there are fewer places to compute than devices."""
+        found, devices = self.prediction, len(self.orders) * self.replicas
+        if self.cluster.places is None or devices <= self.cluster.places:
+            return found.step_s
+        busy_s = (1.0 - found.bubble) * found.step_s * devices
+        return max(found.step_s, busy_s / self.cluster.places)
+
     @cached_property
     def ops(self) -> tuple[OpNote, ...]:
         """A note on every op, in order: from the graph, or from the JSON; none in older JSON."""
@@ -270,7 +280,7 @@ class Plan:
         fields["precision"] = self.precision.value
         fields["orders"] = [format_order(order) for order in self.orders]
         fields["cluster"] = dataclasses.asdict(self.cluster)
-        fields["prediction"] = _prediction_fields(self.prediction)
+        fields["prediction"] = _prediction_fields(self.prediction) | {"here_s": self.here_s}
         fields["constraints"] = dataclasses.asdict(self.constraints)
         fields["frontier"] = self.frontier.to_fields() if self.frontier else None
         fields["what_if"] = self.what_if.to_fields() if self.what_if else None
@@ -354,6 +364,7 @@ def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
 def _prediction(fields: Mapping[str, Any]) -> Prediction:
     known = _tuples(fields)
     known.pop("gap")
+    known.pop("here_s", None)
     memory = tuple(DeviceMemory.from_fields(device) for device in fields["memory"])
     return Prediction(**known | {"memory": memory})
 
@@ -373,6 +384,7 @@ def _cluster(fields: dict[str, Any]) -> Cluster:
         exceptions=tuple((a, b, Link(**link)) for a, b, link in fields["exceptions"]),
         endless=fields["endless"],
         pooled=fields["pooled"],
+        places=fields.get("places"),
     )
 
 

@@ -8,13 +8,12 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from gpipe_compiler.cluster import Cluster, is_here
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.planning import devices_there
 from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.runtime.gpus import gpu_count
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
 from gpipe_compiler.workbench import default_microbatches
@@ -98,11 +97,11 @@ def devices_to_explore(cluster: Cluster, replicas: int) -> int:
     """
     if not cluster.endless:
         return devices_there(cluster, replicas)
+    name = cluster.devices[0].name
+    if (gpus := gpu_count()) and is_here(cluster.devices[0]):
+        return max(1, gpus // replicas)
     if cluster.pooled:
         return max(1, len(os.sched_getaffinity(0)) // replicas)
-    name = cluster.devices[0].name
-    if torch.cuda.is_available() and is_here(cluster.devices[0]):
-        return max(1, torch.cuda.device_count() // replicas)
     raise UsageError(
         f"--stages auto has to know how many {name} there are",
         hint=f"say so as in --devices 4x{name}, or describe them in a file for --cluster",

@@ -22,6 +22,7 @@ from gpipe_compiler.passes.blocks import shortest
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, work_of
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
+from gpipe_compiler.runtime.gpus import gpu_count
 
 REPEATS = 5
 """Timed runs of an op, after one that is not timed; their median counts."""
@@ -52,7 +53,7 @@ def measure(
         ModelError: naming the op that cannot run even on fake tensors.
     """
     if on is None:
-        on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        on = torch.device("cuda", 0) if gpu_count() else torch.device("cpu")
     run = DryRun.of(shortest(graph), training=graph.loss is not None)
     costs = {op.name: OpCost() for op in graph.ops}
     estimated: set[str] = set()

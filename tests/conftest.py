@@ -1,8 +1,13 @@
-"""Settings of the whole suite, and validation without processes."""
+"""Settings of the whole suite, and validation without processes.
+
+The tests, and all processes that they start, mean the processor: they see no GPU, whatever the
+machine has. Those of `test_gpus.py` see what there is.
+"""
 
 import contextlib
 import importlib
 import io
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -12,6 +17,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+SEEN_BEFORE = {
+    name: os.environ.get(name)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+}
+os.environ.update(dict.fromkeys(SEEN_BEFORE, ""))
+
 # Not this folder itself: those in it have names such as `passes`.
 sys.path.insert(0, str(Path(__file__).with_name("helpers")))
 
@@ -20,6 +31,13 @@ sys.path.insert(0, str(Path(__file__).with_name("helpers")))
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=500)
 settings.load_profile("suite")
+
+
+@pytest.fixture
+def seeing_gpus() -> dict[str, str]:
+    """The environment of a process that sees the GPUs of this machine."""
+    shown = {name: value for name, value in os.environ.items() if name not in SEEN_BEFORE}
+    return {**shown, **{name: value for name, value in SEEN_BEFORE.items() if value is not None}}
 
 
 @pytest.fixture

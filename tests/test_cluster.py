@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 import pytest
 import torch
@@ -212,12 +213,12 @@ class TestThisMachine:
         assert is_here(device)
         assert not is_here(DEFAULT_HOST)
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without GPUs")
     def test_a_processor_stands_for_any_number_of_processes(self) -> None:
         cluster = local_cluster()
         whole = cluster.devices[0].memory
 
         assert (cluster.endless, cluster.pooled, cluster.link) == (True, True, GLOO)
+        assert cluster.places == max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
         assert devices_named("4xlocal").devices[3].memory == pytest.approx(whole / 4, abs=1)
         assert len(devices_named("4xlocal").sized(9).devices) == 4
 
@@ -244,8 +245,10 @@ class TestThisMachine:
         cluster = local_cluster()
 
         assert [device.name for device in cluster.devices] == names
-        assert (cluster.endless, cluster.pooled, cluster.link) == (endless, False, PCIE4)
+        assert (cluster.endless, cluster.pooled, cluster.link) == (endless, endless, PCIE4)
+        assert cluster.places == (1 if endless else None)
         assert len(measured) == kinds
+        assert devices_named("3xlocal").places is None
 
     @pytest.mark.parametrize(
         ("full", "name"),
@@ -267,7 +270,6 @@ class TestThisMachine:
 
 
 class TestLinks:
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without GPUs")
     def test_two_processes_are_timed(self) -> None:
         link = timing.timed_link()
 
@@ -275,7 +277,6 @@ class TestLinks:
         assert 1e6 < link.bandwidth < 1e12
         assert 0 <= link.latency_s < 1.0
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without GPUs")
     def test_processes_that_do_not_answer_are_given_up(self) -> None:
         with pytest.raises(UsageError, match=r"cannot be measured: nothing within 0 s"):
             timing.timed_link(timeout_s=0.01)

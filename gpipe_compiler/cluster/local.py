@@ -12,6 +12,7 @@ import torch
 
 from gpipe_compiler.cluster.catalogue import BUILT_IN, GLOO, PCIE4, Card
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
+from gpipe_compiler.runtime.gpus import gpu_count
 
 _HOST = f"{platform.machine()} host"
 
@@ -20,21 +21,23 @@ def local_cluster(link: Link | None = None) -> Cluster:
     """The devices of this machine: its GPUs, or else processes on its processor.
 
     Two or more GPUs are what there is. A single GPU, as a processor, stands for any number of
-    devices like it. Processes on one host share its memory.
+    devices like it, which share its memory and its time (`Cluster.pooled`, `Cluster.places`).
 
     A package runs as threads of one process and as processes under torchrun alike; unless another
     `link` is given, it is that of the slower way, so that the cut holds for both.
     """
-    if not torch.cuda.is_available():
-        cluster = Cluster.of(this_machine(), link or GLOO)
-        return Cluster(cluster.devices, cluster.link, endless=True, pooled=True)
+    if not gpu_count():
+        places = max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+        return Cluster((this_machine(),), link or GLOO, endless=True, pooled=True, places=places)
     devices = _gpus()
-    return Cluster(devices, link or PCIE4, endless=len(devices) == 1)
+    if len(devices) > 1:
+        return Cluster(devices, link or PCIE4)
+    return Cluster(devices, link or PCIE4, endless=True, pooled=True, places=1)
 
 
 def local_card() -> Card:
     """A device of this machine, with what joins it to others."""
-    link = PCIE4 if torch.cuda.is_available() else GLOO
+    link = PCIE4 if gpu_count() else GLOO
     return Card(this_machine(), link, link)
 
 
@@ -52,14 +55,14 @@ def this_machine() -> Device:
     not its load. Products are in fp32 as torch is set to compute them, not in TF32 by default; on
     a GPU also in 16 bits, and as a convolution, which may be in TF32.
     """
-    if torch.cuda.is_available():
+    if gpu_count():
         return _gpus()[0]
     return _measure(torch.device("cpu"))
 
 
 def machine_name() -> str:
     """What a device of this machine is called."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else _HOST
+    return torch.cuda.get_device_name(0) if gpu_count() else _HOST
 
 
 def is_here(device: Device) -> bool:
@@ -82,7 +85,7 @@ def _gpus() -> tuple[Device, ...]:
     """The GPUs of this machine; of those that are alike, the first is measured."""
     measured: dict[tuple[str, int], Device] = {}
     found = []
-    for index in range(torch.cuda.device_count()):
+    for index in range(gpu_count()):
         gpu = torch.device("cuda", index)
         key = torch.cuda.get_device_name(gpu), _memory(gpu)
         if key not in measured:

@@ -100,6 +100,8 @@ class Cluster:
         endless: whether there are as many more like the last device as anybody asks for.
         pooled: whether the devices are processes that share one memory, so that the more there
             are of them, the less each holds.
+        places: how many of the devices can compute at a time, as where processes share a GPU or
+            cores; None where each has its own.
     """
 
     devices: tuple[Device, ...]
@@ -109,6 +111,7 @@ class Cluster:
     exceptions: tuple[tuple[int, int, Link], ...] = ()
     endless: bool = False
     pooled: bool = False
+    places: int | None = None
 
     @classmethod
     def of(cls, device: Device, link: Link) -> Cluster:

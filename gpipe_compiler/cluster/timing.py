@@ -12,6 +12,7 @@ import torch
 from gpipe_compiler.cluster.local import best_seconds
 from gpipe_compiler.cluster.machines import Link
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.runtime.gpus import gpu_count
 
 SMALL, LARGE = 4 * 2**10, 16 * 2**20
 """Bytes that latency and bandwidth are measured with."""
@@ -28,7 +29,7 @@ def timed_link(timeout_s: float = _TIMEOUT_S) -> Link:
     Raises:
         UsageError: when there is only one GPU, or the processes do not find each other.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpu_count()
     if gpus == 1:
         raise UsageError(
             "this machine has one GPU: there is no link to measure",

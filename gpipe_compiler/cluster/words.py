@@ -72,7 +72,7 @@ def _this_machine(group: Group) -> Cluster:
     if group.count is None:
         return cluster
     alike = replace(cluster, devices=cluster.devices[:1], endless=True)
-    return replace(alike.sized(group.count), endless=False, pooled=False)
+    return replace(alike.sized(group.count), endless=False, pooled=False, places=None)
 
 
 def _joined(groups: list[tuple[int | None, Card]]) -> Cluster:

@@ -195,15 +195,13 @@ def prediction_table(plan: Plan) -> Table:
 def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     """What to expect of a step, in pairs of what and how much."""
     prediction = plan.prediction
-    work = "training step" if plan.training else "mini-batch"
-    rate = plan.batch_size / prediction.step_s if prediction.step_s > 0 else 0.0
     proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
     of_what = "" if prediction.longest_s is None else " of the longest stage"
     both_ways = ", gradients included" if plan.training else ""
     again = [("recomputing", f"{format_share(prediction.recompute)} of the devices' time")]
     sums = [("tied weights", f"{format_seconds(prediction.shared_sum_s)} to sum their gradients")]
     return [
-        (work, f"{format_seconds(prediction.step_s)} ({format_rate(rate)} samples/s)"),
+        *_step_rows(plan),
         *_timed_rows(prediction),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         *_longest_rows(prediction),
@@ -215,6 +213,25 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         ("peak memory", _memory(plan)),
         ("op times", plan.cost_source),
     ]
+
+
+def _step_rows(plan: Plan) -> list[tuple[str, str]]:
+    """How long a step is here, and how long it would be where no devices share a place."""
+    work = "training step" if plan.training else "mini-batch"
+    step_s = plan.prediction.step_s
+    if plan.here_s == step_s:
+        return [(work, _pace(plan, step_s))]
+    devices = len(plan.orders) * plan.replicas
+    shared = f"this machine runs {plan.cluster.places} of {devices} devices at a time"
+    return [
+        (work, f"{_pace(plan, plan.here_s)}: {shared}"),
+        (f"on {devices} devices", _pace(plan, step_s)),
+    ]
+
+
+def _pace(plan: Plan, step_s: float) -> str:
+    rate = plan.batch_size / step_s if step_s > 0 else 0.0
+    return f"{format_seconds(step_s)} ({format_rate(rate)} samples/s)"
 
 
 def _longest_rows(prediction: Prediction) -> list[tuple[str, str]]:

@@ -17,12 +17,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from .errors import TransportError
+from .gpus import identity
 
 _PAUSE_S = 0.01
 
 
 def meet(device: torch.device, timeout_s: float) -> None:
-    """Make the process group of all ranks: NCCL where they compute on GPUs, gloo elsewhere.
+    """Make the process group of all ranks: NCCL where each has a GPU of its own, gloo elsewhere.
 
     Raises:
         TransportError: when they do not find each other in time.
@@ -31,14 +32,15 @@ def meet(device: torch.device, timeout_s: float) -> None:
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        name = _agreed_name(store, rank, size, timeout_s)
+        own = distributed_c10d.PrefixStore(_agreed_name(store, rank, size, timeout_s), store)
+        backend = _agreed_backend(own, rank, size, identity(device))
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=distributed_c10d.PrefixStore(name, store),
+            backend,
+            store=own,
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:  # the root of torch's own, which are of many kinds
         raise TransportError(
@@ -46,6 +48,21 @@ def meet(device: torch.device, timeout_s: float) -> None:
             hint="on several hosts, see whether GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the "
             "network that joins them; --timeout is how long they wait",
         ) from error
+
+
+def _agreed_backend(store: distributed_c10d.Store, rank: int, size: int, gpu: str) -> str:
+    """The backend of all ranks, which NCCL is no way for where two of them share a GPU.
+
+    Args:
+        gpu: this rank's (`identity`).
+    """
+    store.set(f"pipeline/gpu/{rank}", gpu)
+    if rank == 0:
+        gpus = {store.get(f"pipeline/gpu/{other}").decode() for other in range(size)}
+        apart = len(gpus) == size and "" not in gpus
+        store.set("pipeline/backend", "nccl" if apart and dist.is_nccl_available() else "gloo")
+    backend: str = store.get("pipeline/backend").decode()
+    return backend
 
 
 def _agreed_name(store: distributed_c10d.Store, rank: int, size: int, timeout_s: float) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .distributed import Network
 from .errors import UsageError
+from .gpus import gpu_count
 from .meeting import meet
 from .wording import counted
 
@@ -83,7 +84,7 @@ class Replicas:
         count: int,
         order: Sequence[int] = (),
     ) -> Replicas:
-        """Join the process group, making it unless the caller has; NCCL on GPUs, gloo elsewhere.
+        """Join the process group, making it unless the caller has (`meet`).
 
         Args:
             device: where this rank computes; None for the GPU of its local rank, if there are any.
@@ -143,7 +144,7 @@ def device_of_rank(named: torch.device | None, order: Sequence[int] = ()) -> tor
         order: as planned, for each device of the pipeline, its number among those of the machine,
             or host by host of all machines.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = gpu_count()
     device = torch.device("cuda", gpu_of_rank(order, count)) if count else torch.device("cpu")
     return device if named in (None, torch.device(device.type)) else named
 

@@ -322,7 +322,7 @@ def join_peers(rank: int, size: int) -> Peers:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as folder:
         address = str(Path(folder, "rank"))
         listener = _listener(address, size)
-        places = _told((_host(), address if listener else ""), size)
+        places = _told((this_host(), address if listener else ""), size)
         found: dict[int, socket.socket] = {}
         for other, (host, path) in enumerate(places[:rank] if listener else ()):
             connection = _connected(path, rank) if path and host == places[rank][0] else None
@@ -370,7 +370,7 @@ def _connected(address: str, rank: int) -> socket.socket | None:
     return connection
 
 
-def _host() -> str:
+def this_host() -> str:
     """What ranks of one host have in common."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

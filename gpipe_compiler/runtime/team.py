@@ -10,6 +10,7 @@ import torch
 from .choices import TransportKind, listed_devices, own_device, transport_kind
 from .distributed import Network
 from .errors import UsageError
+from .gpus import gpu_count
 from .programs import devices_by_default, spread
 from .replicas import Replicas
 from .scaler import OverRanks, alone
@@ -135,7 +136,7 @@ def default_devices(devices: int, order: Sequence[int] = ()) -> tuple[torch.devi
     Args:
         order: for each worker the GPU that was planned; followed where these are all there.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = gpu_count()
     if not count:
         return (torch.device("cpu"),) * devices
     if len(order) == devices and max(order) < count:

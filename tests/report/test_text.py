@@ -85,6 +85,27 @@ def test_a_table_of_very_many_stages_shows_both_ends(plan: Plan) -> None:
     assert any("too much for stages 0 … 511 (512 in all), by 953 MiB at most" in x for x in lines)
 
 
+@pytest.mark.parametrize(
+    ("places", "seconds", "rate"), [(1, "24 s", "0.333"), (2, "18 s", ""), (3, "18 s", "")]
+)
+def test_devices_that_share_one_take_turns(
+    plan: Plan, places: int, seconds: str, rate: str
+) -> None:
+    """Two micro-batches of 1 + 2, 2 + 4 and 1 + 2 seconds are 24 on one device, 18 on three."""
+    shared = dataclasses.replace(
+        plan, cluster=dataclasses.replace(plan.cluster, endless=True, places=places)
+    )
+
+    lines = [line.strip() for line in str(shared).splitlines()]
+
+    (step,) = [line for line in lines if line.startswith("training step")]
+    assert f" {seconds} (" in step
+    if rate:
+        assert step.endswith(f"({rate} samples/s): this machine runs 1 of 3 devices at a time")
+        assert "on 3 devices     18 s (0.444 samples/s)" in lines
+    assert Plan.from_json(shared.to_json()).here_s == shared.here_s
+
+
 def test_a_plan_says_how_it_computes(plan: Plan) -> None:
     """Only where it is not as the model does it, and which stages are too large for a device."""
     stages = (*plan.stages[:2], dataclasses.replace(plan.stages[2], remat=Remat.FULL))
