@@ -267,7 +267,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     batch = find_batch_dims(subject)
     subject = batch.subject
     # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
-    graph, frontend = auto.choose(subject, options.frontend)
+    graph, frontend = auto.choose(subject, options.frontend, options.precision)
     progress("planning")
     bench = Workbench(graph, options.cluster, options.measured, options.constraints)
     made, frontier = plan_on(bench, options, progress)
@@ -289,7 +289,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             if isinstance(held, Validation):
                 found.append(held)
                 write_report(made, folder / "report.html", held)
-                refuse_failed(held, made.precision)
+                refuse_failed(held)
             else:
                 refused = held
         if options.measured and not on_meta(graph):
@@ -386,20 +386,11 @@ def on_meta(graph: Graph) -> bool:
     return any(tensor.is_meta for tensor in graph.tensors.values())
 
 
-_DTYPES_SEEN = (
-    "the model was traced in fp32: where it looks at dtypes, as x.to(y.dtype) and "
-    "torch.finfo(x.dtype) do, it may do something else under autocast; try --precision fp32"
-)
-
-
-def refuse_failed(validation: Validation, precision: Precision = Precision.FP32) -> None:
+def refuse_failed(validation: Validation) -> None:
     """Raises the ValidationError of a validation that failed."""
     if validation.passed:
         return
     faults = [f"{row.what} {fault}" for row in validation.rows for fault in row.faults]
     listing = "".join(f"\n  - {fault}" for fault in faults[:20])
     more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-    raise ValidationError(
-        f"the package does not reproduce the model:{listing}{more}",
-        hint="" if precision is Precision.FP32 else _DTYPES_SEEN,
-    )
+    raise ValidationError(f"the package does not reproduce the model:{listing}{more}")

@@ -88,9 +88,9 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
     priced: list[str] = []
     trace_with, run_all, work_of = auto.trace_with, DryRun.run, cost.work_of
 
-    def tracing(subject: object, frontend: object) -> Graph:
+    def tracing(subject: object, frontend: object, *rest: object) -> Graph:
         traced.append(sum(1 for _ in subject.model.modules()))  # type: ignore[attr-defined]  # a Subject
-        return trace_with(subject, frontend)  # type: ignore[arg-type]  # as above
+        return trace_with(subject, frontend, *rest)  # type: ignore[arg-type]  # as above
 
     def running(self: DryRun, *args: object) -> dict[str, object]:
         run.append(len(self.graph.ops))

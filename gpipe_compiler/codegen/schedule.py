@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from gpipe_compiler.codegen import loss_weight
@@ -64,12 +64,16 @@ def write_schedule(
     )
 
 
+def _unlike(plan: Plan) -> Mapping[Precision, str]:
+    return {} if plan.graph is None else plan.graph.unlike
+
+
 def _manner_enums(plan: Plan) -> list[str]:
     """The types that say how the stages compute, where that is not as by default."""
     found = []
     if plan.batchnorm is not BatchNorm.MICRO:
         found.append(BatchNorm.__name__)
-    if plan.precision is not Precision.FP32:
+    if plan.precision is not Precision.FP32 or _unlike(plan):
         found.append(Precision.__name__)
     if any(stage.remat is not Remat.NONE for stage in plan.stages):
         found.append(Remat.__name__)
@@ -191,6 +195,11 @@ def _pipeline(
         options["precision"] = name(f"Precision.{plan.precision.name}")
     if plan.replicas > 1:
         options["replicas"] = name(str(plan.replicas))
+    if _unlike(plan):
+        options["unlike"] = dict_of(
+            [(name(f"Precision.{other.name}"), _text(why)) for other, why in _unlike(plan).items()],
+            exploded=True,
+        )
     return _call("PipelineSpec", options, exploded=True)
 
 

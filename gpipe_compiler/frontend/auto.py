@@ -15,6 +15,9 @@ from gpipe_compiler.frontend.shorten import Shortened, shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.runtime.spec import Precision
+
+_Tracer = Callable[[Subject, bool, Precision], Graph]
 
 _ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
 """By how many of 69 real models each traces right."""
@@ -32,12 +35,19 @@ def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
     return choose(subject, frontend)[0]
 
 
-def choose(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph, Frontend]:
+def choose(
+    subject: Subject,
+    frontend: Frontend = Frontend.AUTO,
+    precision: Precision = Precision.FP32,
+) -> tuple[Graph, Frontend]:
     """The first graph that is right, and the frontend that gave it.
 
     Right means equal to the model in train and in eval mode, as `frontend.check` compares them: at
     two batch sizes each, or one each where a comparison takes seconds. A long run of equal layers
     is traced as a short one where that gives a right graph too. The model object stays as it is.
+
+    Args:
+        precision: that the graph is to be for, whatever else it is for.
 
     Raises:
         TraceError: when no frontend gives a right graph; says what each of them met.
@@ -47,13 +57,13 @@ def choose(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph,
     short = shortened(subject)
     if short is not None:
         for candidate in candidates:
-            graph = _lengthened(short, subject, candidate)
+            graph = _lengthened(short, subject, candidate, precision)
             if graph is not None:
                 return graph, candidate
     met: list[tuple[Frontend, TraceError]] = []
     for candidate in candidates:
         try:
-            return trace_with(subject, candidate), candidate
+            return trace_with(subject, candidate, precision), candidate
         except (TraceError, IllegalGraphError) as error:
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise
@@ -61,17 +71,21 @@ def choose(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph,
     raise _all_failed(met)
 
 
-def trace_with(subject: Subject, frontend: Frontend) -> Graph:
+def trace_with(
+    subject: Subject, frontend: Frontend, precision: Precision = Precision.FP32
+) -> Graph:
     """The graph that one frontend gives.
+
+    A model that is another program in the precision asked for is traced in that precision.
 
     Raises:
         TraceError: when it cannot trace the model, or gives a graph that differs from it.
     """
     module, name = _TRACERS[frontend]
-    tracer: Callable[[Subject, bool], Graph] = getattr(importlib.import_module(module), name)
-    graph = tracer(subject, False)
-    if subject.training:
-        graph = merge(tracer(subject, True), graph)
+    tracer: _Tracer = getattr(importlib.import_module(module), name)
+    graph = _in_both_modes(tracer, subject, Precision.FP32)
+    if precision in graph.unlike:
+        graph = _in_both_modes(tracer, subject, precision)
     wrong = differences(graph, subject)
     if wrong:
         listing = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
@@ -83,13 +97,20 @@ def trace_with(subject: Subject, frontend: Frontend) -> Graph:
     return graph
 
 
-def _lengthened(short: Shortened, subject: Subject, frontend: Frontend) -> Graph | None:
+def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> Graph:
+    graph = tracer(subject, False, precision)
+    return merge(tracer(subject, True, precision), graph) if subject.training else graph
+
+
+def _lengthened(
+    short: Shortened, subject: Subject, frontend: Frontend, precision: Precision
+) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
 
     It is held against the whole model: on meta kernel by kernel, as there are no numbers.
     """
     try:
-        graph = lengthen(trace_with(short.subject, frontend), short, subject)
+        graph = lengthen(trace_with(short.subject, frontend, precision), short, subject)
     except (TraceError, IllegalGraphError, ModelError):
         # With layers missing the model may not run at all: the whole one tells.
         return None

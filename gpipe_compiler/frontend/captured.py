@@ -28,16 +28,23 @@ from gpipe_compiler.frontend.exported import (
 )
 from gpipe_compiler.frontend.locate import line_of, line_of_trace
 from gpipe_compiler.frontend.lower import lower
+from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
 from gpipe_compiler.frontend.readable import make_readable
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.spec import Precision
 
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 """A step into a list of modules, as dynamo writes paths."""
 
 
-def trace_dynamo(subject: Subject, training: bool) -> Graph:
+def trace_dynamo(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
     """The model's graph in one mode, by dynamo.
+
+    Args:
+        precision: one in which the model is another program than in fp32; the graph is for that
+            precision alone.
 
     Raises:
         TraceError: with the construct that cannot be captured, its line, and what to do about it;
@@ -45,7 +52,8 @@ def trace_dynamo(subject: Subject, training: bool) -> Graph:
         ModelError: when the model raises on its example inputs.
     """
     entry = make_entry(subject, training)
-    captured = _capture(entry)
+    with ambient(lower_dtype(precision), kind_of(entry)):
+        captured = _capture(entry)
     _tidy(captured.module.graph)
     module = _with_regions(captured.module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -56,7 +64,8 @@ def trace_dynamo(subject: Subject, training: bool) -> Graph:
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
     make_readable(graphs)
-    return lower(module.graph, module, entry)
+    lowered = lower(module.graph, module, entry)
+    return lowered.replace(unlike=in_others(entry, precision, reads_types=False))
 
 
 @dataclass(frozen=True)

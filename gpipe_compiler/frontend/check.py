@@ -25,6 +25,7 @@ import torch
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.precisions import ambient, kind_of
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
@@ -32,6 +33,7 @@ from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.runtime.comparison import dense
 from gpipe_compiler.runtime.nest import tensors_of
+from gpipe_compiler.runtime.precision import lower_dtype
 
 _SEED = 20260
 _BATCHES = ((2,), (3, 4))
@@ -112,7 +114,8 @@ def _compare(
     graph: Graph, subject: Subject, entry: Entry, batches: Sequence[int], outputs: bool
 ) -> Iterator[str]:
     """The differences in one mode, for the first of these batch sizes that the model takes."""
-    with torch.random.fork_rng():
+    around = ambient(lower_dtype(graph.traced_in), kind_of(entry))
+    with torch.random.fork_rng(), around:
         run = _first_run(subject, entry, batches)
         if run is None:
             return

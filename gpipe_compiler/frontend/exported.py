@@ -12,6 +12,7 @@ import contextlib
 import io
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -20,52 +21,113 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from gpipe_compiler.errors import GPipeCompilerError, TraceError
+from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
+from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes, refuse_fixed_batch
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.numbers import NumbersOnMeta
+from gpipe_compiler.frontend.precisions import (
+    SAME,
+    Account,
+    account,
+    ambient,
+    follow,
+    kind_of,
+    only_in,
+)
 from gpipe_compiler.frontend.readable import make_readable, write_constants
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.cumulative import STAND_IN, with_a_momentum
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.spec import Precision
 
 SMALLEST_BATCH = 2
 """A batch of one is taken for a constant by torch.export."""
 
 
-def trace_export(subject: Subject, training: bool) -> Graph:
+def trace_export(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
     """The model's graph in one mode, by torch.export.
+
+    Args:
+        precision: one in which the model is another program than in fp32; the graph is for that
+            precision alone.
 
     Raises:
         TraceError: with the construct that cannot be traced, its line, and what to do about it.
         ModelError: when the model raises on its example inputs.
     """
     entry = make_entry(subject, training)
+    if precision is not Precision.FP32:
+        if entry.states.on_meta:
+            raise TraceError(
+                f"in {precision.value} the model is another program than in fp32, and on meta it "
+                "cannot be traced there",
+                hint="build the model with its numbers, or compile with --precision fp32",
+            )
+        return _lowered(_trace(entry, lower_dtype(precision)), entry, only_in(precision))
+    trace = _trace(entry, None)
+    if not trace.watch.looks:
+        return _lowered(trace, entry, SAME)
+    found = account(entry)
+    if found.asked:
+        trace = _trace(entry, torch.float32)
+    return _lowered(trace, entry, found)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """An exported program, and what was noted while it was traced.
+
+    Attributes:
+        lines: the user's lines that fixed a size.
+    """
+
+    program: ExportedProgram
+    recorder: CallRecorder
+    watch: CastWatch
+    lines: Sequence[SourceLocation]
+
+
+def _trace(entry: Entry, autocast_to: torch.dtype | None) -> _Trace:
+    """The entry exported, under autocast to a type."""
     recorder = CallRecorder()
+    watch = CastWatch(entry, traced=True)
     with recorder.watching(entry.model, "model"), noting_fixed_sizes() as lines:
         numbers = NumbersOnMeta() if entry.states.on_meta else contextlib.nullcontext()
-        momentum = with_a_momentum(entry.model) if training else contextlib.nullcontext()
-        with numbers, momentum:
-            program = export(entry)
+        momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
+        with numbers, momentum, ambient(autocast_to, kind_of(entry)):
+            return _Trace(export(entry, watch), recorder, watch, lines)
+
+
+def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
+    """The graph of a trace.
+
+    Args:
+        found: how the model compares in other precisions; the graph follows the types that it
+            meets when it runs.
+    """
+    program, recorder = trace.program, trace.recorder
     module = program.graph_module
     for region in regions(module):
         restore_users(region.graph)
-    refuse_fixed_batch(entry, name_state(module, program, recorder.canonical), lines)
+    refuse_fixed_batch(entry, name_state(module, program, recorder.canonical), trace.lines)
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
-    relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, training))
+    relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, entry.training))
     _refuse_stand_in(graphs)
     write_constants(graphs, program.constants)
+    unlike = follow(graphs, found, trace.watch.events)
     make_readable(graphs)
-    return lower(module.graph, module, entry)
+    return lower(module.graph, module, entry).replace(unlike=unlike)
 
 
-def export(entry: Entry) -> ExportedProgram:
+def export(entry: Entry, watch: CastWatch) -> ExportedProgram:
     """The entry in torch.export's training IR, the batch free to vary.
 
     Raises:
@@ -78,7 +140,7 @@ def export(entry: Entry) -> ExportedProgram:
         for source in signature.inputs
     )
     try:
-        with tracing_quietly(), _user_lines(), torch.enable_grad():
+        with tracing_quietly(), _user_lines(), torch.enable_grad(), watch.watching():
             return torch.export.export(
                 entry, tuple(examples), dynamic_shapes={"inputs": dynamic}, strict=False
             )

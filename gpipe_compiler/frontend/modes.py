@@ -58,8 +58,9 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
     if loss is not None and evaluation.loss is not None:
         value = merging.one_value(Ref(loss.value), Ref(evaluation.loss.value), "loss")
         loss = Loss(value.name, loss.reduction)
+    unlike = {**evaluation.unlike, **train.unlike}
     if not merging.different:
-        return train
+        return train.replace(unlike=unlike)
     ops, outputs = always_contiguous((*ops, *merging.selections), outputs)
     ops, outputs = unify_queries(ops, outputs)
     merged = train.replace(
@@ -69,6 +70,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         modules={**evaluation.modules, **train.modules},
         state={**train.state, **merging.new_state},
         tensors={**train.tensors, **merging.new_tensors},
+        unlike=unlike,
     )
     return check(merged, after="merging train and eval mode")
 

@@ -23,7 +23,8 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from gpipe_compiler.frontend.aten import write
-from gpipe_compiler.frontend.aten_call import bind
+from gpipe_compiler.frontend.aten_call import Written, bind
+from gpipe_compiler.frontend.casts import is_asked_for, speaking_cast
 
 _CHECKS = frozenset(
     {
@@ -132,7 +133,12 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _converts_nothing(node: fx.Node) -> bool:
-    """Whether `x.to(dtype)` is x itself; the trace then takes it for x from there on."""
+    """Whether a move to where a tensor is already says nothing of types either.
+
+    It is x itself, and the trace takes it for x from there on.
+    """
+    if is_asked_for(node):
+        return False
     source = node.args[0]
     assert isinstance(node.target, torch._ops.OpOverload)
     given = bind(node.target, node.args, node.kwargs)
@@ -177,6 +183,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     written = write(node.target, node.args, node.kwargs)
     if written is None:
         return
+    if speaking_cast(node) and not written.kwargs:
+        written = Written(speaking_cast(node), written.args[:1])
     name = _name(node)
     before = next((source.meta.get("val") for source in node.all_input_nodes), None)
     node.op = "call_method" if isinstance(written.target, str) else "call_function"

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from gpipe_compiler.frontend.casts import READS
 from gpipe_compiler.frontend.modules import is_plain
 
 _CALLS = "gpipe_compiler_calls"
@@ -313,6 +314,7 @@ class _Group:
             old = self.values.get(result.number)
             if old in results:
                 old.replace_all_uses_with(node)
+                node.meta[READS] = old.meta.get(READS, ())
                 node.meta[_VALUE] = result.number
                 self.values[result.number] = node
             return

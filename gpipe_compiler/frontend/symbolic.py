@@ -22,8 +22,11 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, line_of
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
+from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.spec import Precision
 
 _FACTORIES = (
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli"),
@@ -47,8 +50,12 @@ _CONTEXTS: tuple[tuple[type, str, str], ...] = (
 """What changes how torch computes, without torch.fx noticing."""
 
 
-def trace_fx(subject: Subject, training: bool) -> Graph:
+def trace_fx(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
     """The model's graph in one mode, by torch.fx.
+
+    Args:
+        precision: one in which the model is another program than in fp32; the graph is for that
+            precision alone.
 
     Raises:
         TraceError: with the construct that cannot be traced, its line, and what to do about it.
@@ -57,13 +64,14 @@ def trace_fx(subject: Subject, training: bool) -> Graph:
     entry = make_entry(subject, training)
     tracer = HardTracer(entry)
     try:
-        with _recording(tracer):
+        with _recording(tracer), ambient(lower_dtype(precision), kind_of(entry)):
             graph = tracer.trace(entry)
     except TraceError:
         raise
     except Exception as error:  # whatever the user's code raises when it is given stand-ins
         raise _explained(error) from error
-    return lower(graph, entry, entry)
+    lowered = lower(graph, entry, entry)
+    return lowered.replace(unlike=in_others(entry, precision, reads_types=True))
 
 
 class HardProxy(fx.Proxy):

@@ -168,6 +168,7 @@ class Graph:
         held: ops that serve only the loss and yet have to run in their place among the others,
             because a write in place orders them; filled in by `passes.shapes`.
         precision: under which the analyses run the ops; that of `values`.
+        unlike: the precisions in which the model is another program than this graph, and why.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
     """
@@ -186,6 +187,12 @@ class Graph:
     held: frozenset[str] = frozenset()
     precision: Precision = Precision.FP32
     repeats: tuple[Stretch, ...] = ()
+    unlike: Mapping[Precision, str] = field(default_factory=dict)
+
+    @property
+    def traced_in(self) -> Precision:
+        """The precision in which the model is this graph; fp32 unless it is for another alone."""
+        return next(precision for precision in Precision if precision not in self.unlike)
 
     @cached_property
     def op_of(self) -> Mapping[str, Op]:

@@ -64,11 +64,19 @@ def manner(
     """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
 
     Raises:
-        UsageError: for a word that names nothing.
+        UsageError: for a word that names nothing, and for a precision in which the model does
+            something else than the stages.
     """
+    computed_in = chosen(Precision, "precision", precision, spec.precision)
+    if computed_in in spec.unlike:
+        raise UsageError(
+            f"in {computed_in.value} the model is another program than these stages: "
+            f"{spec.unlike[computed_in]}",
+            hint=f"compile it with --precision {computed_in.value}",
+        )
     return Manner(
         chosen(BatchNorm, "batchnorm", batchnorm, spec.batchnorm),
-        chosen(Precision, "precision", precision, spec.precision),
+        computed_in,
         tuple(chosen(Remat, "remat", remat, stage.remat) for stage in spec.stages),
     )
 

@@ -234,6 +234,7 @@ class PipelineSpec:
         aliases: further names of tied parameters to the canonical ones.
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
+        unlike: the precisions in which the model is another program than this one, and why.
     """
 
     name: str
@@ -252,3 +253,4 @@ class PipelineSpec:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     replicas: int = 1
+    unlike: Mapping[Precision, str] = field(default_factory=dict)

@@ -131,4 +131,4 @@ class Checks(nn.Module):
 def test_checks_of_the_trace_are_dropped():
     graph = trace_export(Subject("m", Checks(), (torch.randn(4, 6),), training=False), False)
 
-    assert len(graph.ops) == 1
+    assert [op.name for op in graph.ops] == ["float_", "to", "add"]

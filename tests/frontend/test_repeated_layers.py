@@ -154,9 +154,9 @@ def lengths() -> Iterator[list[int]]:
     """How many modules each model had that was traced."""
     seen: list[int] = []
 
-    def traced(subject: Subject, frontend: Frontend) -> Graph:
+    def traced(subject: Subject, frontend: Frontend, *rest: object) -> Graph:
         seen.append(sum(1 for _ in subject.model.modules()))
-        return trace_with(subject, frontend)
+        return trace_with(subject, frontend, *rest)
 
     with mock.patch.object(auto, "trace_with", traced):
         yield seen

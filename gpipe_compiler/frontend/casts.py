@@ -1,0 +1,264 @@
+"""What a model says about types while it is traced.
+
+Casts that change nothing are kept: `x.float()` of an fp32 tensor returns x itself, so that a trace
+takes the two for one value; under autocast x may come in 16 bits, and the cast is what the model
+says it is. And every call of torch is noted, with the types that the model has read before it, so
+that runs in several precisions can be held against each other (`precisions`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.overrides import TorchFunctionMode
+
+from gpipe_compiler.frontend.locate import is_users
+from gpipe_compiler.frontend.modules import is_plain
+
+_CAST = "gpipe_compiler_cast"
+"""Key of node.meta: the node is a cast that the model asks for, by the function of this name."""
+
+EVENT = "gpipe_compiler_event"
+"""Key of node.meta: number of the call that made the node."""
+
+READS = "gpipe_compiler_reads"
+"""Key of node.meta: numbers of the events that read the type of the node's value."""
+
+_SPEAKING = (
+    *("float", "double", "half", "bfloat16", "bool", "byte", "char", "short", "int", "long"),
+    *("cfloat", "cdouble"),
+)
+"""Methods that say a type by their name."""
+
+_NAMED = frozenset(getattr(torch.Tensor, name) for name in (*_SPEAKING, "type", "type_as"))
+_GENERAL = frozenset({torch.Tensor.to, torch.as_tensor, torch.asarray})
+"""Functions that cast where a type or another tensor is among their arguments."""
+
+_ASKS = (
+    *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype"),
+    *("get_autocast_gpu_dtype", "get_autocast_cpu_dtype"),
+)
+"""Functions of torch that tell a model in which precision it runs."""
+
+_READ = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # a descriptor of C
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A call of torch by the model, or a look at the type of a tensor.
+
+    Attributes:
+        function: what is called; "dtype" for a look at a type, "autocast" for a look at the
+            precision.
+        constants: arguments that are no tensors, flat.
+        dtype: what was read.
+    """
+
+    function: object
+    file: str
+    line: int
+    constants: tuple[object, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def key(self) -> tuple[object, str, int]:
+        """What the same event of another run has in common with this one."""
+        return self.function, self.file, self.line
+
+
+@dataclass
+class _Depth:
+    """How many calls of torch.nn leaf modules are open."""
+
+    calls: int = 0
+
+    def enter(self, *_: object) -> None:
+        self.calls += 1
+
+    def leave(self, *_: object) -> None:
+        self.calls -= 1
+
+
+class CastWatch(TorchFunctionMode):
+    """Notes events while it is open, and lets casts that return their argument stand in a trace.
+
+    What torch.nn leaf modules do inside is theirs: they are called whole in any precision.
+
+    Attributes:
+        events: in order.
+    """
+
+    def __init__(self, model: nn.Module, *, traced: bool) -> None:
+        """A watch over the calls of a model.
+
+        Args:
+            traced: whether the model is to be traced; what runs outside of the trace is not noted.
+        """
+        super().__init__()
+        self.events: list[Event] = []
+        self._traced = traced
+        self._depth = _Depth()
+        self._leaves = [module for module in model.modules() if is_plain(module)]
+
+    @property
+    def looks(self) -> bool:
+        """Whether the model has looked at a type or at the precision."""
+        return any(isinstance(event.function, str) for event in self.events)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the model has looked at the precision."""
+        return any(event.function == "autocast" for event in self.events)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Open for the calls of the model."""
+        with contextlib.ExitStack() as stack:
+            for module in self._leaves:
+                before = module.register_forward_pre_hook(self._depth.enter)
+                after = module.register_forward_hook(self._depth.leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            for name in _ASKS:
+                told = mock.patch.object(torch, name, self._asked(getattr(torch, name)))
+                stack.enter_context(told)
+            stack.enter_context(self)
+            yield
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs one function of torch."""
+        kwargs = kwargs or {}
+        if func == _READ:
+            return self._read(args[0])
+        if func.__name__ == "__get__" or func.__name__.startswith("sym_"):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": self._read(args[0])}
+        if func is torch.Tensor.to and len(args) > 1 and _is_tensor(args[1]):
+            # Torch itself goes on with the other's device and type as they are.
+            args = (args[0], args[1].device, self._read(args[1]), *args[2:])
+        if func is torch.Tensor.to and "other" in kwargs:
+            args = (args[0], kwargs["other"].device, self._read(kwargs["other"]))
+            kwargs = {key: item for key, item in kwargs.items() if key != "other"}
+        mode = get_proxy_mode()
+        number = self._note(func, constants=tuple(_constants((args, kwargs))))
+        if mode is None:
+            return func(*args, **kwargs)
+        start = next(iter(reversed(mode.tracer.graph.nodes)))
+        result = _kept(mode.tracer, func, args, kwargs)
+        if number is not None:
+            for node in reversed(mode.tracer.graph.nodes):
+                if node is start:
+                    break
+                node.meta[EVENT] = number
+        return result
+
+    def _note(self, function: object, **known: Any) -> int | None:
+        if self._depth.calls or (self._traced and get_proxy_mode() is None):
+            return None
+        file, line = _calling()
+        self.events.append(Event(function, file, line, **known))
+        return len(self.events) - 1
+
+    def _read(self, tensor: torch.Tensor) -> torch.dtype:
+        dtype = tensor.dtype
+        number = self._note("dtype", dtype=dtype)
+        mode = get_proxy_mode()
+        slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+        if slot is not None and number is not None:
+            slot.proxy.node.meta.setdefault(READS, []).append(number)
+        return dtype
+
+    def _asked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            code = sys._getframe(1).f_code
+            if is_users(code.co_filename) or code.co_name == "decorate_fwd":
+                self._note("autocast")
+            return function(*args, **kwargs)
+
+        return ask
+
+
+def _kept(
+    tracer: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a call returns; a tensor of its own in the trace, where a cast returns its argument."""
+    if not _says_type(func, args, kwargs):
+        return func(*args, **kwargs)
+    given = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    before = get_proxy_slot(given, tracer, None) if _is_tensor(given) else None
+    result = func(*args, **kwargs)
+    made = get_proxy_slot(result, tracer, None) if _is_tensor(result) else None
+    if made is None or made is before:
+        return result
+    made.proxy.node.meta[_CAST] = func.__name__
+    if result is given and before is not None:
+        result = torch.ops.aten.alias.default(given)
+        set_proxy_slot(given, tracer, before)
+    return result
+
+
+def _says_type(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks for a type, if only for the type that its argument has."""
+    if func in _NAMED:
+        return True
+    others = (*args[1:], *kwargs.values())
+    return func in _GENERAL and any(
+        isinstance(item, torch.dtype) or _is_tensor(item) for item in others
+    )
+
+
+def is_asked_for(node: fx.Node) -> bool:
+    """Whether the model asks for the type that a conversion of the trace gives."""
+    return _CAST in node.meta
+
+
+def speaking_cast(node: fx.Node) -> str:
+    """The method that the model casts by, where its name is all that it takes; "" otherwise."""
+    name = node.meta.get(_CAST, "")
+    return name if name in _SPEAKING else ""
+
+
+def _constants(item: Any) -> Iterator[object]:
+    """What is no tensor in a nest of arguments, in a form that can be compared."""
+    match item:
+        case torch.Tensor():
+            return
+        case tuple() | list():
+            for part in item:
+                yield from _constants(part)
+        case dict():
+            for key in sorted(item, key=str):
+                yield from _constants(item[key])
+        case slice(start=start, stop=stop, step=step):
+            yield from _constants((start, stop, step))
+        case None | bool() | int() | float() | complex() | str() | torch.dtype():
+            yield item
+        case _:
+            yield type(item)
+
+
+def _calling() -> tuple[str, int]:
+    """The user's line that makes the call."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _is_tensor(item: object) -> bool:
+    return isinstance(item, torch.Tensor)
