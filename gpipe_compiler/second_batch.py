@@ -23,6 +23,9 @@ _IGNORED = 0.3
 _FEW = 8
 """Distinct values up to which a floating-point input is a choice among them, such as a mask."""
 
+_SEEN = 1 << 16
+"""Elements that are looked at to know how many distinct values there are."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OtherBatch:
@@ -108,11 +111,13 @@ class _Maker:
     def _floats(self, rows: torch.Tensor) -> torch.Tensor:
         """Mixtures of pairs of samples, which stay within any convex domain, such as distributions;
         of few distinct values, each sample as it is; of a single value, numbers up to it."""
-        few = torch.unique(rows.flatten()[: 1 << 16])
-        if len(few) == 1:
+        first = rows.flatten()[:1]
+        if bool((rows == first).all()):
             shares = self._rand(rows.shape).to(rows.dtype)
             return torch.where(rows == 0, shares, rows * shares)
-        if len(few) <= _FEW or not bool(rows.isfinite().all()):
+        numbers = torch.view_as_real(rows) if rows.is_complex() else rows
+        few = len(torch.unique(numbers.flatten()[:_SEEN])) <= _FEW
+        if few or not bool(rows.isfinite().all()):
             return rows
         share = self._rand((rows.shape[0], *(1,) * (rows.ndim - 1))).to(rows.dtype)
         return (share * rows + (1 - share) * rows.roll(1, 0)).to(rows.dtype)

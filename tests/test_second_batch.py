@@ -130,6 +130,42 @@ def test_floats_are_other_numbers_of_the_same_domain() -> None:
     assert len(batch["z"].unique()) > 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_floating_type_is_changed(dtype: torch.dtype) -> None:
+    args = (torch.randn(8, 3).to(dtype),)
+    entry = make_entry(Subject("x", nn.Flatten(), args=args, training=False), training=False)
+    (changed,) = next(other_batches(entry, 8, 7, seed=0)).inputs
+
+    assert (changed.dtype, changed.shape) == (dtype, (7, 3))
+    assert not any(torch.equal(row, own) for row in changed for own in args[0])
+
+
+class Looked(nn.Module):
+    """Gradients of its table are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids))
+
+
+def test_sparse_gradients_are_compared(tmp_path: Path) -> None:
+    subject = Subject(
+        "looked",
+        Looked(),
+        args=(torch.randint(9, (8,)),),
+        target=torch.randn(8, 2),
+        loss_fn=F.mse_loss,
+    )
+    made = compile_subject(subject, OPTIONS, tmp_path / "x")
+
+    assert made.validation is not None
+    assert "compared on a second batch too: 7 samples, other values" in made.validation.notes
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return compile_subject(tagger(), OPTIONS, tmp_path_factory.mktemp("out") / "tagger_x2")
