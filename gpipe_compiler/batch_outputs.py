@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.spec import Joined
+
+
+def refuse_apart(plan: Plan) -> None:
+    """Makes sure that a package which only infers can put its outputs together.
+
+    Raises:
+        ModelError: naming those that cannot be, and the line of the first.
+    """
+    graph = plan.graph
+    assert graph is not None
+    faulty = apart_outputs(graph)
+    if plan.microbatches == 1 or plan.training or not faulty:
+        return
+    maker = graph.producer.get(faulty[0])
+    raise ModelError(
+        f"the {counted_names('output', faulty)} of {plan.name} cannot be put together from "
+        "micro-batches: it is no sum, mean or extreme over the samples, nor has a row for each",
+        location=None if maker is None else maker.source,
+        hint="compile with --microbatches 1, or leave it out of what the model returns",
+    )
+
+
+def apart_outputs(graph: Graph) -> list[str]:
+    """The outputs of a graph that do not follow from those of micro-batches."""
+    return [name for name, way in joined_outputs(graph).items() if way is Joined.APART]
+
+
+def counted_names(noun: str, names: Sequence[str]) -> str:
+    """`output a`, or `outputs a, b`."""
+    return f"{noun}{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
@@ -32,9 +65,8 @@ def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
         if name in varying and graph.values[name].batch_dim is None
     ]
     if faulty:
-        one = "output" if len(faulty) == 1 else "outputs"
         raise ModelError(
-            f"the {one} {', '.join(faulty)} of {plan.name} cannot be put together from "
+            f"the {counted_names('output', faulty)} of {plan.name} cannot be put together from "
             "micro-batches: there are no rows for the samples of a batch",
             hint="compile with --microbatches 1, or leave it out of what the model returns (a "
             "loss: call the model without labels, see --input)",

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gpipe_compiler.batch_outputs import refuse_apart
 from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
@@ -273,6 +274,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     made, frontier = plan_on(bench, options, progress)
     if not options.per_microbatch:
         refuse_mixing(batch, made)
+        refuse_apart(made)
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     if options.remedies:

@@ -227,10 +227,13 @@ def _run(entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan) -> _Run:
 
 
 def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The outputs for micro-batches as one, along the dimension in which the whole is larger."""
+    """The outputs for micro-batches as one, along the dimension in which the whole is larger.
+
+    What has no such dimension is that of the whole.
+    """
     first = parts[0].shape
     grown = next((d for d, size in enumerate(whole.shape) if first[d] != size), None)
-    return join(Leaf("", batch_dim=grown), parts, sizes)
+    return whole if grown is None else join(Leaf("", batch_dim=grown), parts, sizes)
 
 
 def _train_step(

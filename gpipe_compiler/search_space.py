@@ -16,7 +16,7 @@ from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.runtime.gpus import gpu_count
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
-from gpipe_compiler.workbench import default_microbatches
+from gpipe_compiler.workbench import likely_microbatches
 
 MOST_COUNTS = 8
 """Numbers of micro-batches, and of devices, that are looked at, at most."""
@@ -142,7 +142,7 @@ def choices(wish: Wish, batch_size: int, policy: Policy, *, training: bool) -> t
                 case Auto():
                     counts: Sequence[int] = spread(divisors)
                 case None:
-                    counts = [default_microbatches(batch_size, stages)]
+                    counts = likely_microbatches(batch_size, stages)[:1]
                 case given:
                     counts = [given]
             found += [

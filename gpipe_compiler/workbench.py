@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from gpipe_compiler.batch_outputs import apart_outputs
 from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
@@ -28,10 +30,10 @@ MICROBATCHES_PER_STAGE = 4
 """GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
 
 
-def default_microbatches(batch_size: int, stages: int) -> int:
-    """The largest divisor of the batch up to four per stage."""
+def likely_microbatches(batch_size: int, stages: int) -> list[int]:
+    """The divisors of the batch up to four per stage, the largest first."""
     most = max(1, MICROBATCHES_PER_STAGE * stages)
-    return max(count for count in range(1, most + 1) if batch_size % count == 0)
+    return [count for count in range(most, 0, -1) if batch_size % count == 0]
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,36 @@ class Workbench:
         """What is given, as a choice, on as many devices as its schedule needs.
 
         Args:
-            microbatches: None for the largest divisor of the batch up to four per stage.
+            microbatches: None for the largest divisor of the batch up to four per stage that the
+                model takes.
 
         Raises:
             PlanError, UsageError: when there can be no such pipeline on these devices.
         """
         training = self.graph.loss is not None
         if microbatches is None:
-            microbatches = default_microbatches(self.batch_size // policy.data_parallel, stages)
+            microbatches = self._microbatches(stages, policy)
         devices = pipeline_devices(self.cluster, stages, policy, training=training)
         return Choice(stages, devices, policy.schedule, microbatches, policy.remat)
+
+    def _microbatches(self, stages: int, policy: Policy) -> int:
+        """As many as a batch should make: fewer where a layer has to have several samples.
+
+        BatchNorm after a global pooling cannot train on one. A package that only infers takes the
+        batch in one piece where an output does not follow from those of micro-batches.
+        """
+        counts = likely_microbatches(self.batch_size // policy.data_parallel, stages)
+        if self.analysis is not None:
+            return counts[0]
+        met: list[ModelError] = []
+        for count in counts:
+            try:
+                graph = self.prepare(count, policy).graph
+            except ModelError as error:
+                met.append(error)
+                continue
+            return 1 if graph.loss is None and apart_outputs(graph) else count
+        raise met[0]
 
     def prepare(self, microbatches: int, policy: Policy) -> Prepared:
         """The graph at the size of one of so many micro-batches.

@@ -17,11 +17,12 @@ from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import ByMode, Graph, Input, Ref, StateKind
+from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Joined, Precision, Remat
 
 Item = TypeVar("Item")
 
@@ -41,7 +42,7 @@ def write_schedule(
     if plan.crossings:
         imports.torch()
     spec = _pipeline(plan, graph, stages, weight, imports)
-    used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input"}
+    used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input", "Joined"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
@@ -264,6 +265,7 @@ def _crossing(crossing: Crossing, imports: Imports) -> Expression:
 
 def _outputs(graph: Graph, imports: Imports) -> Expression:
     """The structure of the outputs with a `Leaf` at every tensor."""
+    joined = joined_outputs(graph) if graph.values else {}
 
     def leaf(item: object) -> Expression:
         match item:
@@ -271,6 +273,9 @@ def _outputs(graph: Graph, imports: Imports) -> Expression:
                 known = graph.values.get(value)
                 batch_dim = 0 if known is None else known.batch_dim
                 options = [] if batch_dim == 0 else [name(f"batch_dim={batch_dim}")]
+                way = joined.get(value, Joined.SAME)
+                if way is not Joined.SAME:
+                    options.append(name(f"joined=Joined.{way.name}"))
                 return call("Leaf", [_text(value), *options])
             case ByMode():
                 raise EmitError(

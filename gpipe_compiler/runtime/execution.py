@@ -15,7 +15,7 @@ from .job import Job, RandomKey, Values, Work
 from .joint import joint_stages
 from .programs import Prepared, prepare
 from .runners import Runner
-from .spec import BatchNorm, PipelineSpec, ScheduleKind
+from .spec import BatchNorm, Joined, PipelineSpec, ScheduleKind
 from .team import Team
 from .weighing import Scales
 from .wiring import inputs_for, output_leaves
@@ -105,7 +105,10 @@ class Execution:
         self._scales = scales
         self._runner = runner
         self._microbatches = microbatches
-        made = {leaf.value for leaf in output_leaves(spec.outputs)}
+        leaves = output_leaves(spec.outputs)
+        # In one piece a mini-batch in eval mode has these, too.
+        self._apart = any(leaf.joined is Joined.APART for leaf in leaves)
+        made = {leaf.value for leaf in leaves}
         self._made = frozenset(made - {source.name for source in spec.inputs})
 
     def run(self, asked: Asked) -> tuple[torch.Tensor | None, object]:
@@ -168,7 +171,10 @@ class Execution:
             bound = bind(asked.inputs, asked.target, self._spec, needed)
             if self._team.replicas > 1 and batch_of(bound, self._spec) == 0:
                 return Call(work, training), bound, []
-            parts, sizes = split(bound, self._spec, self._microbatches)
+            microbatches = self._microbatches
+            if self._apart and asked.outputs and not (training or work is Work.TRAIN):
+                microbatches = 1
+            parts, sizes = split(bound, self._spec, microbatches)
             weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
         except UsageError as error:
             return Call(work, training, refusal=error), {}, []

@@ -10,7 +10,7 @@ import torch
 from .errors import UsageError
 from .job import Values
 from .nest import tensors_of
-from .spec import Input, Leaf, PipelineSpec, Structure
+from .spec import Input, Joined, Leaf, PipelineSpec, Structure
 
 Inputs: TypeAlias = object
 """A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict)."""
@@ -124,19 +124,37 @@ def split(
     return [{name: piece[m] for name, piece in pieces.items()} for m in range(len(parts))], parts
 
 
-def join(leaf: Leaf, pieces: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
     """An output of the mini-batch from those of the micro-batches.
 
-    Along its batch dimension the pieces follow each other. A floating scalar that belongs to the
-    whole batch is the weighted mean of the pieces; anything else is that of the last micro-batch.
+    Args:
+        samples: in each of them.
+
+    Raises:
+        UsageError: for several micro-batches whose outputs say nothing of the mini-batch's.
     """
+    first = pieces[0]
+    if len(pieces) == 1 or (leaf.joined is Joined.SAME and leaf.batch_dim is None):
+        return first
     if leaf.batch_dim is not None:
-        return torch.cat(list(pieces), leaf.batch_dim) if len(pieces) > 1 else pieces[0]
-    if pieces[0].dim() == 0 and pieces[0].is_floating_point() and len(pieces) > 1:
-        stacked = torch.stack(list(pieces))
-        shares = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
-        return (stacked.double() * shares.to(stacked.device)).sum().to(stacked.dtype)
-    return pieces[-1]
+        return torch.cat(list(pieces), leaf.batch_dim)
+    stacked = torch.stack(list(pieces))
+    wide = stacked.double() if first.is_floating_point() else stacked
+    match leaf.joined:
+        case Joined.SUM:
+            return wide.sum(0).to(first.dtype)
+        case Joined.MEAN:
+            weights = torch.tensor(samples, dtype=wide.dtype, device=wide.device) / sum(samples)
+            shape = (-1, *(1,) * first.dim())
+            return (weights.view(shape) * wide).sum(0).to(first.dtype)
+        case Joined.MAX:
+            return stacked.amax(0)
+        case Joined.MIN:
+            return stacked.amin(0)
+    raise UsageError(
+        f"the output {leaf.value} of several micro-batches says nothing of that of the mini-batch",
+        hint="make the pipeline with microbatches=1, or leave it out of what is asked for",
+    )
 
 
 def rebuild(structure: Structure, values: Mapping[str, torch.Tensor]) -> object:

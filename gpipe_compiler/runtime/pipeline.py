@@ -210,9 +210,8 @@ class Pipeline:
     def __call__(self, inputs: Inputs = None) -> object:
         """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
 
-        Stages are in train or eval mode as `train()` and `eval()` say. An output that belongs to
-        the batch as a whole is the mean over samples when it is a floating scalar, otherwise that
-        of the last micro-batch.
+        Stages are in train or eval mode as `train()` and `eval()` say. Where an output of the batch
+        does not follow from those of its micro-batches, eval mode takes the batch in one piece.
         """
         return self._run(Work.INFER, inputs, None, True)[1]
 

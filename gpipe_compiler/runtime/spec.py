@@ -136,12 +136,28 @@ class Crossing:
         return tuple(sizes)
 
 
+class Joined(Enum):
+    """How an output without a batch dimension follows from those of the micro-batches.
+
+    SAME: all have the same. SUM, MAX, MIN: over them, element by element; for booleans, MAX is
+    whether any is true, MIN whether all are. MEAN: weighed by their samples. APART: not at all.
+    """
+
+    SAME = "same"
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+    APART = "apart"
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """The place of a tensor in the structure that the pipeline returns."""
 
     value: str
     batch_dim: int | None = 0
+    joined: Joined = Joined.SAME
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]

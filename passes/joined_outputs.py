@@ -1,0 +1,319 @@
+"""How outputs without a row for each sample follow from those of the micro-batches.
+
+Told from the ops that reduce the batch and from what follows them: the sum over a batch is the sum
+over its micro-batches, scaled or not; a root of it is not the sum of roots. The walk goes forward
+over the graph. What it does not know cannot be put together, and counts as `Joined.APART`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from gpipe_compiler.ir import (
+    Argument,
+    FunctionCall,
+    Graph,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    ValueKind,
+)
+from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.passes.duplicate import BatchMultiple, shape_values
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.loss_terms import verb
+from gpipe_compiler.runtime.spec import Joined
+
+
+class _Other(Enum):
+    """Values that are no output which is put together by adding or comparing."""
+
+    ROWS = "rows"
+    """With a batch dimension, each sample by itself."""
+    MIXED = "mixed"
+    """With a batch dimension, and dependent on what the batch comes to."""
+    COUNT = "count"
+    """A number that goes with the samples."""
+
+
+_Way = Joined | _Other
+
+_REDUCTIONS: Mapping[str, Joined] = {
+    "sum": Joined.SUM,
+    "nansum": Joined.SUM,
+    "count_nonzero": Joined.SUM,
+    "matmul": Joined.SUM,
+    "mm": Joined.SUM,
+    "dot": Joined.SUM,
+    "mean": Joined.MEAN,
+    "max": Joined.MAX,
+    "amax": Joined.MAX,
+    "any": Joined.MAX,
+    "min": Joined.MIN,
+    "amin": Joined.MIN,
+    "all": Joined.MIN,
+}
+"""What the reduction of rows comes to; of a product of rows, the sum over them."""
+
+_AGAIN: Mapping[Joined, frozenset[str]] = {
+    Joined.SUM: frozenset({"sum", "mean"}),
+    Joined.MEAN: frozenset({"sum", "mean"}),
+    Joined.MAX: frozenset({"max", "amax", "any"}),
+    Joined.MIN: frozenset({"min", "amin", "all"}),
+}
+"""Reductions over further dimensions that change nothing."""
+
+_SAME = frozenset(
+    {
+        *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+        *("contiguous", "clone", "detach", "permute", "transpose", "t", "getitem", "select"),
+        *("narrow", "stack", "cat", "concat", "concatenate", "movedim", "alias"),
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "type_convert"),
+    }
+)
+"""What moves elements, or changes their type."""
+
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow"})
+
+_RISING = frozenset({"exp", "log", "log1p", "sqrt", "relu", "sigmoid", "tanh"})
+"""What keeps the order of numbers."""
+
+_MEAN_LOSSES = frozenset(
+    {
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    }
+)
+"""Losses of torch whose mean is over all elements."""
+
+_MEAN_LOSS_MODULES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.SoftMarginLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+)
+
+_FLIPPED = {Joined.MAX: Joined.MIN, Joined.MIN: Joined.MAX}
+
+
+def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
+    """For each output without a batch dimension, how it is put together.
+
+    Args:
+        graph: annotated by `passes.shapes`.
+    """
+    names = [
+        name
+        for name in graph.output_values
+        if graph.values[name].kind is ValueKind.TENSOR and graph.values[name].batch_dim is None
+    ]
+    varying = {source.name for source in graph.inputs if source.batched}
+    for op in graph.ops:
+        if not varying.isdisjoint(op.inputs):
+            varying.update(op.outputs)
+    written = effects(graph).writes if names else {}
+    if varying.isdisjoint(names) and not any(written.values()):
+        return dict.fromkeys(names, Joined.SAME)
+    found = _Walk(graph, written).ways()
+    return {name: way if isinstance(way := found[name], Joined) else Joined.APART for name in names}
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One walk over an annotated graph.
+
+    Attributes:
+        written: for each op that writes in place, the values whose memory it writes.
+    """
+
+    graph: Graph
+    written: Mapping[str, frozenset[str]]
+
+    def ways(self) -> Mapping[str, _Way]:
+        """Of every value."""
+        found: dict[str, _Way] = {}
+        for source in self.graph.inputs:
+            found[source.name] = _Other.ROWS if source.batched else Joined.SAME
+        for op in self.graph.ops:
+            way = self._op(op, found)
+            first = op.result[:1] if isinstance(op.result, tuple) else op.outputs
+            for name in op.outputs:
+                # A maximum over a dimension comes with its indices, which lie in a micro-batch.
+                extra = name not in first and way in (Joined.MAX, Joined.MIN)
+                found[name] = Joined.APART if extra else self._value(name, way)
+            for name in self.written.get(op.name, ()):
+                found[name] = self._value(name, way)
+        return found
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, Argument]:
+        return shape_values(self.graph)
+
+    def _value(self, name: str, way: _Way) -> _Way:
+        known = self.graph.values[name]
+        if known.kind is ValueKind.TENSOR:
+            if not known.splittable:
+                return Joined.APART
+            if known.batch_dim is not None:
+                return _Other.MIXED if way is _Other.MIXED else _Other.ROWS
+            return Joined.APART if isinstance(way, _Other) else way
+        if name in self._numbers:
+            parts = tree_leaves(self._numbers[name])
+            counts = any(isinstance(part, BatchMultiple) for part in parts)
+            return _Other.COUNT if counts else Joined.SAME
+        return way
+
+    def _op(self, op: Op, found: Mapping[str, _Way]) -> _Way:
+        """What an op makes, if it has no batch dimension; of one that has, whether it mixes."""
+        ways = {found[name] for name in op.inputs} - {Joined.SAME}
+        if not ways or _verb(op).startswith("new_"):
+            return Joined.SAME
+        if self._makes_rows(op):
+            counted = _Other.COUNT in ways and _verb(op) in _ARITHMETIC
+            mixes = counted or ways - {_Other.ROWS, _Other.COUNT}
+            return _Other.MIXED if mixes else _Other.ROWS
+        named = {found[name] for item in op.call.kwargs.values() for name in value_names(item)}
+        if isinstance(op.call, RegionCall) or named - {Joined.SAME} or _Other.MIXED in ways:
+            return Joined.APART
+        if ways == {_Other.ROWS}:
+            return self._reduced(op, found)
+        args = [self._argument(item, found) for item in op.call.args]
+        if len(ways) == 1:
+            return self._kept(op, next(iter(ways)), args, found)
+        return self._by_count(op, args)
+
+    def _makes_rows(self, op: Op) -> bool:
+        return any(self.graph.values[name].batch_dim is not None for name in op.outputs)
+
+    def _argument(self, item: Argument, found: Mapping[str, _Way]) -> _Way:
+        ways = {found[name] for name in value_names(item)} - {Joined.SAME}
+        return ways.pop() if len(ways) == 1 else Joined.APART if ways else Joined.SAME
+
+    def _reduced(self, op: Op, found: Mapping[str, _Way]) -> _Way:
+        """Rows that become something without a batch dimension."""
+        call, name = op.call, _verb(op)
+        if isinstance(call, ModuleCall):
+            spec = self.graph.modules[call.module]
+            options = spec.kwargs if issubclass(spec.cls, _MEAN_LOSS_MODULES) else {"reduce": True}
+            return _loss(options)
+        function = call.function if isinstance(call, FunctionCall) else None
+        if getattr(function, "__name__", "") in _MEAN_LOSSES:
+            return _loss(call.kwargs) if len(call.args) <= 2 else Joined.APART
+        rows = [item for item in call.args if _Other.ROWS is self._argument(item, found)]
+        several = name in ("matmul", "mm", "dot")
+        if name not in _REDUCTIONS or len(rows) != (2 if several else 1) or rows[0] != call.args[0]:
+            return Joined.APART
+        return _REDUCTIONS[name]
+
+    def _kept(self, op: Op, way: _Way, args: Sequence[_Way], found: Mapping[str, _Way]) -> _Way:
+        """Something of one kind, and what is the same for all."""
+        name = _verb(op)
+        if isinstance(way, _Other):
+            return Joined.APART
+        if isinstance(op.call, ModuleCall):
+            linear = issubclass(self.graph.modules[op.call.module].cls, nn.Linear | nn.Identity)
+            return way if linear and way is Joined.MEAN else Joined.APART
+        if name in _SAME:
+            return self._moved(op, name, way, found)
+        if name in _AGAIN.get(way, ()) and args[0] is way and Joined.APART not in args[1:]:
+            return way
+        if way in (Joined.SUM, Joined.MEAN):
+            return self._linear(op, name, way, args)
+        return self._ordered(op, name, way, args)
+
+    def _moved(self, op: Op, name: str, way: Joined, found: Mapping[str, _Way]) -> _Way:
+        """Elements as they were."""
+        source = op.call.args[0]
+        if isinstance(source, tuple | list):  # what all micro-batches have would be summed, too
+            alike = all(self._argument(item, found) is way for item in source)
+            return way if alike or way is not Joined.SUM else Joined.APART
+        assert isinstance(source, Ref)
+        if self.graph.values[source.name].kind is not ValueKind.TENSOR:
+            # Of the pair of a maximum and its indices the first.
+            return way if name == "getitem" and op.call.args[1] == 0 else Joined.APART
+        was, to = self.graph.values[source.name].dtype, self.graph.values[op.outputs[0]].dtype
+        assert was is not None
+        assert to is not None
+        exact = to == was or to.is_floating_point or to.is_complex or was == torch.bool
+        return way if exact else Joined.APART
+
+    def _linear(self, op: Op, name: str, way: Joined, args: Sequence[_Way]) -> _Way:
+        """Sums and means."""
+        match name:
+            case "neg":
+                return way
+            case "add" | "sub":
+                others = (x for x, arg in zip(op.call.args, args, strict=True) if arg is not way)
+                sums = way is Joined.MEAN or all(map(self._is_zero, others))
+                return way if sums else Joined.APART
+            case "mul" | "matmul" | "mm":
+                return way if sorted(arg is way for arg in args) == [False, True] else Joined.APART
+            case "div":
+                divided = args == [way, Joined.SAME] and not op.call.kwargs
+                return way if divided else Joined.APART
+            case _:
+                return Joined.APART
+
+    def _is_zero(self, item: Argument) -> bool:
+        maker = self.graph.producer.get(item.name) if isinstance(item, Ref) else None
+        return item == 0 or (maker is not None and _verb(maker) in _ZEROS)
+
+    def _ordered(self, op: Op, name: str, way: Joined, args: Sequence[_Way]) -> _Way:
+        """Maxima and minima."""
+        if op.call.kwargs and name not in ("clamp", "clip"):
+            return Joined.APART
+        if name in ("neg", "logical_not"):
+            return _FLIPPED[way]
+        if name in _RISING or name in ("clamp", "clip") or (name == "add" and args.count(way) == 1):
+            return way
+        if name == "sub" and args.count(way) == 1:
+            return way if args[0] is way else _FLIPPED[way]
+        if name in ("mul", "div") and len(args) == 2 and args[0] is way:
+            factor = op.call.args[1]
+            positive = isinstance(factor, int | float) and 0 < factor < math.inf
+            return way if positive else Joined.APART
+        same = {Joined.MAX: ("maximum", "max"), Joined.MIN: ("minimum", "min")}[way]
+        return way if name in same else Joined.APART
+
+    def _by_count(self, op: Op, args: Sequence[_Way]) -> _Way:
+        """A sum divided by the samples, a mean times them."""
+        match _verb(op), *args:
+            case "div", Joined.SUM, _Other.COUNT if not op.call.kwargs:
+                return Joined.MEAN
+            case ("mul", Joined.MEAN, _Other.COUNT) | ("mul", _Other.COUNT, Joined.MEAN):
+                return Joined.SUM
+            case _:
+                return Joined.APART
+
+
+def _verb(op: Op) -> str:
+    match op.call:
+        case FunctionCall(function=operator.matmul):
+            return "matmul"
+        case FunctionCall(function=operator.getitem):
+            return "getitem"
+        case _:
+            return verb(op)
+
+
+def _loss(options: Mapping[str, object]) -> Joined:
+    """A loss of torch over all elements, by its options."""
+    if {"reduce", "size_average"} & options.keys():
+        return Joined.APART
+    ways = {"mean": Joined.MEAN, "sum": Joined.SUM}
+    return ways.get(str(options.get("reduction", "mean")), Joined.APART)

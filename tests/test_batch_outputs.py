@@ -1,0 +1,173 @@
+"""Outputs of a mini-batch equal plain PyTorch's on all of it, whatever its micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from loading import load_package
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.compile import CompileOptions, trace
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.passes.joined_outputs import joined_outputs
+from gpipe_compiler.runtime.comparison import flat_tensors
+from gpipe_compiler.runtime.spec import Joined
+
+BATCH, WIDTH = 8, 4
+
+
+class Reducing(nn.Module):
+    """Two layers, and what is asked of their rows."""
+
+    def __init__(self, reduce: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.reduce = reduce
+
+    def forward(self, x: Tensor) -> object:
+        return self.reduce(self.last(torch.tanh(self.first(x))))
+
+
+def grown(y: Tensor) -> Tensor:
+    total = torch.zeros(3)
+    total += y.sum(0)
+    return total
+
+
+WAYS: dict[str, tuple[Callable[[Tensor], Tensor], Joined]] = {
+    "sum": (lambda y: y.sum(0), Joined.SUM),
+    "total": (lambda y: y.double().sum().float() * 2, Joined.SUM),
+    "count": (lambda y: (y > 0).sum(0), Joined.SUM),
+    "products": (lambda y: y.T @ y, Joined.SUM),
+    "grown": (grown, Joined.SUM),
+    "mean": (lambda y: 3 * y.mean(dim=0, keepdim=True).flatten() - 1, Joined.MEAN),
+    "share": (lambda y: (y > 0).float().mean(), Joined.MEAN),
+    "divided": (lambda y: y.sum((0, 1)) / y.shape[0], Joined.MEAN),
+    "error": (lambda y: F.mse_loss(y, torch.zeros_like(y)), Joined.MEAN),
+    "max": (lambda y: -y.max(0)[0], Joined.MIN),
+    "largest": (lambda y: y.max().exp(), Joined.MAX),
+    "min": (lambda y: y.amin(0), Joined.MIN),
+    "any": (lambda y: (y > 0.4).any(), Joined.MAX),
+    "all": (lambda y: (y > -0.4).all(0), Joined.MIN),
+    "shared": (lambda y: torch.arange(3) + 1, Joined.SAME),
+}
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda y: y.mean(0).norm(),
+    "which": lambda y: y.max(0)[1],
+    "first": lambda y: y[0],
+    "spread": lambda y: y.std(0),
+    "scaled": lambda y: (y / y.shape[0]).sum(0),
+    "offset": lambda y: y.sum(0) + 1,
+    "entropy": lambda y: F.cross_entropy(y, y.argmax(1)),
+    "squared": lambda y: y.mean(0) * y.mean(0),
+    "rounded": lambda y: y.sum(0).int(),
+}
+
+
+def ways(reduce: Callable[[Tensor], object]) -> list[Joined]:
+    graph = trace(Reducing(reduce), torch.randn(BATCH, WIDTH), training=False)
+    return list(joined_outputs(graph).values())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_are_told_from_the_ops(name: str) -> None:
+    reduce, way = WAYS[name]
+
+    assert ways(reduce) == [way]
+
+
+def test_what_cannot_be_put_together_is_known() -> None:
+    found = ways(lambda y: tuple(reduce(y) for reduce in APART.values()))
+
+    assert found == [Joined.APART] * len(APART)
+
+
+def serving(reduce: Callable[[Tensor], object], name: str = "serving") -> Subject:
+    torch.manual_seed(0)
+    return Subject(name, Reducing(reduce), (torch.randn(BATCH, WIDTH),), training=False)
+
+
+def equal(pipe: Callable[[Tensor], object], model: nn.Module, samples: int) -> None:
+    batch = torch.randn(samples, WIDTH)
+    with torch.no_grad():
+        expected = flat_tensors(copy.deepcopy(model).eval()(batch))
+    actual = flat_tensors(pipe(batch))
+
+    assert expected.keys() == actual.keys()
+    for key, tensor in expected.items():
+        assert tensor.dtype == actual[key].dtype
+        torch.testing.assert_close(actual[key], tensor, msg=key)
+
+
+def test_all_of_them_are_those_of_whole_batches(tmp_path: Path) -> None:
+    given = serving(lambda y: {name: reduce(y) for name, (reduce, _) in WAYS.items()})
+    compile_subject(given, CompileOptions(2, 4, training=False, validate=False), tmp_path / "out")
+
+    with load_package(tmp_path / "out").Pipeline() as pipe:
+        for samples in (BATCH, 7, 2):  # in micro-batches of other sizes, and in fewer
+            equal(pipe.eval(), given.model, samples)
+
+
+def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
+    """By its line, where several micro-batches are asked for; else there is one."""
+    given = serving(lambda y: (y, APART["norm"](y)))
+    options = CompileOptions(2, 4, training=False, validate=False)
+
+    with pytest.raises(ModelError, match="cannot be put together from micro-batches") as raised:
+        compile_subject(given, options, tmp_path / "refused")
+
+    assert raised.value.location is not None
+    assert '"norm": lambda' in raised.value.location.code
+    assert "--microbatches 1" in raised.value.hint
+    by_default = dataclasses.replace(options, microbatches=None)
+    made = compile_subject(given, by_default, tmp_path / "out")
+    assert made.plan.microbatches == 1
+    with load_package(tmp_path / "out").Pipeline(microbatches=4) as pipe:
+        equal(pipe.eval(), given.model, 7)
+
+
+def test_a_package_that_trains_evaluates_them_in_one_piece(tmp_path: Path) -> None:
+    given = dataclasses.replace(
+        serving(lambda y: (y, APART["spread"](y), WAYS["sum"][0](y))),
+        training=True,
+        target=torch.randn(BATCH, 3),
+        loss_fn=lambda output, target: F.mse_loss(output[0], target),
+    )
+    made = compile_subject(given, CompileOptions(2, validate=False), tmp_path / "out")
+
+    assert made.plan.microbatches == 8
+    with load_package(tmp_path / "out").Pipeline() as pipe:
+        equal(pipe.eval(), given.model, 7)
+
+
+def test_batchnorm_after_global_pooling_trains_by_default(tmp_path: Path) -> None:
+    """On micro-batches of two, where the default would leave one."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.conv(x).mean((2, 3), keepdim=True)).flatten(1))
+
+    given = Subject(
+        "pooled",
+        Pooled(),
+        (torch.randn(BATCH, 2, 5, 5),),
+        target=torch.randn(BATCH, 3),
+        loss_fn=F.mse_loss,
+    )
+    made = compile_subject(given, CompileOptions(2, validate=False), None)
+
+    assert made.plan.microbatches == 4
+    assert made.plan.microbatch_size == 2
