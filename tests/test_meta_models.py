@@ -158,6 +158,9 @@ def test_it_trains_at_once(packages: Callable[[int], Compiled]) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="its torch.nn.init does on meta what it does elsewhere"
+)
 def test_the_text_of_the_stages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every stage is, word for word, the one in the golden folder."""
     directory = compiled(MODEL, tmp_path / "p", frontend=Frontend.EXPORT, validate=False).directory

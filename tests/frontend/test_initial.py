@@ -136,6 +136,9 @@ def test_what_is_random_has_the_same_distribution(label: str) -> None:
     expected = RANDOM[label]()
     _, steps = steps_of(lambda: Holder(RANDOM[label]))
 
+    if label == "sparse_" and torch.__version__ < (2, 13):
+        assert steps["it"] == UNKNOWN  # it goes on on meta, index by random index
+        return
     made = replayed(steps["it"], expected)
 
     one, other = made.double().flatten().sort().values, expected.double().flatten().sort().values
