@@ -167,10 +167,13 @@ class _Functions(TorchFunctionMode):
         if frame.f_globals.get("__name__") != nn.init.__name__:
             return
         known = _NO_OP_ON_META.get(frame.f_code.co_name)
-        if known is not None:
-            op, names = known
-            arguments = tuple(frame.f_locals[name] for name in names)
-            self.recording.tape.fill(op, self.recording.operand(tensor), arguments, random=True)
+        operand = self.recording.operand(tensor)
+        if known is None:  # another version of torch: what it would have filled in is not known
+            self.recording.tape.create(None, operand)
+            return
+        op, names = known
+        arguments = tuple(frame.f_locals[name] for name in names)
+        self.recording.tape.fill(op, operand, arguments, random=True)
 
     def _data(self, result: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))

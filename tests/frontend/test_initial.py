@@ -151,6 +151,19 @@ def test_what_is_random_has_the_same_distribution(label: str) -> None:
     assert float((one.mean() - other.mean()).abs()) < 0.03 * float(other.std())
 
 
+def test_a_function_that_a_later_torch_leaves_out_on_meta_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rather than that the tensor holds what was in it before."""
+    later = "def later_(tensor):\n    return tensor if tensor.is_meta else tensor.fill_(5)"
+    monkeypatch.setattr(nn.init, "later_", None, raising=False)
+    exec(later, vars(nn.init))
+
+    _, steps = steps_of(lambda: Holder(lambda: nn.init.later_(torch.zeros(3))))
+
+    assert steps["it"] == UNKNOWN
+
+
 def test_an_orthogonal_matrix_is_orthogonal() -> None:
     _, steps = steps_of(lambda: Holder(lambda: nn.init.orthogonal_(torch.empty(6, 6))))
 
