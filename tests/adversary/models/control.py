@@ -1,0 +1,236 @@
+"""Control flow: loops, branches on shapes and modes, early exits, assertions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from adversary.case import Case, Refused
+from torch import Tensor, nn
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class Loops(Two):
+    """The same layer many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in range(4):
+            x = x + self.again(x).tanh() / (step + 1)
+        return self.head(x)
+
+
+class Shapes(Two):
+    """Branches on what no batch changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3 and x.size(-1) > 4:
+            x = x.mean(1)
+        assert x.shape[-1] == 6, "six features"
+        return self.head(x)
+
+
+class OverTime(Two):
+    """A Python loop over time, with what it gathers stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, seen = torch.zeros_like(x[:, 0]), []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            seen.append(state)
+        return self.head(torch.stack(seen, 1))
+
+
+class TakesLength(Two):
+    """len() and unpacking."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, time, _ = x.shape
+        return self.head(x.sum(1) / time).view(len(x), -1)[:samples]
+
+
+class ByMode(Two):
+    """Does something else in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x * 1.5
+        return self.head(x)
+
+
+class NoGrad(Two):
+    """A part without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.first(x).abs().mean(-1, keepdim=True)
+        return self.head(x / (scale + 1))
+
+
+class Where(Two):
+    """A choice by values that stays a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.where(x > 0, x, 0.1 * x))
+
+
+class DataDependent(Two):
+    """As many rows as there are positive ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[x[:, 0] > 0]
+        return self.head(kept).sum(0) + 0 * self.head(x).sum()
+
+
+class Item(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().max().item()  # refused: item
+        return self.head(x * scale)
+
+
+class WhileOnData(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 1:  # refused: while_on_data
+            x = x / 2
+        return self.head(x)
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.Parameter(torch.randn(6, 4, 5) * 0.3)
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.einsum("bi,ijk->bjk", x, self.core).tanh().flatten(1))
+
+
+class Sorting(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        values, order = x.sort(-1, descending=True)
+        return self.head(values + torch.gather(x, 1, order.flip(1)) + x.cummax(-1).values)
+
+
+class Recursive(nn.Module):
+    """A tree of modules that call themselves."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.left = Recursive(depth - 1) if depth else nn.Identity()
+        self.right = Recursive(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).tanh()
+        return self.left(x) + self.right(-x)
+
+
+class Subclassed(Two):
+    """A context manager of the user's own, a lambda and a closure."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        double = lambda item: item * 2  # noqa: E731  # as users write
+        with contextlib.suppress(KeyError):
+            x = double(x)
+        return self.head(x)
+
+
+class NestedGradient(Two):
+    """The gradient of an energy is the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.sin() * x.cos())
+
+
+class Skips(nn.Module):
+    """A U-Net of linear layers: every value crosses several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(a, b) for a, b in ((6, 5), (5, 4), (4, 3)))
+        self.up = nn.ModuleList(nn.Linear(a, b) for a, b in ((3, 4), (8, 5), (10, 6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = layer(x).tanh()
+            kept.append(x)
+        x = self.up[0](kept[2]).tanh()
+        x = self.up[1](torch.cat([x, kept[1]], -1)).tanh()
+        return self.up[2](torch.cat([x, kept[0]], -1))
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def steps(samples: int) -> Tensor:
+    return torch.randn(samples, 4, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def of_steps(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.mean(1), target)
+
+
+def simple(name: str, model: type[nn.Module], inputs: object = rows, **options: object) -> Case:
+    return Case(name, model, inputs, F.cross_entropy, classes, **options)
+
+
+CASES = (
+    simple("loops", Loops, quick=True),
+    simple("branches_on_shapes", Shapes, steps),
+    Case("over_time", OverTime, steps, of_steps, classes),
+    simple("lengths", TakesLength, steps),
+    simple("by_mode", ByMode),
+    simple("no_grad", NoGrad),
+    simple("where", Where),
+    simple("einsum", Einsum),
+    simple("sorting", Sorting),
+    Case("recursive", Recursive, rows, F.mse_loss, rows),
+    simple("closures", Subclassed),
+    simple("products", NestedGradient),
+    Case("skips", Skips, rows, F.mse_loss, rows, options="--stages 4"),
+    Case(
+        "skips_interleaved",
+        Skips,
+        rows,
+        F.mse_loss,
+        rows,
+        options="--stages 4 --schedule interleaved --devices 2xV100",
+    ),
+    Case(
+        "skips_zbv",
+        Skips,
+        rows,
+        F.mse_loss,
+        rows,
+        options="--stages 4 --schedule zbv --devices 2xV100",
+    ),
+    simple("item", Item, expect=Refused(1, (), (), at_line=True)),
+    simple(
+        "while_on_data",
+        WhileOnData,
+        expect=Refused(1, ("values of a tensor",), ("torch.where",)),
+        quick=True,
+    ),
+)

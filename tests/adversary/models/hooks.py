@@ -1,0 +1,189 @@
+"""Hooks, checkpointing, observers: what other code puts around a model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh())
+
+
+def with_forward_hook() -> nn.Module:
+    model = Two()
+    model.middle.register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+def with_pre_hook() -> nn.Module:
+    model = Two()
+    model.middle.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    return model
+
+
+def with_closure() -> nn.Module:
+    """The hook reads another module of the same model."""
+    model = Two()
+    gate = nn.Linear(8, 8)
+    model.gate = gate
+
+    def gated(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return output * gate(output).sigmoid()
+
+    model.first.register_forward_hook(gated)
+    return model
+
+
+class Remembers(Two):
+    """A closure hook that keeps what a layer gave, for the forward to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+        self.first.register_forward_hook(lambda m, a, output: self.seen.update(first=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + self.seen["first"].mean(-1, keepdim=True)
+
+
+def with_full_backward_hook() -> nn.Module:
+    model = Two()
+    model.middle.register_full_backward_hook(lambda module, given, got: None)
+    return model
+
+
+def with_parameter_hook() -> nn.Module:
+    """Gradients are halved when they are there."""
+    model = Two()
+    model.middle.weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
+class TensorHook(Two):
+    """A hook on an activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        return self.last(self.middle(hidden).tanh())
+
+
+class Checkpointed(Two):
+    """Recomputes its middle in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = checkpoint(self.middle, x, use_reentrant=self.reentrant).tanh()
+        return self.last(x)
+
+
+class Sequentially(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
+
+
+class Straight(torch.autograd.Function):
+    """Rounds forward, passes gradients straight through."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class OwnFunction(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(Straight.apply(self.middle(hidden) * 4) / 4)
+
+
+class StraightByDetach(Two):
+    """The same without a function of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self.first(x).tanh()) * 4
+        return self.last((hidden + (hidden.round() - hidden).detach()) / 4)
+
+
+class Cancels(Two):
+    """A bias whose gradient is zero but for rounding: a softmax does not see it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.middle.bias.sum()
+        logits = self.last(self.first(x).tanh()) + shift
+        return (logits - logits.logsumexp(-1, keepdim=True)) + 0 * self.middle(self.first(x)).sum(
+            -1, keepdim=True
+        )
+
+
+class Vmapped(Two):
+    """torch.func.vmap over samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(row: Tensor) -> Tensor:
+            return self.last(self.first(row).tanh())
+
+        return torch.vmap(one)(x)
+
+
+class ScaledGradient(Two):
+    """A branch whose gradients are scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        hidden = 0.1 * hidden + 0.9 * hidden.detach()
+        return self.last(self.middle(hidden).tanh())
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def simple(name: str, model: object, **options: object) -> Case:
+    return Case(name, model, rows, F.cross_entropy, classes, **options)
+
+
+CASES = (
+    simple("forward", with_forward_hook),
+    simple("pre", with_pre_hook),
+    simple("closure", with_closure, quick=True),
+    simple("remembers", Remembers),
+    simple("full_backward", with_full_backward_hook),
+    simple("of_a_parameter", with_parameter_hook, manners=FP32_ONLY),
+    simple("of_an_activation", TensorHook, manners=FP32_ONLY),
+    simple("checkpoint", lambda: Checkpointed(False), quick=True),
+    simple("checkpoint_reentrant", lambda: Checkpointed(True)),
+    simple("checkpoint_sequential", Sequentially),
+    simple("own_function", OwnFunction, manners=FP32_ONLY),
+    simple("straight_through", StraightByDetach, manners=FP32_ONLY),
+    Case("zero_but_for_rounding", Cancels, rows, F.nll_loss, classes, manners=FP32_ONLY),
+    simple("vmapped", Vmapped),
+    simple("scaled_gradient", ScaledGradient),
+)

@@ -1,0 +1,292 @@
+"""Which dimension is the batch: of inputs, targets and outputs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case, Refused
+from torch import Tensor, nn
+
+
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def mlp(inputs: int = 6, outputs: int = 3) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs)
+    )
+
+
+class TimeFirst(nn.Module):
+    """An LSTM in torch's default layout, every step classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0])
+
+
+class LastStep(TimeFirst):
+    """The last step alone, so that the output is batch-first again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][-1])
+
+
+class BothStates(TimeFirst):
+    """Returns hidden states of shape (layers, samples, features)."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        found, (hidden, cell) = self.cell(x)
+        return self.head(found), (hidden, cell)
+
+
+class Given(nn.Module):
+    """Takes an initial hidden state of shape (layers, samples, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(4, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.head(self.cell(x, hidden)[0][:, -1])
+
+
+class LastIsBatch(nn.Module):
+    """Features first, samples last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 6) * 0.3)
+        self.second = nn.Parameter(torch.randn(3, 8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second @ (self.first @ x).tanh()
+
+
+class TwoTables(nn.Module):
+    """One batched input, and one table that every sample shares, with as many rows as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.body(x) @ self.head(table).t()
+
+
+class Folded(nn.Module):
+    """Folds time into the batch and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, time = x.shape[:2]
+        return self.body(x.reshape(samples * time, -1)).reshape(samples, time, -1)
+
+
+class StaysFolded(Folded):
+    """Returns samples times time in one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.flatten(0, 1))
+
+
+class Unbatched(nn.Module):
+    """Squeezes every dimension of size one: with one sample, the batch too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).squeeze(-1)
+
+
+class Transposed(nn.Module):
+    """Batch-first in, features-first out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).t()
+
+
+class Shifted(nn.Module):
+    """Every sample sees the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = x + x.roll(1, 0)  # refused: shifted
+        return self.last(x)
+
+
+class Softmaxed(nn.Module):
+    """A softmax over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x).softmax(0)  # refused: softmaxed
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x - x.mean(0))  # refused: centred
+
+
+class Images(nn.Module):
+    """Channels-last memory, channels-first shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu().mean((2, 3)))
+
+
+def steps(samples: int) -> Tensor:
+    return torch.randn(5, samples, 4)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+MIXES = Refused(
+    3, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+)
+
+CASES = (
+    Case("time_first", TimeFirst, steps, square, lambda n: torch.randn(5, n, 3), quick=True),
+    Case("time_first_inference", TimeFirst, steps, options="--mode infer", quick=True),
+    Case("last_step", LastStep, steps, F.cross_entropy, classes),
+    Case("last_step_inference", LastStep, steps, options="--mode infer"),
+    Case(
+        "both_states",
+        BothStates,
+        steps,
+        lambda y, t: square(y[0], t),
+        lambda n: torch.randn(5, n, 3),
+    ),
+    Case("both_states_inference", BothStates, steps, options="--mode infer"),
+    Case(
+        "time_as_long_as_the_batch",
+        TimeFirst,
+        lambda n: torch.randn(8, n, 4),
+        square,
+        lambda n: torch.randn(8, n, 3),
+    ),
+    Case(
+        "hidden_given",
+        Given,
+        lambda n: (torch.randn(n, 5, 4), torch.randn(1, n, 6)),
+        F.cross_entropy,
+        classes,
+    ),
+    Case(
+        "last_is_batch",
+        LastIsBatch,
+        lambda n: torch.randn(6, n),
+        square,
+        lambda n: torch.randn(3, n),
+    ),
+    Case(
+        "last_is_batch_inference", LastIsBatch, lambda n: torch.randn(6, n), options="--mode infer"
+    ),
+    Case(
+        "shared_table",
+        TwoTables,
+        lambda n: (rows(n), torch.randn(7, 4)),
+        F.cross_entropy,
+        lambda n: torch.randint(7, (n,)),
+    ),
+    Case("folded", Folded, lambda n: torch.randn(n, 5, 6), square, lambda n: torch.randn(n, 5, 3)),
+    Case(
+        "stays_folded",
+        StaysFolded,
+        lambda n: torch.randn(n, 5, 6),
+        lambda y, t: F.cross_entropy(y, t.flatten()),
+        lambda n: torch.randint(3, (n, 5)),
+    ),
+    Case(
+        "stays_folded_inference",
+        StaysFolded,
+        lambda n: torch.randn(n, 5, 6),
+        options="--mode infer",
+    ),
+    Case("one_number_each", Unbatched, rows, square, torch.randn),
+    Case(
+        "transposed_out",
+        Transposed,
+        rows,
+        lambda y, t: square(y.t(), t),
+        lambda n: torch.randn(n, 3),
+    ),
+    Case("transposed_out_inference", Transposed, rows, options="--mode infer"),
+    Case(
+        "shifted",
+        Shifted,
+        rows,
+        F.cross_entropy,
+        classes,
+        sizes=(8,),
+        manners=FP32_ONLY,
+        expect=MIXES,
+    ),
+    Case(
+        "softmaxed",
+        Softmaxed,
+        rows,
+        F.cross_entropy,
+        classes,
+        sizes=(8,),
+        manners=FP32_ONLY,
+        expect=MIXES,
+    ),
+    Case(
+        "centred",
+        Centred,
+        rows,
+        F.cross_entropy,
+        classes,
+        sizes=(8,),
+        manners=FP32_ONLY,
+        expect=MIXES,
+    ),
+    Case(
+        "channels_last",
+        Images,
+        lambda n: torch.randn(n, 3, 6, 6).to(memory_format=torch.channels_last),
+        F.cross_entropy,
+        classes,
+    ),
+)

@@ -1,0 +1,243 @@
+"""What a model returns: structures, classes of the user's own, and numbers of a whole batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from adversary.case import Case, Refused
+from torch import Tensor, nn
+
+
+class Two(nn.Module):
+    """Two layers; what is returned is for subclasses to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh()
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    hidden: Tensor
+    loss: Tensor | None = None
+
+
+class AsTuple(Two):
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return self.last(hidden), hidden
+
+
+class AsList(Two):
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return [self.last(hidden), [hidden, None], 3]
+
+
+class AsDict(Two):
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return {
+            "logits": self.last(hidden),
+            "more": {"hidden": hidden, "width": 8, 0: hidden[:, 0]},
+        }
+
+
+class AsOrderedDict(Two):
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return OrderedDict(out=self.last(hidden), aux=hidden)
+
+
+class AsNamedTuple(Two):
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return Pair(self.last(hidden), hidden)
+
+
+class AsDataclass(Two):
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return Answer(self.last(hidden), hidden)
+
+
+class OwnLoss(Two):
+    def forward(self, x: Tensor, labels: Tensor) -> object:
+        hidden = self.hidden(x)
+        logits = self.last(hidden)
+        return Answer(logits, hidden, F.cross_entropy(logits, labels))
+
+
+class OwnLossDict(Two):
+    def forward(self, x: Tensor, labels: Tensor) -> object:
+        logits = self.last(self.hidden(x))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Same(Two):
+    """The same tensor twice, and an input as it is."""
+
+    def forward(self, x: Tensor) -> object:
+        out = self.last(self.hidden(x))
+        return out, {"again": out}, x
+
+
+class Decided(Two):
+    """Integers and booleans besides."""
+
+    def forward(self, x: Tensor) -> object:
+        out = self.last(self.hidden(x))
+        return out, out.argmax(1), out > 0, out.topk(2).indices
+
+
+class Early(Two):
+    """An output of the first stage, an auxiliary head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = nn.Linear(8, 3)
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        return self.last(self.middle(hidden).tanh()), self.aux(hidden)
+
+
+class OverBatch(Two):
+    """A number of the whole batch, besides an output for each sample."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> object:
+        out = self.last(self.hidden(x))
+        match self.how:
+            case "sum":
+                total = out.sum()
+            case "sum_of_columns":
+                total = out.sum(0)
+            case "mean":
+                total = out.mean()
+            case "mean_of_columns":
+                total = out.mean(0)
+            case "max":
+                total = out.max()
+            case "max_of_columns":
+                total = out.amax(0)
+            case "min":
+                total = out.min()
+            case "any":
+                total = (out > 1).any()
+            case "all":
+                total = (out > -5).all()
+            case "count":
+                total = (out > 0).sum()
+            case "norm":
+                total = out.norm()  # refused: over_batch_norm
+            case "std":
+                total = out.std()  # refused: over_batch_std
+            case "median":
+                total = out.median()  # refused: over_batch_median
+            case "gram":
+                total = out.t() @ out
+            case "similarities":
+                total = out @ out.t()  # refused: over_batch_similarities
+        return out, total
+
+
+class OnlySum(Two):
+    """Nothing but one number."""
+
+    def forward(self, x: Tensor) -> object:
+        return self.last(self.hidden(x)).exp().sum()
+
+
+class Constants(Two):
+    """Tensors that have nothing to do with the batch."""
+
+    def forward(self, x: Tensor) -> object:
+        return self.last(self.hidden(x)), self.first.weight.norm(), torch.arange(3), x.shape[1]
+
+
+class BatchSize(Two):
+    """Python's own number of the samples."""
+
+    def forward(self, x: Tensor) -> object:
+        return self.last(self.hidden(x)), x.shape[0]
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def labelled(samples: int) -> tuple[Tensor, Tensor]:
+    return rows(samples), classes(samples)
+
+
+def first(output: object, target: Tensor) -> Tensor:
+    item = output[0] if isinstance(output, tuple | list) else output["logits"]
+    return F.cross_entropy(item, target)
+
+
+def over_batch(how: str, **options: object) -> Case:
+    return Case(
+        f"over_batch_{how}", lambda: OverBatch(how), rows, options="--mode infer", **options
+    )
+
+
+NOT_OF_PARTS = Refused(
+    3, ("output",), ("--microbatches 1",), accept="--microbatches 1", reference="whole"
+)
+
+CASES = (
+    Case("tuple", AsTuple, rows, first, classes),
+    Case("list", AsList, rows, first, classes),
+    Case("dict", AsDict, rows, first, classes, quick=True),
+    Case("ordered_dict", AsOrderedDict, rows, lambda y, t: F.cross_entropy(y["out"], t), classes),
+    Case("named_tuple", AsNamedTuple, rows, first, classes, quick=True),
+    Case("named_tuple_inference", AsNamedTuple, rows, options="--mode infer"),
+    Case("dataclass", AsDataclass, rows, lambda y, t: F.cross_entropy(y.logits, t), classes),
+    Case("dataclass_inference", AsDataclass, rows, options="--mode infer"),
+    Case("own_loss_in_a_dataclass", OwnLoss, labelled),
+    Case("own_loss_in_a_dict", OwnLossDict, labelled),
+    Case("same_twice", Same, rows, first, classes),
+    Case("decisions", Decided, rows, first, classes),
+    Case(
+        "early",
+        Early,
+        rows,
+        lambda y, t: F.cross_entropy(y[0], t) + 0.4 * F.cross_entropy(y[1], t),
+        classes,
+    ),
+    Case("constants", Constants, rows, first, classes),
+    Case("batch_size", BatchSize, rows, options="--mode infer"),
+    Case("only_sum", OnlySum, rows, options="--mode infer"),
+    *(
+        over_batch(how, quick=how in ("sum", "max"))
+        for how in (
+            *("sum", "sum_of_columns", "mean", "mean_of_columns", "max", "max_of_columns"),
+            *("min", "any", "all", "count", "gram"),
+        )
+    ),
+    *(over_batch(how, expect=NOT_OF_PARTS) for how in ("norm", "std", "median", "similarities")),
+    Case("sum_in_training", lambda: OverBatch("sum"), rows, first, classes),
+    Case("max_in_training", lambda: OverBatch("max"), rows, first, classes),
+)

@@ -1,0 +1,121 @@
+"""Recurrent networks and scans."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case
+from torch import Tensor, nn
+
+
+class Recurrent(nn.Module):
+    """One of torch's own, batch-first."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: object) -> None:
+        super().__init__()
+        self.cell = kind(6, 5, batch_first=True, **options)
+        width = 5 * (2 if self.cell.bidirectional else 1)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Stacked(nn.Module):
+    """Two LSTMs, the second one starting from the states of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(6, 5, batch_first=True)
+        self.decoder = nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, states = self.encoder(x)
+        return self.head(self.decoder(x.flip(1), states)[0])
+
+
+class Selective(nn.Module):
+    """A selective state space, its scan written as a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.step = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.decay = nn.Parameter(torch.randn(8, 2))
+        self.mix, self.head = nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.inside(x))
+        size = F.softplus(self.step(x))
+        b, c = self.mix(x).chunk(2, -1)
+        keep = torch.exp(-size.unsqueeze(-1) * self.decay.exp())
+        put = (size * x).unsqueeze(-1) * b.unsqueeze(2)
+        state, found = torch.zeros_like(put[:, 0]), []
+        for time in range(x.shape[1]):
+            state = keep[:, time] * state + put[:, time]
+            found.append((state * c[:, time].unsqueeze(1)).sum(-1))
+        return self.head(torch.stack(found, 1))
+
+
+class Packed(nn.Module):
+    """Sequences of unequal lengths, masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        found = self.cell(x)[0]
+        last = found[torch.arange(len(x)), lengths - 1]
+        return self.head(last)
+
+
+class Convolved(nn.Module):
+    """A long convolution by FFT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.kernel = nn.Parameter(torch.randn(4, 5) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x).transpose(1, 2)
+        size = 2 * x.shape[-1]
+        found = torch.fft.irfft(torch.fft.rfft(x, size) * torch.fft.rfft(self.kernel, size), size)
+        return self.head(found[..., : x.shape[-1]].transpose(1, 2).mean(1))
+
+
+def steps(samples: int) -> Tensor:
+    return torch.randn(samples, 5, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def of_steps(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.mean(1), target)
+
+
+def simple(name: str, model: type[nn.Module], **options: object) -> Case:
+    return Case(name, model, steps, F.cross_entropy, classes, manners=FP32_ONLY, **options)
+
+
+CASES = (
+    simple("lstm", Recurrent, quick=True),
+    simple("lstm_inference", Recurrent, options="--mode infer"),
+    simple("gru", lambda: Recurrent(nn.GRU)),
+    simple("rnn", lambda: Recurrent(nn.RNN, nonlinearity="relu")),
+    simple("both_ways", lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=2)),
+    Case("stacked", Stacked, steps, of_steps, classes, manners=FP32_ONLY),
+    Case("selective", Selective, steps, of_steps, classes),
+    Case(
+        "lengths",
+        Packed,
+        lambda n: (steps(n), torch.randint(1, 6, (n,))),
+        F.cross_entropy,
+        classes,
+        manners=FP32_ONLY,
+    ),
+    simple("by_fft", Convolved),
+)

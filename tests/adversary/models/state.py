@@ -1,0 +1,262 @@
+"""Parameters and buffers: tied, frozen, written in training, normalising."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, MANNERS, Case
+from torch import Tensor, nn
+
+EXACT_WAYS = ({}, {"remat": "full"}, {"microbatches": 3})
+
+
+class Normed(nn.Module):
+    """Convolutions with BatchNorm between."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, momentum=momentum)
+        self.last, self.norm2 = nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4, momentum=momentum)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.first(x)).relu()
+        return self.head(self.norm2(self.last(x)).relu().mean(-1))
+
+
+class Frozen(Normed):
+    """BatchNorm that stays in eval mode."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm1.eval()
+        self.norm2.eval()
+        return self
+
+
+class Tied(nn.Module):
+    """One layer used in the first and in the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.middle = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.shared(self.middle(self.shared(x).tanh())).tanh())
+
+
+class TiedTransposed(nn.Module):
+    """An autoencoder whose decoder is its encoder, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6) * 0.4)
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle((x @ self.weight.t()).tanh()).tanh() @ self.weight
+
+
+class Counting(nn.Module):
+    """Counts samples and keeps an average that training writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.shape[0]
+        return self.last(self.first(x).tanh())
+
+
+class FrozenParts(nn.Module):
+    """Half of the parameters take no part in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.first.requires_grad_(False)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class UnusedParts(FrozenParts):
+    """A layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(5, 5)
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter on frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.base(x) + 2.0 * self.up(self.down(x))).tanh())
+
+
+class Parametrised(nn.Module):
+    """Weight norm by torch's own parametrisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class Detached(nn.Module):
+    """A target network: the same layers, no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.predictor = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        online = self.predictor(self.body(x).tanh())
+        with torch.no_grad():
+            target = self.body(x.flip(-1)).tanh()
+        return online, target
+
+
+class ParameterList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(6, 6) * 0.3 for _ in range(4))
+        self.named = nn.ParameterDict({"head": torch.randn(6, 3), "bias": torch.zeros(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = (x @ weight).tanh()
+        return x @ self.named["head"] + self.named["bias"]
+
+
+class Constant(nn.Module):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.scale = torch.linspace(0.5, 2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() * self.scale)
+
+
+class Spectral(nn.Module):
+    """Instance, group and layer norms: none mixes samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.instance = nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True)
+        self.last, self.group = nn.Conv1d(4, 4, 3), nn.GroupNorm(2, 4)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.instance(self.first(x)).relu()
+        return self.head(self.norm(self.group(self.last(x)).mean(-1)))
+
+
+class Quantised(nn.Module):
+    """Straight-through codes from a codebook, with their commitment loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.codes = nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        nearest = (x.unsqueeze(1) - self.codes.weight).square().sum(-1).argmin(-1)
+        code = self.codes(nearest)
+        loss = F.mse_loss(code, x.detach()) + 0.25 * F.mse_loss(x, code.detach())
+        logits = self.last(x + (code - x).detach())
+        return {"loss": F.cross_entropy(logits, labels) + loss, "logits": logits, "codes": nearest}
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def signals(samples: int) -> Tensor:
+    return torch.randn(samples, 2, 9)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:
+    return -F.cosine_similarity(*output).mean()
+
+
+def simple(name: str, model: type[nn.Module], inputs: object = rows, **options: object) -> Case:
+    return Case(name, model, inputs, F.cross_entropy, classes, **options)
+
+
+CASES = (
+    simple(
+        "batchnorm_exact",
+        Normed,
+        signals,
+        options="--batchnorm exact",
+        sizes=(8, 5),
+        manners=EXACT_WAYS,
+        quick=True,
+    ),
+    simple(
+        "batchnorm_micro",
+        Normed,
+        signals,
+        reference="micro-batches",
+        sizes=(8, 5),
+        manners=({}, {"schedule": "1f1b", "remat": "full"}),
+        quick=True,
+    ),
+    simple(
+        "batchnorm_at_the_default",
+        Normed,
+        signals,
+        options="--microbatches 4",
+        reference="micro-batches",
+        sizes=(8, 6, 4),
+        manners=MANNERS[:2],
+    ),
+    simple("batchnorm_inference", Normed, signals, options="--mode infer"),
+    simple("batchnorm_frozen", Frozen, signals),
+    simple(
+        "batchnorm_cumulative",
+        lambda: Normed(momentum=None),
+        signals,
+        options="--batchnorm exact",
+        sizes=(8, 5),
+        manners=EXACT_WAYS,
+    ),
+    simple("tied", Tied, quick=True),
+    Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
+    simple("counting", Counting),
+    simple("frozen_parts", FrozenParts),
+    simple("unused_parts", UnusedParts),
+    simple("adapted", Adapted),
+    simple("weight_norm", Parametrised),
+    Case("detached", Detached, rows, byol, manners=FP32_ONLY),
+    simple("parameter_list", ParameterList),
+    simple("constant", Constant),
+    simple("other_norms", Spectral, signals, manners=FP32_ONLY),
+    Case("codebook", Quantised, lambda n: (rows(n), classes(n)), manners=FP32_ONLY),
+)
