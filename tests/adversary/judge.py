@@ -12,8 +12,8 @@ that the compiler has never seen. In every manner that the case asks for, compar
 
 The reference is the model on the whole batch, unless the case says that its user chose a loop of
 micro-batches. A tensor may differ by `RELATIVE` of its own largest entry, and by `FLOOR` of the
-largest entry of its kind; a 16-bit one, and gradients under autocast, by `ROUNDINGS` of their
-units. Integers and booleans must be equal.
+largest entry of its kind; a 16-bit one, gradients under autocast, and all there where the batch is
+in several pieces, by `ROUNDINGS` of their units. Integers and booleans must be equal.
 """
 
 from __future__ import annotations
@@ -282,6 +282,8 @@ class Judge:
         pipe.load_state_dict(self.model.state_dict())
         sixteen = torch.float16 if self.precision == "fp16" else torch.bfloat16
         self.coarse = 0.0 if self.precision == "fp32" else ROUNDINGS * torch.finfo(sixteen).eps
+        # In one piece nothing is rounded in another order until gradients are summed.
+        self.forward = 0.0 if pipe.microbatches == 1 else self.coarse
 
     def parts(self, inputs: object, target: object, samples: int) -> list[tuple[Any, Any, float]]:
         """What the reference runs, each with its share in the loss."""
@@ -317,7 +319,7 @@ class Judge:
             (mine * share).backward()
             total = total + mine.detach() * share
         verdict = self.verdict
-        verdict.tensors(what, {"loss": loss}, {"loss": total.to(loss.dtype)}, self.coarse / 4)
+        verdict.tensors(what, {"loss": loss}, {"loss": total.to(loss.dtype)}, self.forward / 4)
         if len(parts) == 1:
             self.returned(f"{what} output", output, plain)
         asking = [t.grad for t in tensors_in(parts[0][0]) if t.requires_grad]
@@ -330,7 +332,7 @@ class Judge:
         """Compares what both returned, but for the model's own loss, which comes by itself."""
         if self.case.loss is None and not self.case.infers:
             found, expected = without_loss(found), without_loss(expected)
-        self.verdict.structures(what, found, expected, self.coarse)
+        self.verdict.structures(what, found, expected, self.forward)
 
     def _state(
         self, what: str, optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer
@@ -372,7 +374,9 @@ class Judge:
             with autocast(self.precision):
                 expected = loss_of(self.case, plain, fresh(target))
             loss = self.pipe.evaluate(fresh(inputs), fresh(target))
-            self.verdict.tensors(what, {"loss": loss}, {"loss": expected.to(loss.dtype)})
+            self.verdict.tensors(
+                what, {"loss": loss}, {"loss": expected.to(loss.dtype)}, self.forward / 4
+            )
 
 
 def _numbered(items: list[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Self
 
+import torch
 from adversary.case import SAMPLES, Case
 from adversary.registry import MODELS
 
@@ -51,7 +52,17 @@ def compiled(case: Case, module: str, folder: Path, more: str = "") -> Outcome:
             code = compile_command([f"{name}:build_model", *words.split(), "-o", str(package)])
     finally:
         del sys.modules[name]
-    return Outcome(code, output.getvalue(), package)
+        left = transforms_left_on()
+    return Outcome(code, output.getvalue() + left, package)
+
+
+def transforms_left_on() -> str:
+    """Ends what a failed trace has left of torch.vmap and its like, which breaks all that follows."""
+    found = ""
+    while torch._C._functorch.peek_interpreter_stack() is not None:
+        torch._C._functorch.pop_dynamic_layer_stack()
+        found = "Traceback: a transform of torch.func is left on"
+    return found
 
 
 def user_module(case: Case, name: str, file: Path) -> ModuleType:

@@ -32,6 +32,7 @@ def test_exact(name: str, judge: JudgeProcess, tmp_path: Path) -> None:
     outcome = compiled(CASES[name], name.partition(".")[0], tmp_path)
 
     assert outcome.code == 0, outcome.text
+    assert "Traceback" not in outcome.text
     faults = judge.faults(case=name, package=str(outcome.package))
     assert not faults, "\n".join(faults[:MOST_TOLD])
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case, Refused
+from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused
 from torch import Tensor, nn
 
 VOCABULARY = 17
@@ -197,7 +197,16 @@ CASES = (
         features,
         square,
         features,
+        manners=FP32_ONLY,
         quick=True,
+    ),
+    Case(
+        "encoder_in_bf16",
+        lambda: encoder_layers(batch_first=True),
+        features,
+        square,
+        features,
+        manners=(ONE_PIECE_BF16,),
     ),
     Case(
         "sequence_first",
@@ -205,6 +214,7 @@ CASES = (
         lambda n: torch.randn(5, n, 8),
         square,
         lambda n: torch.randn(5, n, 3),
+        manners=FP32_ONLY,
         quick=True,
     ),
     Case(
@@ -212,6 +222,7 @@ CASES = (
         SequenceFirst,
         lambda n: torch.randn(5, n, 8),
         options="--mode infer",
+        manners=({}, {"microbatches": 3}),
     ),
     Case(
         "sequence_first_as_long_as_the_batch",
@@ -219,9 +230,10 @@ CASES = (
         lambda n: torch.randn(8, n, 8),
         square,
         lambda n: torch.randn(8, n, 3),
+        manners=FP32_ONLY,
     ),
     Case("pooled", Pooled, features, F.cross_entropy, lambda n: torch.randint(3, (n,))),
-    Case("padded", Padded, with_padding, square, features),
+    Case("padded", Padded, with_padding, square, features, manners=FP32_ONLY),
     Case("gpt", Decoder, tokens, next_token, tokens, quick=True),
     Case("gpt_untied", lambda: Decoder(tied=False), tokens, next_token, tokens),
     Case("gpt_1f1b", Decoder, tokens, next_token, tokens, options="--schedule 1f1b --remat full"),
