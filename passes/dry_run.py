@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import ModelError
@@ -91,12 +95,7 @@ class DryRun:
             try:
                 return execute() if observer is None else observer(op, execute)
             except _RAISED_BY_OPS as error:
-                raise ModelError(
-                    f"{op.name} fails on {batch_size} samples: {type(error).__name__}: {error}",
-                    location=op.source,
-                    hint="every stage runs micro-batches: the model has to accept that many "
-                    "samples, and no op may depend on the values in its tensors for a shape",
-                ) from error
+                raise _refusal(op, batch_size, error) from error
 
         inputs = self.inputs(batch_size)
         # What torch has to say about the model it has said when the model ran.
@@ -214,3 +213,23 @@ def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
         return dataclasses.replace(op, call=dataclasses.replace(call, args=args, body=body))
     kwargs = map_argument(function, dict(call.kwargs))
     return dataclasses.replace(op, call=dataclasses.replace(call, args=args, kwargs=kwargs))
+
+
+def _refusal(op: Op, batch_size: int, error: Exception) -> ModelError:
+    match error:
+        case DynamicOutputShapeException():
+            problem = (
+                f"how many elements {op.name} gives depends on the values of a tensor "
+                f"({error.func}), so that no stage can be planned or sent anything behind it"
+            )
+            hint = (
+                "keep the shape, and leave elements out by a mask: torch.where(mask, x, 0), or "
+                "ignore_index in a loss, in place of x[mask] and torch.nonzero"
+            )
+        case DataDependentOutputException():
+            problem = f"{op.name} makes a Python number of the values of a tensor ({error.func})"
+            hint = "keep it a tensor: x.max() in place of x.max().item()"
+        case _:
+            problem = f"{op.name} fails on {batch_size} samples: {type(error).__name__}: {error}"
+            hint = "every stage runs micro-batches: the model has to accept that many samples"
+    return ModelError(problem, location=op.source, hint=hint)

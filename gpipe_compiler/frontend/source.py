@@ -211,6 +211,8 @@ def _target(module: ModuleType, home: Path, call: Call) -> object:
         location = definition(function)
         _takes_nothing(function, "example_target", location)
         target = call_user_code(function, "example_target()", home)
+        if target is None:  # a loss of the output alone
+            return None
         origin = "example_target()"
     else:
         target, location = _first_target(module, home)

@@ -50,6 +50,7 @@ class RefusedAtStep:
 
     Attributes:
         inputs, target: of that batch.
+        arguments: of the pipeline.
         cause, way_out: what the message says.
     """
 
@@ -57,6 +58,7 @@ class RefusedAtStep:
     cause: tuple[str, ...]
     target: Callable[[], object] = lambda: None
     way_out: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Case:
         later_inputs, later_target: the same for the batches of the judge, where their values are
             to be of another kind than those of the example (padding, other lengths).
         loss: `loss_fn(output, target)`; None for a model that returns its own, or infers only.
-        options: of `gpipe-compile`, besides `--stages 2 --microbatches 4`; of an option that is
-            given twice the last one counts.
+        options: of `gpipe-compile`, besides `--stages 2`; of an option that is given twice the last
+            one counts.
+        microbatches: None for what the compiler chooses by itself.
         sizes: samples of the batches that the judge runs.
         reference: "whole", or "micro-batches" where the user has chosen a loop of micro-batches.
         manners: arguments of the `Pipeline`s that are judged; None for three of the usual ones.
@@ -92,6 +95,7 @@ class Case:
     later_inputs: Callable[[int], object] | None = None
     later_target: Callable[[int], object] | None = None
     options: str = ""
+    microbatches: int | None = 4
     sizes: tuple[int, ...] = (SAMPLES, 5, 1)
     reference: str = "whole"
     manners: tuple[Mapping[str, Any], ...] | None = None

@@ -362,21 +362,24 @@ class Judge:
         with torch.no_grad():
             output = self.pipe(fresh(inputs))
             with autocast(self.precision):
-                plain = (
-                    call(self.model, fresh(inputs))
+                parts = self.parts(inputs, target, samples)
+                plain = [
+                    call(self.model, x)
                     if self.case.replay is None
-                    else self.case.replay(self.model, fresh(inputs), output)
-                )
-            if self.reference == self.case.reference:
-                self.returned(f"{what} output", output, plain)
-            if self.case.infers or self.case.replay is not None or self.reference != "whole":
+                    else self.case.replay(self.model, x, output)
+                    for x, _, _ in parts
+                ]
+            if len(parts) == 1:
+                self.returned(f"{what} output", output, plain[0])
+            elif isinstance(output, torch.Tensor):
+                self.returned(f"{what} output", output, torch.cat(plain))
+            if self.case.infers or self.case.replay is not None or len(parts) > 1:
                 return
             with autocast(self.precision):
-                expected = loss_of(self.case, plain, fresh(target))
+                expected = loss_of(self.case, plain[0], fresh(target))
             loss = self.pipe.evaluate(fresh(inputs), fresh(target))
-            self.verdict.tensors(
-                what, {"loss": loss}, {"loss": expected.to(loss.dtype)}, self.forward / 4
-            )
+            expected = expected.to(loss.dtype)
+            self.verdict.tensors(what, {"loss": loss}, {"loss": expected}, self.forward / 4)
 
 
 def _numbered(items: list[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -417,21 +420,24 @@ def _hold_together(case: Any, package: Any, verdict: Verdict) -> None:
 
 def _refuses(case: Any, package: Any, verdict: Verdict) -> None:
     """The batch that the package has to refuse leaves every weight and buffer as it was."""
-    with package.Pipeline() as pipe:
-        before = copy.deepcopy(pipe.state_dict())
-        verdict.compared += 1
-        try:
+    verdict.compared += 1
+    expect = case.expect
+    before: Mapping[str, torch.Tensor] = {}
+    pipe = None
+    try:
+        with package.Pipeline(**expect.arguments) as pipe:
+            before = copy.deepcopy(pipe.state_dict())
             if case.infers:
-                pipe(case.expect.inputs())
+                pipe(expect.inputs())
             else:
-                pipe.step(case.expect.inputs(), case.expect.target())
-        except Exception as error:
-            text = str(error)
-            missing = [w for w in (*case.expect.cause, *case.expect.way_out) if w not in text]
-            if missing:
-                verdict.faults.append(f"the refusal does not say {missing}: {text}")
-        else:
-            verdict.faults.append("the batch was not refused")
+                pipe.step(expect.inputs(), expect.target())
+    except Exception as error:
+        missing = [word for word in (*expect.cause, *expect.way_out) if word not in str(error)]
+        if missing:
+            verdict.faults.append(f"the refusal does not say {missing}: {error}")
+    else:
+        verdict.faults.append("the batch was not refused")
+    if pipe is not None:
         verdict.tensors("refused", pipe.state_dict(), before)
 
 
@@ -448,6 +454,8 @@ def main() -> None:
         try:
             drawn = request.get("drawn")
             case = cases()[request["case"]] if drawn is None else drawn_case(drawn)
+            more = request.get("options", "")
+            case = dataclasses.replace(case, options=f"{case.options} {more}")
             package = load_package(Path(request["package"]))
             reference = request.get("reference") or case.reference
             verdict = judge(case, package, reference)

@@ -45,7 +45,9 @@ def compiled(case: Case, module: str, folder: Path, more: str = "") -> Outcome:
     name = f"case_{case.name}"
     sys.modules[name] = user_module(case, name, MODELS / f"{module}.py")
     package = folder / "package"
-    words = f"--stages 2 --microbatches 4 --devices V100 --bandwidth 1e15 {case.options} {more}"
+    words = f"--stages 2 --devices V100 --bandwidth 1e15 {case.options} {more}"
+    if case.microbatches is not None:
+        words = f"--microbatches {case.microbatches} {words}"
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
@@ -57,7 +59,7 @@ def compiled(case: Case, module: str, folder: Path, more: str = "") -> Outcome:
 
 
 def transforms_left_on() -> str:
-    """Ends what a failed trace has left of torch.vmap and its like, which breaks all that follows."""
+    """Ends what a trace has left of torch.vmap, which breaks all that follows; says so."""
     found = ""
     while torch._C._functorch.peek_interpreter_stack() is not None:
         torch._C._functorch.pop_dynamic_layer_stack()

@@ -56,8 +56,12 @@ def test_refused(name: str, judge: JudgeProcess, tmp_path: Path) -> None:
     if expect.accept:
         again = compiled(case, module, tmp_path / "again", f"{expect.accept} --force")
         assert again.code == 0, again.text
-        request = {"case": name, "package": str(again.package), "reference": expect.reference}
-        faults = judge.faults(**request)
+        faults = judge.faults(
+            case=name,
+            package=str(again.package),
+            reference=expect.reference,
+            options=expect.accept,
+        )
         assert not faults, "\n".join(faults[:MOST_TOLD])
 
 

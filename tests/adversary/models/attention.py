@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 VOCABULARY = 17
 
@@ -176,6 +177,22 @@ class Rotary(nn.Module):
         return F.scaled_dot_product_attention(q, k, self.v(x), is_causal=True)
 
 
+class Flexible(nn.Module):
+    """flex_attention with a score of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+
+        def nearer(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score - (i - j).abs() * 0.1
+
+        return self.out(flex_attention(q, k, v, score_mod=nearer).transpose(1, 2).flatten(2))
+
+
 class AcrossSamples(nn.Module):
     """Attends over the samples of a batch: no micro-batch can know the others."""
 
@@ -253,6 +270,13 @@ CASES = (
         "heads", lambda: nn.Sequential(Block(False, 4), Block(False, 1)), features, square, features
     ),
     Case(
+        "flex_inference",
+        Flexible,
+        lambda n: torch.randn(n, 16, 8),
+        options="--mode infer",
+        manners=({}, {"microbatches": 3}),
+    ),
+    Case(
         "across_samples",
         AcrossSamples,
         features,
@@ -261,8 +285,8 @@ CASES = (
         sizes=(8,),
         manners=FP32_ONLY,
         expect=Refused(
-            3,
-            ("pairs samples",),
+            1,
+            ("takes the samples of a batch together",),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",
         ),

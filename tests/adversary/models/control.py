@@ -94,8 +94,8 @@ class DataDependent(Two):
     """As many rows as there are positive ones."""
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x[x[:, 0] > 0]
-        return self.head(kept).sum(0) + 0 * self.head(x).sum()
+        kept = x[x[:, 0] > 0]  # refused: rows_by_value
+        return self.head(kept)
 
 
 class Item(Two):
@@ -226,7 +226,13 @@ CASES = (
         rows,
         options="--stages 4 --schedule zbv --devices 2xV100",
     ),
-    simple("item", Item, expect=Refused(1, (), (), at_line=True)),
+    simple(
+        "rows_by_value",
+        DataDependent,
+        options="--mode infer",
+        expect=Refused(1, ("depends on the values",), ("torch.where(mask, x, 0)",)),
+    ),
+    simple("item", Item, expect=Refused(1, ("values of a tensor",), ("keep it a tensor",))),
     simple(
         "while_on_data",
         WhileOnData,

@@ -133,6 +133,7 @@ CASES = (
         F.cross_entropy,
         lambda n: torch.randint(3, (n, 6, 6)),
         options="--stages 3",
+        manners=FP32_ONLY,
     ),
     simple("patches", Patches, manners=FP32_ONLY),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+import torch.ao.quantization
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case
 from torch import Tensor, nn
@@ -149,6 +152,16 @@ class Vmapped(Two):
         return torch.vmap(one)(x)
 
 
+def observed() -> nn.Module:
+    """Prepared for training with simulated 8-bit numbers, whose observers follow the batches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        model.train()
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+        return torch.ao.quantization.prepare_qat(model)
+
+
 class ScaledGradient(Two):
     """A branch whose gradients are scaled."""
 
@@ -185,5 +198,6 @@ CASES = (
     simple("straight_through", StraightByDetach, manners=FP32_ONLY),
     Case("zero_but_for_rounding", Cancels, rows, F.nll_loss, classes, manners=FP32_ONLY),
     simple("vmapped", Vmapped),
+    simple("observers", observed, reference="micro-batches", sizes=(8, 5), manners=FP32_ONLY),
     simple("scaled_gradient", ScaledGradient),
 )

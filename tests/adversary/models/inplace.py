@@ -20,7 +20,8 @@ class Relus(Two):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         kept = x.clone()
-        x = F.relu_(x)
+        x.add_(0.1)
+        x = F.relu(x, inplace=True) * kept
         x += kept
         x.mul_(0.5).add_(1)
         return self.last(x)

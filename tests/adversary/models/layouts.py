@@ -182,7 +182,7 @@ def rows(samples: int) -> Tensor:
 
 
 MIXES = Refused(
-    3, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+    1, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
 )
 
 CASES = (

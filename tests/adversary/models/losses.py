@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case, Refused
+from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
 from torch import Tensor, nn
 
 CLASSES = 5
@@ -85,7 +85,7 @@ def mask_target(samples: int) -> tuple[Tensor, Tensor]:
 def selected(logits: Tensor, target: Tensor) -> Tensor:
     """A mean over the tokens that boolean indexing leaves."""
     kept = target != IGNORED
-    return F.cross_entropy(logits[kept], target[kept])
+    return F.cross_entropy(logits[kept], target[kept])  # refused: selected
 
 
 def two_heads(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
@@ -128,17 +128,21 @@ def root(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean().sqrt()  # refused: root
 
 
+def root_of_mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean().sqrt()
+
+
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
     keys = F.normalize(output, dim=1)
     scores = keys @ F.normalize(target, dim=1).t()  # refused: contrastive
     return F.cross_entropy(scores * 10, torch.arange(len(output)))
 
 
-def covariance(output: Tensor, target: Tensor) -> Tensor:
+def covariance(output: Tensor, _: Tensor) -> Tensor:
     """Barlow Twins' redundancy: a product over the batch."""
     centred = output - output.mean(0)  # refused: covariance
     redundancy = centred.t() @ centred / len(output)  # refused: covariance
-    return (redundancy - torch.eye(CLASSES)).square().sum() + 0 * target.sum()
+    return (redundancy - torch.eye(CLASSES)).square().sum()  # refused: covariance
 
 
 def dice(output: Tensor, target: Tensor) -> Tensor:
@@ -196,6 +200,7 @@ def chances(samples: int) -> Tensor:
     return torch.rand(samples, CLASSES)
 
 
+BY_VALUES = Refused(1, ("depends on the values",), ("torch.where", "ignore_index"))
 PER_MICROBATCH = ("--per-microbatch", "--microbatches 1")
 
 
@@ -242,7 +247,7 @@ CASES = (
     Case("tokens_and_z_padded_example", body, steps, tokens_and_z, padded),
     Case("smoothed", body, steps, smoothed, tokens, later_target=padded),
     Case("masked_mean", body, steps, masked_mean, mask_target),
-    Case("selected", body, steps, selected, padded, manners=FP32_ONLY),
+    Case("selected", body, steps, selected, padded, expect=BY_VALUES),
     Case(
         "two_paddings",
         body,
@@ -261,6 +266,18 @@ CASES = (
     not_of_parts("dice", dice, chances),
     not_of_parts("largest", largest, wanted),
     not_of_parts("perplexity", perplexity, classes),
+    Case(
+        "root_in_one_piece",
+        body,
+        rows,
+        root_of_mean,
+        wanted,
+        microbatches=1,
+        manners=({}, {"precision": "bf16"}),
+        expect=RefusedAtStep(
+            lambda: rows(8), ("micro-batch",), lambda: wanted(8), arguments={"microbatches": 4}
+        ),
+    ),
     Case(
         "balancing",
         Balanced,

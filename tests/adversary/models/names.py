@@ -96,7 +96,7 @@ def classes(samples: int) -> Tensor:
     return torch.randint(3, (samples,))
 
 
-CODE = 'x\nimport os; os._exit(3)\n"""'
+CODE = 'x\nimport os; raise SystemExit(3)\n"""'
 
 
 def keyed(name: str, *keys: str, **options: object) -> Case:
@@ -111,7 +111,7 @@ CASES = (
     keyed("keywords", "class", "def", "None", "lambda", "import"),
     keyed("unicode", "größe", "名前", "😀", "é", "é"),  # the last two look alike
     keyed("alike", "a_b", "a b", "a-b", "a/b", "A_B"),
-    keyed("dunder", "__init__", "__class__", "_0", "0", "1"),
+    keyed("dunder", "_0", "__doc", "__all__", "0", "1"),
     keyed("long", "x" * 300, "y" * 300),
     keyed("percent", "%s", "%(x)s", "{0}", "{}"),
     Case("shadowing", Shadowing, rows, F.cross_entropy, classes),

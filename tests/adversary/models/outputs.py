@@ -204,7 +204,7 @@ def over_batch(how: str, **options: object) -> Case:
 
 
 NOT_OF_PARTS = Refused(
-    3, ("output",), ("--microbatches 1",), accept="--microbatches 1", reference="whole"
+    1, ("output",), ("--microbatches 1",), accept="--microbatches 1", reference="whole"
 )
 
 CASES = (

@@ -98,7 +98,8 @@ def of_steps(output: Tensor, target: Tensor) -> Tensor:
 
 
 def simple(name: str, model: type[nn.Module], **options: object) -> Case:
-    return Case(name, model, steps, F.cross_entropy, classes, manners=FP32_ONLY, **options)
+    manners = ({}, {"microbatches": 3}) if "options" in options else FP32_ONLY
+    return Case(name, model, steps, F.cross_entropy, classes, manners=manners, **options)
 
 
 CASES = (

@@ -232,7 +232,7 @@ CASES = (
         "batchnorm_at_the_default",
         Normed,
         signals,
-        options="--microbatches 4",
+        microbatches=None,
         reference="micro-batches",
         sizes=(8, 6, 4),
         manners=MANNERS[:2],
