@@ -113,8 +113,9 @@ def spread(numbers: Sequence[int], most: int = MOST_COUNTS) -> tuple[int, ...]:
     if len(numbers) <= most:
         return tuple(numbers)
     first, last = math.log(numbers[0]), math.log(numbers[-1])
-    wanted = [first + (last - first) * i / (most - 1) for i in range(most)]
-    near = {min(numbers, key=lambda n: (abs(math.log(n) - goal), n)) for goal in wanted}
+    goals = [first + (last - first) * i / (most - 1) for i in range(most)]
+    # Rounded, as the last digit of a logarithm differs by processor: ties go to the smaller number.
+    near = {min(numbers, key=lambda n: (round(abs(math.log(n) - g), 9), n)) for g in goals}
     return tuple(sorted(near))
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 
 import numpy as np
 
+from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut.judge import Judge, excess_of
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.pairs import Row
@@ -250,22 +251,27 @@ class Enumeration:
             for source in range(stage):
                 from_here = sources == source
                 link = self.lineup.between(source, stage)
-                there, back = self._seconds(values, link)
-                moved, returned = (from_here * there) @ used, (from_here * back) @ used
+                moved, returned = self._seconds(from_here, values, used, link)
                 receive += moved
                 gradient += returned
                 if self.bottleneck:
                     sent = (moved + returned).reshape(-1)
                     times[:, SEND, source] += sent
-                    there, back = self._seconds(values, self.lineup.paces[source].sends)
-                    pending[:, source] = ((from_here * (there + back)) @ through).reshape(-1)
+                    link = self.lineup.paces[source].sends
+                    there, back = self._seconds(from_here, values, through, link)
+                    pending[:, source] = (there + back).reshape(-1)
         times[:, RECEIVE, stage] = receive.reshape(-1)
         times[:, GRADIENT, stage] = gradient.reshape(-1)
 
-    def _seconds(self, values: Integers, link: object) -> tuple[Floats, Floats]:
-        moving = [self.space.graph.values[v] for v in values]
-        there = np.array([v.receive_s(link) for v in moving])
-        return there, np.array([v.gradient_s(link) for v in moving])
+    def _seconds(
+        self, made: Booleans, values: Integers, wanted: Floats, link: Link
+    ) -> tuple[Floats, Floats]:
+        """Forward and back of the values that each chain makes and each end wants."""
+        sends, size, returns, returned = (
+            (made * column) @ wanted for column in self.space.moving[values].T
+        )
+        latency_s, bandwidth = link.latency_s, link.bandwidth
+        return sends * latency_s + size / bandwidth, returns * latency_s + returned / bandwidth
 
     def _sources(self, chain: Integers, values: Integers) -> Integers:
         """The stage that makes each value, shape (n, values)."""

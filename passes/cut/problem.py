@@ -6,10 +6,14 @@ itself sees nothing else. Times are seconds of one micro-batch, sizes are bytes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
+
+BITS = 50
+"""Of the sum of all times, or all sizes: what is added up has no digits below these."""
 
 GRAPH_INPUT = -1
 """The producer of a value that the caller passes in: it lies on the first stage."""
@@ -125,6 +129,9 @@ class CutProblem:
     def check(self) -> CutProblem:
         """The same problem, when indices are in range and times are not negative.
 
+        Times and sizes are rounded to whole multiples of a power of two, such that all sums of them
+        are exact: in which order a processor adds them makes no cut better than another.
+
         Raises:
             PlanError: with the first fault. Cycles are found when the problem is contracted.
         """
@@ -141,7 +148,47 @@ class CutProblem:
             _in_range(pair, size, "a precedence")
         for group in (*self.groups, tuple(self.last)):
             _in_range(group, size, "a group")
-        return self
+        return self._summable()
+
+    def _summable(self) -> CutProblem:
+        nodes = [Seconds(node.forward_s, node.backward_s, node.weight_s) for node in self.nodes]
+        kinds = (nodes, *self.other_kinds)
+        unit_s = _unit(max(s.forward_s + s.backward_s for s in n) for n in zip(*kinds, strict=True))
+        seconds = [
+            [
+                Seconds(*(_rounded(own, unit_s) for own in (n.forward_s, n.backward_s, n.weight_s)))
+                for n in kind
+            ]
+            for kind in kinds
+        ]
+        unit = _unit(value.bytes + value.gradient_bytes for value in self.values)
+        return replace(
+            self,
+            nodes=tuple(
+                Node(node.name, s.forward_s, s.backward_s, s.weight_s)
+                for node, s in zip(self.nodes, seconds[0], strict=True)
+            ),
+            values=tuple(
+                replace(
+                    value,
+                    bytes=_rounded(value.bytes, unit),
+                    gradient_bytes=_rounded(value.gradient_bytes, unit),
+                )
+                for value in self.values
+            ),
+            other_kinds=tuple(map(tuple, seconds[1:])),
+        )
+
+
+def _unit(numbers: Iterable[float]) -> float:
+    """A power of two, of which the sum of these numbers is fewer than 2 to the `BITS`."""
+    return math.ldexp(1.0, math.frexp(math.fsum(numbers))[1] - BITS)
+
+
+def _rounded(number: float, unit: float) -> float:
+    """The nearest whole multiple of a unit."""
+    whole = not unit or (number / unit).is_integer()
+    return number if whole else round(number / unit) * unit
 
 
 def _in_range(indices: Iterable[int], size: int, what: str) -> None:

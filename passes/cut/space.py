@@ -52,6 +52,7 @@ class Space:
         masks: the down-sets.
         inside: seconds of computing inside each down-set, shape (kinds + 1, 3, down-sets), the
             last kind the fastest of all for every node; the rows as of `Contracted.seconds`.
+        moving: of every value, the columns `sends` to `gradient_bytes` of `Movable`.
         idle: whether stages may hold nothing, and the last one nothing but what must lie there.
         cached_pairs: as `CACHED_PAIRS`.
     """
@@ -116,10 +117,10 @@ class Space:
             live[index] = made & ~np.logical_and.reduce(users)
         self._live = np.ascontiguousarray(live.T)
         self._given = given
-        self._moving = np.array(
+        self.moving = np.array(
             [[v.sends, v.bytes, v.returns, v.gradient_bytes] for v in graph.values]
         ).reshape(-1, 4)
-        self._crossing: Floats = np.stack([_products(self._live, c) for c in self._moving.T])
+        self._crossing: Floats = np.stack([_products(self._live, c) for c in self.moving.T])
         touched = np.zeros((3, self.size))
         split = np.zeros((len(graph.kept), self.size), dtype=np.bool_)
         for index, kept in enumerate(graph.kept):
@@ -272,7 +273,7 @@ class Space:
         live = self.live(start)
         crossed, passed = np.zeros((2, 4, len(ends)))
         if len(live):
-            moving = self._moving[live].T
+            moving = self.moving[live].T
             crossed = moving @ np.stack([self.used(start, v, ends) for v in live])
             passed = moving @ self._live[np.ix_(ends, live)].T
         held = self._touched[:, ends] - self._touched[:, [start]]

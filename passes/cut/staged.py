@@ -294,4 +294,5 @@ def _closure_sums(
             waiting[target] -= 1
             if not waiting[target]:
                 ready.append(target)
-    return np.asarray(member @ own)
+    # The order in which `@` adds differs by processor.
+    return np.asarray(np.where(member, own, 0.0).sum(axis=1))

@@ -288,7 +288,8 @@ def _thinned(ways: _Ways, rows: Rows, most: int) -> Rows:
 
 def _cells(sizes: Rows, side: int) -> Rows:
     """So many cells of about equal ratios, and for each of the sizes its own."""
-    logs = np.log1p(sizes)
+    parts, powers = np.frexp(sizes + 1.0)  # a logarithm differs in its last digit by processor
+    logs = powers + 2 * parts
     width = (logs.max() - logs.min()) / side or 1
     cells: Rows = ((logs - logs.min()) / width).astype(np.int64)
     return cells
