@@ -139,6 +139,10 @@ class Drafting:
             bool(whole and random_ops(graph)),
         )
 
+    def facts_of(self, draft: Draft) -> Facts:
+        """What is known of the graph as the stages of a draft run it."""
+        return self.facts.in_stages([stage.ops for stage in draft.stages])
+
     def choose(self, choice: RematChoice) -> Draft:
         """The cut into stages that recompute as asked, with the shortest step that fits.
 

@@ -240,6 +240,7 @@ class _Exploration:
         if self.bench.analysis:
             return plan
         facts = self.bench.prepare(choice.microbatches, self.policy).facts
+        facts = facts.in_stages([stage.ops for stage in plan.stages])
         return remeasured(plan, self.policy.optimizer, facts.rehearsals)
 
     def _in_full(self, choice: Choice) -> Plan:

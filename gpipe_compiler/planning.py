@@ -78,6 +78,7 @@ def make_plan(
         draft = drafting.choose(choice)
         prediction, programs = draft.prediction, None
     draft = drafting.with_frontiers(draft, choice)
+    graph = drafting.facts_of(draft).graph
     _prove(graph, draft, setting, programs)
     return Plan(
         name=graph.name,

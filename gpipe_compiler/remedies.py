@@ -18,6 +18,8 @@ from gpipe_compiler.memory.fit import layout_of
 from gpipe_compiler.memory.what_if import Arena, Remedy, WhatIf
 from gpipe_compiler.passes.cost import Costs, OpCost
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.inplace import torn, undone, write_in_place
 from gpipe_compiler.passes.offsets import Alignment, StaticPlan, in_forward, in_training, place
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.remat import FEW
@@ -200,7 +202,17 @@ class _Trials:
         Op times of a plan whose ops were measured change by as much as their rooflines do.
         """
         samples = microbatch_size(changed.batch_size, changed.microbatches, changed.replicas)
-        graph = self.bench.described(samples, precision, in_place=self.policy.in_place)
+        graph = self.bench.described(samples, precision)
+        if self.policy.in_place:
+            plain, graph = graph, write_in_place(graph)
+            stage_of = {
+                op: stage.index
+                for stage in changed.stages
+                for op in stage.ops
+                if op not in stage.duplicates
+            }
+            wrong = torn(graph, plain, effects(graph), stage_of)
+            graph = undone(graph, plain, wrong) if wrong else graph
         kinds = self.plan.cluster.kinds
         before, after = self._estimates, costs_by_kind(graph, kinds, measured=False)
         stages = []

@@ -131,18 +131,18 @@ class Workbench:
         return self._prepared[key]
 
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
-        graph = self.described(samples, precision, in_place=in_place)
+        plain = self.described(samples, precision)
+        graph = write_in_place(plain) if in_place else plain
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
-        return Prepared(graph, costs, Facts.of(graph, costs[0]))
+        return Prepared(graph, costs, Facts.of(graph, costs[0], plain))
 
-    def described(self, samples: int, precision: Precision, *, in_place: bool) -> Graph:
+    def described(self, samples: int, precision: Precision) -> Graph:
         """The graph at a size of micro-batch, without costs; of one that torch can run.
 
         Raises:
             ModelError: naming the op that cannot run on so few samples.
         """
-        graph = check(weigh_loss(annotate(self.graph, samples, precision)), after="loss_weight")
-        return write_in_place(graph) if in_place else graph
+        return check(weigh_loss(annotate(self.graph, samples, precision)), after="loss_weight")
 
     def plan(
         self,

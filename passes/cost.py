@@ -7,6 +7,7 @@ longer, and the time to launch it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,13 +277,24 @@ def _rnn_layer_backward_flops(*args: Any, out_val: Any) -> int:
     return 2 * _rnn_layer_flops(*args, out_val=out_val)
 
 
+def _convolution_backward_flops(
+    gradient: Any, x: Any, weight: Any, *further: Any, out_val: Any
+) -> int:
+    """For either gradient as many as forward: torch counts that of grouped weights as dense."""
+    transposed, needed = further[4], further[7]
+    places = x if transposed else gradient
+    once = 2 * x.shape[0] * math.prod(places.shape[2:]) * weight.numel()
+    return int(once * sum(map(bool, needed[:2])))
+
+
 _FURTHER_FORMULAS: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    _aten.convolution_backward: _convolution_backward_flops,
     _aten.mkldnn_rnn_layer: _rnn_layer_flops,
     _aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,
 }
-"""Kernels of the host that torch's own flop counter does not know."""
+"""Kernels that torch's own flop counter does not know, or counts otherwise than they run."""
 
 
 def _traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object) -> int:

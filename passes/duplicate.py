@@ -87,9 +87,9 @@ def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:
     """Names of the ops of an annotated graph that any stage can compute for itself.
 
     They are those that only ask tensors for their shape (`shape_values` tells what they return),
-    and all that follow from such numbers, constants and buffers that nobody writes, as long as
-    they run in both modes, are not random, need no gradient, and write in place only what is
-    theirs.
+    and, where they run in both modes, all that follow from such numbers, constants and buffers
+    that nobody writes, as long as they are not random, need no gradient, and write in place only
+    what is theirs.
 
     Raises:
         ModelError: naming the op that cannot run.
@@ -98,9 +98,10 @@ def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:
     randoms = random_ops(graph)
     chosen: set[str] = set()
     for op in graph.ops:
-        if op.mode is Mode.ALWAYS and op.name not in randoms and _is_constant(graph, effects, op):
+        if op.name not in randoms and _is_constant(graph, effects, op):
             reads_shapes = bool(op.outputs) and all(name in templates for name in op.outputs)
-            if (reads_shapes and op.name not in effects.writes) or _follows(graph, op, chosen):
+            follows = op.mode is Mode.ALWAYS and _follows(graph, op, chosen)
+            if (reads_shapes and op.name not in effects.writes) or follows:
                 chosen.add(op.name)
     return _settle(graph, effects, chosen, templates)
 

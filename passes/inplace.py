@@ -7,7 +7,7 @@ That takes a tensor less while the op runs, and one less for the backward where 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.blocks import Blocks
 from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.effects import Effects
+from gpipe_compiler.passes.precedence import written_memory
 from gpipe_compiler.passes.seen import SeenRun
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.twins import (
@@ -46,7 +48,7 @@ def write_in_place(graph: Graph) -> Graph:
       proved by a backward in which autograd checks the version of all that it kept;
     - autocast gives both operands the same type, whichever precision the package is run in.
 
-    So an op is only ever tied to the op right before it, and takes hardly a place to cut away.
+    Where a cut comes to lie between an op and the maker of its operand, the op is `undone` again.
 
     Args:
         graph: annotated.
@@ -76,6 +78,47 @@ def write_in_place(graph: Graph) -> Graph:
         return graph
     changed = annotate(_written(graph, chosen), graph.batch_size, graph.precision)
     return check(changed, after="inplace")
+
+
+def torn(graph: Graph, plain: Graph, found: Effects, stage_of: Mapping[str, int]) -> frozenset[str]:
+    """The ops that would write over what another stage has made, were they in place.
+
+    Args:
+        graph: what `write_in_place` has made of `plain`.
+        found: the effects of `graph`.
+        stage_of: the stage of every op that runs in one stage alone.
+    """
+    changed = {op.name for op in graph.ops if op is not plain.op_of[op.name]}
+    ops = [op for op in graph.ops if op.name in stage_of]
+    wrong = set()
+    for memory in written_memory(graph, found, ops):
+        stages: set[int] = set()
+        for name in memory.touchers:
+            if name in memory.writers & changed and stages - {stage_of[name]}:
+                wrong.add(name)
+                stages = set()
+            stages.add(stage_of[name])
+    return frozenset(wrong)
+
+
+def undone(graph: Graph, plain: Graph, wrong: Collection[str]) -> Graph:
+    """The graph with these ops as they are in the plain one; for `torn` ones."""
+    calls = [plain.op_of[name].call for name in wrong]
+    paths = {call.module for call in calls if isinstance(call, ModuleCall)}
+
+    def replaced(op: Op) -> Op:
+        before = plain.op_of[op.name]
+        call = before.call
+        if op.name in wrong:
+            return before
+        if op is before or not isinstance(call, ModuleCall) or call.module not in paths:
+            return op
+        other = functional(call, plain.modules[call.module])
+        return dataclasses.replace(before, call=other) if other else before
+
+    modules = {**graph.modules, **{path: plain.modules[path] for path in paths}}
+    changed = graph.replace(ops=tuple(map(replaced, graph.ops)), modules=modules, values={})
+    return check(annotate(changed, graph.batch_size, graph.precision), after="inplace")
 
 
 Chosen = Mapping[str, int]

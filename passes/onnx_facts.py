@@ -15,6 +15,5 @@ def onnx_facts(graph: Graph, costs: Costs) -> Facts:
     """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
     effects = Effects()
     copied = constant_ops(graph)
-    return Facts(
-        graph, costs, effects, copied, atoms(graph, effects, copied), SavedTensors(), templates={}
-    )
+    tied = atoms(graph, effects, copied)
+    return Facts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)

@@ -160,7 +160,7 @@ def remeasured(plan: Plan, optimizer: OptimizerKind, rehearsals: Rehearsals | No
 
 
 def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
-    graph, setting = drafting.facts.graph, drafting.setting
+    facts, setting = drafting.facts_of(draft), drafting.setting
     stages: tuple[Stage, ...] = draft.stages
     layout = Layout(
         stages=stages,
@@ -168,13 +168,13 @@ def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
         orders=draft.orders,
         placement=setting.placement,
         joint=draft.joint,
-        shared=dict(shared(graph, stages)),
+        shared=dict(shared(facts.graph, stages)),
         microbatches=setting.microbatches,
         replicas=replicas,
         optimizer=drafting.optimizer,
         on_host=is_host(drafting.cluster.devices[draft.found.seats[0]]),
     )
-    memory = device_memories(graph, layout, drafting.facts.rehearsals)
+    memory = device_memories(facts.graph, layout, facts.rehearsals)
     over = sum(
         max(0.0, device.peak - setting.seats[seat].memory)
         for device, seat in zip(memory, draft.found.seats, strict=True)

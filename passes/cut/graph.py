@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gpipe_compiler.errors import PlanError
@@ -16,6 +16,7 @@ from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Nod
 from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
+from gpipe_compiler.passes.inplace import torn, undone
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
@@ -23,7 +24,12 @@ from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of an annotated graph and bears on where it is cut."""
+    """All that is known of an annotated graph and bears on where it is cut.
+
+    Attributes:
+        plain: the graph as it was before `passes.inplace`: what must stay together there, must.
+        by_torn: of the graphs in which some ops are out of place again, by these ops.
+    """
 
     graph: Graph
     costs: Costs
@@ -32,25 +38,52 @@ class Facts:
     atoms: Atoms
     saved: SavedTensors
     templates: Mapping[str, Argument]
+    plain: Graph
+    by_torn: dict[frozenset[str], Facts] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, graph: Graph, costs: Costs) -> Facts:
+    def of(cls, graph: Graph, costs: Costs, plain: Graph | None = None) -> Facts:
         """Runs the analyses.
 
         Raises:
             ModelError: naming an op that cannot run.
         """
+        plain = plain or graph
         found = effects(graph)
-        copied = duplicable(graph, found)
+        before = found if plain is graph else effects(plain)
+        copied = duplicable(plain, before)
         return cls(
             graph,
             costs,
             found,
             copied,
-            atoms(graph, found, copied),
+            atoms(plain, before, copied),
             saved_tensors(graph),
             shape_values(graph),
+            plain,
         )
+
+    def in_stages(self, stages: Sequence[Collection[str]]) -> Facts:
+        """The same, with no op in place on what another stage has made.
+
+        Args:
+            stages: the ops of each.
+        """
+        stage_of = {
+            name: index
+            for index, ops in enumerate(stages)
+            for name in ops
+            if name not in self.duplicable
+        }
+        wrong = torn(self.graph, self.plain, self.effects, stage_of)
+        if not wrong:
+            return self
+        if wrong not in self.by_torn:
+            graph = undone(self.graph, self.plain, wrong)
+            self.by_torn[wrong] = replace(
+                self, graph=graph, effects=effects(graph), saved=saved_tensors(graph)
+            )
+        return self.by_torn[wrong]
 
     @cached_property
     def rehearsals(self) -> Rehearsals:

@@ -38,6 +38,26 @@ def test_convolutions_and_linear_layers_cost_what_their_formulas_say(convnet):
     assert costs["a_relu"].flops == 0
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_backward_of_a_grouped_convolution_is_as_sparse_as_its_forward(
+    builder, groups, transposed
+):
+    """A multiply-add for every weight at every place, forward and for either gradient."""
+    b = builder(x=torch.randn(4, 8, 6, 6).requires_grad_())
+    b.add_module("scale", nn.Conv2d, 8, 8, 1, bias=False)
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    b.add_module("conv", kind, 8, 16, 3, groups=groups, bias=False)
+    h = b.module("conv", b.module("scale", Ref("x")))
+    graph = annotate(b.graph(h, b.method("sum", h)), 4)
+
+    cost = roofline(graph, UNIT).ops[h.name]
+
+    places = 6 * 6 if transposed else 4 * 4
+    once = 2 * 4 * places * (8 * 16 // groups) * 3 * 3
+    assert (cost.flops, cost.backward_flops) == (once, 2 * once)
+
+
 def test_traffic_is_what_kernels_read_and_write(convnet):
     batch = 3
     costs = roofline(annotate(convnet, batch), BYTES).ops

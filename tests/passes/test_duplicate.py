@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.ir import Mode, Ref
+from gpipe_compiler.ir import ByMode, Mode, Ref
+from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.duplicate import (
     BatchMultiple,
     StageDevice,
@@ -135,3 +136,25 @@ def test_copied_ops_give_the_same_on_any_data(data, random_graphs, eager):
             torch.testing.assert_close(one[name], other[name])
         else:
             assert one[name] == other[name]
+
+
+def test_a_size_that_one_mode_asks_for_ties_nothing_together(builder):
+    """As stochastic depth asks for it in every block: each block is tied to itself alone."""
+    b = builder(x=torch.randn(4, 8))
+    size = b.method("size", Ref("x"), 0, name="size", mode=Mode.TRAIN)
+    h = Ref("x")
+    for block in range(3):
+        b.add_module(f"layer{block}", nn.Linear, 8, 8)
+        h = b.module(f"layer{block}", h)
+        noise = b.call(torch.empty, size, 1, name=f"empty{block}", mode=Mode.TRAIN)
+        noise = b.method("bernoulli_", noise, 0.5, name=f"noise{block}", mode=Mode.TRAIN)
+        made = b.call(operator.mul, h, noise, name=f"mul{block}", mode=Mode.TRAIN)
+        h = b.call(torch.relu, ByMode(made, h), name=f"relu{block}")
+    graph = annotate(b.graph(h, b.method("sum", h)), 4)
+    found_effects = effects(graph)
+    found = duplicable(graph, found_effects)
+
+    assert found == {"size"}
+    assert {min(g) for g in atoms(graph, found_effects, found).groups if len(g) > 2} == {
+        f"empty{block}" for block in range(3)
+    }

@@ -1,4 +1,4 @@
-"""ZBV: two stages a device, placed as a V, and no bubble where all work takes equally long."""
+"""ZBV: two stages a device, placed as a V, so that the first backward follows at once."""
 
 from __future__ import annotations
 
