@@ -140,6 +140,26 @@ def test_every_floating_type_is_changed(dtype: torch.dtype) -> None:
     assert not any(torch.equal(row, own) for row in changed for own in args[0])
 
 
+class Noisy(nn.Module):
+    """It draws in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) + torch.rand_like(x))
+
+
+def test_second_batch_of_a_model_that_draws_in_inference(tmp_path: Path) -> None:
+    """The package draws for it as in its first call."""
+    subject = Subject("noisy", Noisy(), args=(torch.randn(8, 4),), training=False)
+    made = compile_subject(subject, dataclasses.replace(OPTIONS, training=False), tmp_path / "x")
+
+    assert made.validation is not None
+    assert made.validation.passed
+
+
 class Looked(nn.Module):
     """Gradients of its table are sparse."""
 

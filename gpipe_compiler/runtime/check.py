@@ -76,7 +76,7 @@ def check_pipeline(
         with torch.no_grad():
             for name, tensor in _state(pipe):
                 tensor.copy_(before[name])
-        pipe.step_number = 0
+        pipe.rewind()
         actual = run_pipeline(pipe, batch.inputs, batch.target)
         actual = _without_constants(actual, batch.results)
         found.append(compare(actual, _held(batch.results, pipe), _summed_in(pipe)))

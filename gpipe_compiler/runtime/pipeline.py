@@ -361,6 +361,10 @@ class Pipeline:
         parameters = dict(self.named_parameters())
         return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
+    def rewind(self) -> None:
+        """Draw random numbers as from the first step and the first call on."""
+        self.step_number, self._calls = 0, 0
+
     def close(self) -> None:
         """End the threads, or leave the process group."""
         self._runner.close()
