@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
+from gpipe_compiler.cluster import core_count
 from gpipe_compiler.contention import simulate_sharing
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.plan import Plan
@@ -63,7 +63,7 @@ def clocked(plan: Plan, directory: Path, progress: Callable[[str], None]) -> Pla
 
 def _places() -> int:
     """How many processes can compute at once on this machine."""
-    return gpu_count() or os.cpu_count() or 1
+    return gpu_count() or core_count()
 
 
 def start_command(script: Path, devices: int, start: Start) -> list[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.cluster import Cluster, is_here
+from gpipe_compiler.cluster import Cluster, core_count, is_here
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.planning import devices_there
@@ -101,7 +100,7 @@ def devices_to_explore(cluster: Cluster, replicas: int) -> int:
     if (gpus := gpu_count()) and is_here(cluster.devices[0]):
         return max(1, gpus // replicas)
     if cluster.pooled:
-        return max(1, len(os.sched_getaffinity(0)) // replicas)
+        return max(1, core_count() // replicas)
     raise UsageError(
         f"--stages auto has to know how many {name} there are",
         hint=f"say so as in --devices 4x{name}, or describe them in a file for --cluster",

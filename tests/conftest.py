@@ -23,6 +23,10 @@ SEEN_BEFORE = {
 }
 os.environ.update(dict.fromkeys(SEEN_BEFORE, ""))
 
+# What is printed is held against text: for no terminal in particular.
+for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # Not this folder itself: those in it have names such as `passes`.
 sys.path.insert(0, str(Path(__file__).with_name("helpers")))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from gpipe_compiler.cluster import (
     Device,
     Link,
     built_in,
+    core_count,
     devices_named,
     is_here,
     local,
@@ -218,7 +218,7 @@ class TestThisMachine:
         whole = cluster.devices[0].memory
 
         assert (cluster.endless, cluster.pooled, cluster.link) == (True, True, GLOO)
-        assert cluster.places == max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+        assert cluster.places == max(1, core_count() // torch.get_num_threads())
         assert devices_named("4xlocal").devices[3].memory == pytest.approx(whole / 4, abs=1)
         assert len(devices_named("4xlocal").sized(9).devices) == 4
 

@@ -29,7 +29,13 @@ from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device
 from gpipe_compiler.cluster.words import devices_named
 
 if TYPE_CHECKING:
-    from gpipe_compiler.cluster.local import is_here, is_host, local_cluster, this_machine
+    from gpipe_compiler.cluster.local import (
+        core_count,
+        is_here,
+        is_host,
+        local_cluster,
+        this_machine,
+    )
     from gpipe_compiler.cluster.timing import timed_link
 
 __all__ = [
@@ -52,6 +58,7 @@ __all__ = [
     "Device",
     "Link",
     "built_in",
+    "core_count",
     "devices_named",
     "is_here",
     "is_host",

@@ -27,12 +27,19 @@ def local_cluster(link: Link | None = None) -> Cluster:
     `link` is given, it is that of the slower way, so that the cut holds for both.
     """
     if not gpu_count():
-        places = max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+        places = max(1, core_count() // torch.get_num_threads())
         return Cluster((this_machine(),), link or GLOO, endless=True, pooled=True, places=places)
     devices = _gpus()
     if len(devices) > 1:
         return Cluster(devices, link or PCIE4)
     return Cluster(devices, link or PCIE4, endless=True, pooled=True, places=1)
+
+
+def core_count() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def local_card() -> Card:
