@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from gpipe_compiler.command_choices import (
     SEARCH_SECONDS,
@@ -15,6 +14,7 @@ from gpipe_compiler.command_choices import (
 from gpipe_compiler.machine_arguments import machine_arguments, seconds
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.runtime.typed import natural, path, seed
 from gpipe_compiler.search_arguments import positive, search_arguments, setting_arguments
 
 
@@ -114,7 +114,7 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--custom-ops",
         metavar="LIB",
-        type=Path,
+        type=path,
         action="append",
         default=[],
         help="a library of custom operators that an ONNX model needs; may be given again",
@@ -135,7 +135,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        type=Path,
+        type=path,
         help="the package (default: <model>_x<stages> in the current directory)",
     )
     group.add_argument("--force", action="store_true", help="replace a package that is there")
@@ -171,7 +171,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="print one JSON document instead")
     group.add_argument(
-        "--seed", type=int, default=0, help="of random weights and inputs (default %(default)s)"
+        "--seed", type=seed, default=0, help="of random weights and inputs (default %(default)s)"
     )
 
 
@@ -203,8 +203,8 @@ def graph_parser() -> argparse.ArgumentParser:
         prog="gpipe-inspect graph", description="Draws a package's stages, or one stage, as SVG."
     )
     _package_argument(parser)
-    parser.add_argument("--stage", metavar="K", type=int, help="the ops of this stage, from 0")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the SVG file")
+    parser.add_argument("--stage", metavar="K", type=natural, help="the ops of this stage, from 0")
+    parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the SVG file")
     return parser
 
 
@@ -216,7 +216,7 @@ def memory_parser() -> argparse.ArgumentParser:
         "settings would save.",
     )
     _package_argument(parser)
-    parser.add_argument("--device", metavar="D", type=int, help="of this device alone, from 0")
+    parser.add_argument("--device", metavar="D", type=natural, help="of this device alone, from 0")
     parser.add_argument(
         "--top",
         metavar="N",
@@ -236,9 +236,9 @@ def trace_parser() -> argparse.ArgumentParser:
         description="Writes the simulated step as a trace for ui.perfetto.dev.",
     )
     _package_argument(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the JSON file")
+    parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the JSON file")
     return parser
 
 
 def _package_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package", metavar="PKG", type=Path, help="what gpipe-compile wrote")
+    parser.add_argument("package", metavar="PKG", type=path, help="what gpipe-compile wrote")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,6 +21,7 @@ from gpipe_compiler.arguments import (
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.graph_command import is_graph, plan_file
 from gpipe_compiler.report.units import format_source
+from gpipe_compiler.runtime.console import obeyed
 from gpipe_compiler.runtime.wording import printable_lines
 
 INTERRUPTED = 130
@@ -55,6 +55,14 @@ def _run(
     command: Callable[[argparse.Namespace], None],
 ) -> int:
     """Parses and obeys; every error that is the user's to mend is one message."""
+    return obeyed(lambda: _obey(parser, argv, command), ExitCode.DONE)
+
+
+def _obey(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    command: Callable[[argparse.Namespace], None],
+) -> int:
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as leaving:  # argparse has said why
@@ -62,13 +70,10 @@ def _run(
     as_json = getattr(arguments, "json", False)
     try:
         command(arguments)
-        sys.stdout.flush()
     except GPipeCompilerError as error:
         return _report(error, as_json)
     except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); the interpreter's own flush must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
+        raise  # whoever reads has seen enough
     except OSError as error:
         return _report(UsageError(f"{error.filename or 'a file'}: {error.strerror}"), as_json)
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from gpipe_compiler.machine_arguments import cluster_asked
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.typed import MOST_MICROBATCHES
 from gpipe_compiler.runtime.wording import listed
 from gpipe_compiler.search_arguments import schedule_of
 
@@ -66,6 +67,11 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
             "for among the plans of a model",
             hint="say which are to be planned, one after the other: --stages 4 --schedule 1f1b",
         )
+    if arguments.microbatches is not None and arguments.microbatches > MOST_MICROBATCHES:
+        raise UsageError(
+            f"{arguments.microbatches:,} micro-batches are more than there can be: "
+            f"{MOST_MICROBATCHES:,}"
+        )
     link = dataclasses.replace(
         DEFAULT_LINK,
         bandwidth=arguments.bandwidth or DEFAULT_LINK.bandwidth,
@@ -73,9 +79,10 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     )
     machines = ("devices", "cluster")
     is_asked = any(getattr(arguments, name) != parser.get_default(name) for name in machines)
+    graph = read_graph(Path(arguments.model))
     setting = BareSetting(
         arguments.stages,
-        arguments.microbatches or MICROBATCHES_PER_STAGE * arguments.stages,
+        arguments.microbatches or MICROBATCHES_PER_STAGE * min(arguments.stages, len(graph.ops)),
         ScheduleKind(arguments.schedule),
         Objective(arguments.objective),
         None if arguments.mode == "train" else False,
@@ -83,7 +90,7 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         math.inf if arguments.memory is None else arguments.memory,
         cluster_asked(arguments) if is_asked else None,
     )
-    return plan_graph(read_graph(Path(arguments.model)), setting)
+    return plan_graph(graph, setting)
 
 
 def _option(name: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
+from gpipe_compiler.runtime.typed import path
 
 
 def machine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -24,7 +24,7 @@ def machine_arguments(group: argparse._ArgumentGroup) -> None:
     machines.add_argument(
         "--cluster",
         metavar="FILE",
-        type=Path,
+        type=path,
         help="a description of hosts, devices and links, as the .toml files in examples/clusters",
     )
     group.add_argument(

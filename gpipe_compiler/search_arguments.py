@@ -9,6 +9,10 @@ from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.policy import Auto
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.runtime.typed import shown
+
+_DIGITS = 9
+"""Of a number of things."""
 
 
 def setting_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +107,8 @@ def schedule_of(arguments: argparse.Namespace) -> ScheduleKind | Auto:
 
 def positive(text: str) -> int:
     """A number of things."""
+    if len(text) > _DIGITS:
+        raise argparse.ArgumentTypeError(f"{shown(text)} has more than {_DIGITS} digits")
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -120,8 +126,8 @@ def count_or_auto(text: str) -> int | Auto:
 
 def _pin(text: str) -> tuple[str, int]:
     module, _, stage = text.rpartition("=")
-    if not module or not re.fullmatch(r"-?\d+", stage, re.ASCII):
+    if not module or not re.fullmatch(r"-?\d{1,9}", stage, re.ASCII):
         raise argparse.ArgumentTypeError(
-            f"{text!r} pins nothing: write MODULE=STAGE, such as encoder.0=1 or head=-1"
+            f"{shown(text)} pins nothing: write MODULE=STAGE, such as encoder.0=1 or head=-1"
         )
     return module, int(stage)

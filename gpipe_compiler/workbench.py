@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from gpipe_compiler.batch_outputs import apart_outputs
 from gpipe_compiler.cluster import Cluster
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
@@ -25,6 +25,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.wording import counted
 
 MICROBATCHES_PER_STAGE = 4
 """GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
@@ -89,6 +90,12 @@ class Workbench:
         Raises:
             PlanError, UsageError: when there can be no such pipeline on these devices.
         """
+        if stages > len(self.graph.ops):
+            raise PlanError(
+                f"the model has {counted(len(self.graph.ops), 'op')} and cannot be cut into "
+                f"{stages:,} stages that all hold something",
+                hint="ask for fewer stages",
+            )
         training = self.graph.loss is not None
         if microbatches is None:
             microbatches = self._microbatches(stages, policy)

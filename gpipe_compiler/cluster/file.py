@@ -36,7 +36,9 @@ def read_cluster(path: Path) -> Cluster:
         raise UsageError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text") from error
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise UsageError(f"{path} describes no cluster: lists within lists without end") from None
+    except ValueError as error:  # of TOML, or of a number of more digits than Python converts
         raise UsageError(f"{path} is no TOML: {error}") from error
     faults = Faults(text)
     cluster = _Reader(faults).read(Table(written, "", faults))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from types import MappingProxyType
+
+from gpipe_compiler.runtime.typed import shown
 
 _NUMBER = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*([a-zA-Zµμ/]*)")
 _DECIMAL: Mapping[str, float] = MappingProxyType(
@@ -28,6 +29,7 @@ class Quantity:
         units: with their sizes; the empty one is that of a bare number.
         least: that makes sense.
         above: whether it has to be more than the least.
+        most: that sums and quotients of it stay finite with.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Quantity:
     units: Mapping[str, float]
     least: float = 0.0
     above: bool = True
+    most: float = 1e18
 
     def read(self, written: object) -> float:
         """The number that somebody wrote, as text with a unit or as a number.
@@ -44,20 +47,27 @@ class Quantity:
         """
         value = self._value(written)
         if value is None or value < self.least or (self.above and value == self.least):
-            raise ValueError(f"{written!r} is no {self.name}: write {self.example}")
+            raise ValueError(f"{_shown(written)} is no {self.name}: write {self.example}")
         return value
 
     def _value(self, written: object) -> float | None:
         if isinstance(written, bool):
             return None
         if isinstance(written, int | float):
-            return float(written) if math.isfinite(written) else None
+            return float(written) if abs(written) <= self.most else None
         match = _NUMBER.fullmatch(written.strip()) if isinstance(written, str) else None
         if match is None or match[2] not in self.units:
             return None
         # In decimal, so that 5us is the same number as 5e-6.
-        value = float(Decimal(match[1]) * Decimal(repr(self.units[match[2]])))
-        return value if math.isfinite(value) else None
+        try:
+            value = float(Decimal(match[1]) * Decimal(repr(self.units[match[2]])))
+        except ArithmeticError:  # an exponent that Decimal does not have
+            return None
+        return value if value <= self.most else None
+
+
+def _shown(written: object) -> str:
+    return shown(written) if isinstance(written, str) else f"{written!r:.40}"
 
 
 def _per_second(unit: str, size: float, prefixes: Mapping[str, float]) -> dict[str, float]:
@@ -75,6 +85,8 @@ BANDWIDTH = Quantity(
             **_per_second("bit", 1 / 8, {**_DECIMAL, **_BINARY}),
         }
     ),
+    least=1.0,
+    above=False,
 )
 """Bytes a second; with a small b, bits."""
 
@@ -85,6 +97,7 @@ TIME = Quantity(
         {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
     ),
     above=False,
+    most=1e6,
 )
 
 SIZE = Quantity(

@@ -10,7 +10,7 @@ from gpipe_compiler.cluster.hosts import Host, cluster_of
 from gpipe_compiler.cluster.machines import Cluster, refuse_too_many
 from gpipe_compiler.errors import UsageError
 
-_GROUP = re.compile(r"(?:(\d+)\s*[x×]\s*)?(.+)")  # noqa: RUF001  # the multiplication sign is meant
+_GROUP = re.compile(r"(?:(\d{1,9})\s*[x×]\s*)?(.+)")  # noqa: RUF001  # the multiplication sign is meant
 LOCAL, _MEASURED = "local", "measured"
 
 

@@ -27,6 +27,7 @@ from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
+from gpipe_compiler.runtime.storing import HeldError, locked
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""
@@ -179,7 +180,10 @@ def refuse_taken(target: Path, *, force: bool) -> None:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A new folder beside the target; gone afterwards, together with parents made for it."""
+    """A new folder beside the target; gone afterwards, together with parents made for it.
+
+    One process at a time has one.
+    """
     made: list[Path] = []
     folder: Path | None = None
     try:
@@ -189,8 +193,14 @@ def _beside(target: Path) -> Iterator[Path]:
         for parent in reversed(missing):
             parent.mkdir()
             made.append(parent)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield folder
+        with locked(target.with_name(f".{target.name}.lock")):
+            folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            yield folder
+    except HeldError as error:
+        raise EmitError(
+            f"{target} is being written by another compile, {error}",
+            hint="let that one end, or choose another folder",
+        ) from error
     except (OSError, safetensors.SafetensorError) as error:
         raise EmitError(f"cannot write {target}: {error}") from error
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-from pathlib import Path
 
 from .data import InputChoice
 from .errors import UsageError
@@ -15,16 +13,18 @@ from .optimizer import OptimizerChoice
 from .programs import device_counts, devices_by_default
 from .spec import BatchNorm, OptimizerKind, PipelineSpec, Precision, Remat, ScheduleKind
 from .train import TrainOptions
-from .wording import counted
+from .typed import microbatches, names, natural, path, positive, positive_real, seed
+from .wording import counted, printable
 
 STEPS = 100
 
 
 def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     """The parser of a package's command."""
+    named = printable(spec.name).replace("%(", "% (")  # no place that argparse fills
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description=f"{spec.name} as a pipeline of {counted(len(spec.stages), 'stage')} on "
+        description=f"{named} as a pipeline of {counted(len(spec.stages), 'stage')} on "
         f"{counted(devices_by_default(spec, spec.schedule), 'device')}. {_processes(spec)}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -35,31 +35,31 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
         _add_checkpoints(train)
         _add_common(train, spec)
     infer = commands.add_parser("infer", help="run the model")
-    infer.add_argument("--input", type=Path, metavar="FILE", help="safetensors, by name")
-    infer.add_argument("--output", type=Path, metavar="FILE", help="safetensors to write")
+    infer.add_argument("--input", type=path, metavar="FILE", help="safetensors, by name")
+    infer.add_argument("--output", type=path, metavar="FILE", help="safetensors to write")
     _add_common(infer, spec)
     check = commands.add_parser("check", help="compare with a plain run of the model")
     check.add_argument(
         "--reference",
-        type=Path,
+        type=path,
         action="append",
         default=[],
         metavar="FILE",
         help="saved results, of the example or of the batch in the file; may be repeated",
     )
-    check.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
+    check.add_argument("--report", type=path, metavar="FILE", help="JSON to write")
     _add_common(check, spec)
     bench = commands.add_parser("bench", help="time it")
-    bench.add_argument("--steps", type=_positive, default=10, metavar="N")
+    bench.add_argument("--steps", type=positive, default=10, metavar="N")
     _add_common(bench, spec)
     clock = commands.add_parser("clock", help="time its stages, for a prediction of the step")
-    clock.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
+    clock.add_argument("--report", type=path, metavar="FILE", help="JSON to write")
     _add_common(clock, spec)
     if spec.loss is not None:
         export = commands.add_parser("export", help="write the weights of a checkpoint")
-        export.add_argument("--checkpoint", type=Path, metavar="PATH", required=True)
+        export.add_argument("--checkpoint", type=path, metavar="PATH", required=True)
         export.add_argument(
-            "--output", type=Path, metavar="FILE.safetensors", required=True, help="to write"
+            "--output", type=path, metavar="FILE.safetensors", required=True, help="to write"
         )
         export.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -141,33 +141,40 @@ def _contradictions(
 
 def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
-        "--steps", type=_positive, metavar="N", help=f"of the optimizer ({STEPS}, or --epochs)"
+        "--steps", type=positive, metavar="N", help=f"of the optimizer ({STEPS}, or --epochs)"
     )
-    parser.add_argument("--epochs", type=_positive, metavar="N", help="passes over train_data()")
+    parser.add_argument("--epochs", type=positive, metavar="N", help="passes over train_data()")
     parser.add_argument(
-        "--accumulate", type=_positive, default=1, metavar="N", help="mini-batches for a step (1)"
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="mini-batches for a step (1)",
     )
     parser.add_argument(
-        "--clip-norm", type=_positive_real, metavar="X", help="of all gradients together (none)"
+        "--clip-norm",
+        type=positive_real,
+        metavar="X",
+        help="of all gradients together (none)",
     )
     parser.add_argument(
         "--data-parallel",
-        type=_positive,
+        type=positive,
         metavar="R",
         help=f"replicas of the pipeline that share every batch, under torchrun ({_replicas(spec)})",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="safetensors to train on")
+    parser.add_argument("--input", type=path, metavar="FILE", help="safetensors to train on")
     parser.add_argument(
         "--evaluate-every",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="steps between passes over eval_data() (at the end of every pass)",
     )
     parser.add_argument(
-        "--log-file", dest="log", type=Path, metavar="FILE", help="a line of JSON for every step"
+        "--log-file", dest="log", type=path, metavar="FILE", help="a line of JSON for every step"
     )
     parser.add_argument(
-        "--save", type=Path, metavar="PATH", help="write the weights: FILE.safetensors or a folder"
+        "--save", type=path, metavar="PATH", help="write the weights: FILE.safetensors or a folder"
     )
 
 
@@ -178,7 +185,7 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
         metavar="{" + ",".join(kind.value for kind in OptimizerKind) + "}",
         help="(that of your file, or sgd)",
     )
-    parser.add_argument("--lr", type=_positive_real, metavar="RATE", help="(0.01, adam: 0.001)")
+    parser.add_argument("--lr", type=positive_real, metavar="RATE", help="(0.01, adam: 0.001)")
     parser.add_argument(
         "--lr-schedule",
         type=RateShape,
@@ -186,17 +193,20 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
         help="over --steps (that of your file, or constant)",
     )
     parser.add_argument(
-        "--warmup-steps", type=_natural, default=0, metavar="N", help="up to the full rate (0)"
+        "--warmup-steps", type=natural, default=0, metavar="N", help="up to the full rate (0)"
     )
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="write checkpoints here")
+    parser.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="write checkpoints here")
     parser.add_argument(
-        "--checkpoint-every", type=_positive, metavar="N", help="steps (at the end of every pass)"
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help="steps (at the end of every pass)",
     )
     parser.add_argument(
-        "--keep-checkpoints", type=_positive, metavar="N", help=f"the newest ({KEPT})"
+        "--keep-checkpoints", type=positive, metavar="N", help=f"the newest ({KEPT})"
     )
     parser.add_argument(
         "--resume",
@@ -209,7 +219,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
-        "--microbatches", type=_positive, metavar="M", help=f"({spec.microbatches})"
+        "--microbatches", type=microbatches, metavar="M", help=f"({spec.microbatches})"
     )
     parser.add_argument(
         "--schedule",
@@ -233,19 +243,23 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         choices=[kind.value for kind in Precision],
         help=f"({spec.precision.value})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of dropout, data, new weights (0)")
-    parser.add_argument("--batch-size", type=_positive, metavar="N", help="of the example data")
+    parser.add_argument("--seed", type=seed, default=0, help="of dropout, data, new weights (0)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="of the example data")
     parser.add_argument(
         "--load",
-        type=Path,
+        type=path,
         metavar="PATH",
         help="weights: FILE.safetensors, a folder, a checkpoint",
     )
     parser.add_argument(
-        "--devices", type=_names, metavar="D,D", help="such as cuda:0,cuda:1 (as planned)"
+        "--devices", type=names, metavar="D,D", help="such as cuda:0,cuda:1 (as planned)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds for another rank (600)"
+        "--timeout",
+        type=positive_real,
+        default=600.0,
+        metavar="S",
+        help="seconds for another rank (600)",
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
 
@@ -268,28 +282,3 @@ def _replicas(spec: PipelineSpec) -> str:
         return "1"
     devices = devices_by_default(spec, spec.schedule)
     return f"{spec.replicas} with {spec.replicas * devices} processes, else 1"
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
-def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: it cannot be negative")
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
-    return number
-
-
-def _positive_real(text: str) -> float:
-    number = float(text)
-    if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text}: a number above 0 is needed")
-    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch
 from .distributed import launched
 from .errors import UsageError
 from .spec import BatchNorm, PipelineSpec, Precision, Remat
+from .typed import MOST_MICROBATCHES, SEEDS
+from .wording import counted
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -109,7 +112,50 @@ def listed_devices(
 
 
 def own_device(given: Sequence[torch.device]) -> torch.device | None:
-    """This rank's device among those given for all ranks."""
-    if len(given) > 1:
-        return given[int(os.environ.get("RANK", "0"))]
-    return given[0] if given else None
+    """This rank's device among those given for all ranks.
+
+    Raises:
+        UsageError: when several were given, and not one for every rank.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if len(given) > 1 and rank >= len(given):
+        raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
+    own = given[rank] if len(given) > 1 else given[0] if given else None
+    return None if own is None else there(own)
+
+
+def there(device: torch.device) -> torch.device:
+    """The same device.
+
+    Raises:
+        UsageError: when this machine, or this torch, has none such.
+    """
+    if device.type == "cuda":  # where asking for memory would begin to use it
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        lacking = (device.index or 0) >= found
+        why = f"torch finds {counted(found, 'GPU')}"
+    else:
+        try:
+            torch.empty(0, device=device)
+            lacking, why = False, ""
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            lacking, why = True, (str(error).splitlines() or [""])[0]
+    if lacking:
+        raise UsageError(f"there is no device {device} here: {why}", hint="name others: cpu")
+    return device
+
+
+def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
+    """Make sure that numbers which a caller chooses fit where they go.
+
+    Raises:
+        UsageError: naming the first that does not.
+    """
+    if seed not in SEEDS:
+        raise UsageError(f"the seed {seed} does not fit into 64 bits")
+    if microbatches > MOST_MICROBATCHES:
+        raise UsageError(
+            f"{microbatches:,} micro-batches are more than there can be: {MOST_MICROBATCHES:,}"
+        )
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise UsageError(f"a timeout of {timeout_s} s: a number above 0 is needed")

@@ -12,6 +12,7 @@ from pathlib import Path
 from .arguments import parser_for, train_options
 from .check import check_pipeline, format_rows, write_rows
 from .checkpoint import export, latest
+from .console import obeyed, say
 from .data import InputChoice, example_call
 from .errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from .generators import seed_all
@@ -53,6 +54,12 @@ def main(
         0 when done, 1 when the model or a process failed, 2 for wrong usage, 3 for a failed check,
         128 + n when signal n has ended training.
     """
+    return obeyed(lambda: _obey(spec, directory, hooks, argv))
+
+
+def _obey(
+    spec: PipelineSpec, directory: Path, hooks: str | None, argv: Sequence[str] | None
+) -> int:
     arguments = parser_for(spec).parse_args(argv)
     try:
         return _telling(arguments, lambda: _run(spec, directory, hooks, arguments))
@@ -65,6 +72,8 @@ def _telling(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
     """The exit code of what is done; an error is told at once, before anything is taken down."""
     try:
         return act()
+    except BrokenPipeError:
+        raise  # nobody reads on
     except (PipelineError, OSError) as error:
         if arguments.traceback:
             raise
@@ -137,7 +146,7 @@ def _load(pipe: Pipeline, arguments: argparse.Namespace) -> None:
     if arguments.load is not None:
         load_weights(pipe, arguments.load)
     if pipe.rank == 0:
-        print(pipe.describe())
+        say(pipe.describe())
 
 
 def _work(
@@ -156,14 +165,14 @@ def _work(
     if arguments.command == "clock":
         found = clock(pipe, inputs, target)
         if pipe.rank == 0:
-            print(found)
+            say(str(found))
             if arguments.report is not None:
                 found.write(arguments.report)
         return 0
     rows = check_pipeline(pipe, stored, inputs, target, arguments.reference)
     passed = all(row.passed for row in rows)
     if pipe.rank == 0 or not passed:
-        print(format_rows(rows))
+        say(format_rows(rows))
     if arguments.report is not None and pipe.rank == 0:
         write_rows(rows, arguments.report)
     return 0 if passed else FAILED_CHECK
@@ -173,5 +182,5 @@ def _export(arguments: argparse.Namespace) -> int:
     path: Path = arguments.checkpoint
     newest = latest(path) or path
     export(newest, arguments.output)
-    print(f"weights of {newest} written to {arguments.output}")
+    say(f"weights of {newest} written to {arguments.output}")
     return 0

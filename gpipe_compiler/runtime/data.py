@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,26 @@ def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tu
         )
     tensors = load_file(path)
     if samples is not None:
+        _refuse_too_large(spec, tensors, samples)
         tensors = {
             source.name: resized(tensors[source.name], source.batch_dim, samples)
             for source in spec.inputs
             if source.name in tensors
         }
     return call_of(spec, tensors)
+
+
+def _refuse_too_large(
+    spec: PipelineSpec, tensors: Mapping[str, torch.Tensor], samples: int
+) -> None:
+    """Raise UsageError for more samples than this machine could hold."""
+    given = [(tensors[s.name], s.batch_dim) for s in spec.inputs if s.name in tensors]
+    size = sum(t.nbytes * samples // t.shape[dim] for t, dim in given if dim is not None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise UsageError(
+            f"a batch of {samples:,} samples is larger than the memory of this machine"
+        )
 
 
 def samples_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from .choices import manner
 from .comparison import flat_tensors
+from .console import say
 from .data import InputChoice, call_on, samples_of
 from .pipeline import Pipeline
 from .programs import planned_placement
@@ -29,10 +30,10 @@ def infer(pipe: Pipeline, directory: Path, choice: InputChoice, output: Path | N
     if pipe.rank != 0:
         return
     for name, tensor in outputs.items():
-        print(f"{name}: {'x'.join(map(str, tensor.shape)) or 'scalar'} {_dtype(tensor)}")
+        say(f"{name}: {'x'.join(map(str, tensor.shape)) or 'scalar'} {_dtype(tensor)}")
     if output is not None:
         save_file(outputs, output)
-        print(f"outputs saved to {output}")
+        say(f"outputs saved to {output}")
 
 
 def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> None:

@@ -13,13 +13,20 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from .checkpoint import latest, load_checkpoint, save_checkpoint
+from .console import say
 from .errors import CheckpointError, UsageError
 from .pipeline import Pipeline
 from .progress import Progress
 from .ranks import Ranks
+from .storing import HeldError, locked
 
 LATEST = "latest"
 KEPT = 3
+
+_LOCK = ".lock"
+
+_ENDING_S = 20.0
+"""In which the process ends that torchrun has just killed, to start this one."""
 
 _REFUSED = ".refused"
 """Beside the checkpoints: the job whose start was refused because of them."""
@@ -122,6 +129,7 @@ class Keeper:
         self.options = options
         self.last: Path | None = None
         self._saved: tuple[int, int] | None = None
+        self._lock = contextlib.ExitStack()
 
     def resume(self) -> Progress | None:
         """Take over the checkpoint that is to be resumed; None where there is none."""
@@ -142,7 +150,7 @@ class Keeper:
         )
         self.last = path
         if self.pipe.rank == 0:
-            print(f"resumed from {path}, step {progress.step}")
+            say(f"resumed from {path}, step {progress.step}")
         if newest:
             self._saved = progress.step, progress.epoch
         else:
@@ -166,6 +174,31 @@ class Keeper:
         )
         self._saved = place
 
+    def close(self) -> None:
+        """Let other runs write to the directory."""
+        self._lock.close()
+
+    def _hold(self, again: bool) -> None:
+        """On rank 0: the directory is this run's.
+
+        Raises:
+            UsageError: when another run writes to it.
+        """
+        directory = self.options.directory
+        if directory is None:
+            return
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            wait_s = _ENDING_S if again else 0.0
+            self._lock.enter_context(locked(directory / _LOCK, wait_s=wait_s))
+        except HeldError as error:
+            raise UsageError(
+                f"another run writes its checkpoints to {directory}: {error}",
+                hint="name another --checkpoint-dir, or end that run first",
+            ) from error
+        except OSError as error:
+            raise UsageError(f"cannot write to {directory}: {error.strerror}") from error
+
     def _agreed(self) -> tuple[Path | None, bool]:
         """Rank 0 looks which it is, and whether a restart would find it; every rank reads that."""
 
@@ -173,6 +206,7 @@ class Keeper:
             # torchrun counts a restart only on the host whose own processes have failed.
             again = any(attempt.again for attempt in attempts)
             try:
+                self._hold(again)
                 path = to_resume(self.options, Attempt(again, attempts[0].job))
             except UsageError as error:
                 return None, False, error.problem, error.hint

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import latest, load_checkpoint
+from .console import say
 from .pipeline import Pipeline
 from .weights import INDEX, Weights, load_file, save_file, save_weights
 
@@ -40,4 +41,4 @@ def save(pipe: Pipeline, path: Path) -> None:
         save_file(state, path)
     else:
         save_weights(state, path)
-    print(f"weights saved to {path}")
+    say(f"weights saved to {path}")

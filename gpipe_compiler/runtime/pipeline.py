@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .assembly import make_reducer, make_runner, make_scaler
-from .choices import TransportKind, chosen, manner
+from .choices import TransportKind, check_numbers, chosen, manner
 from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
 from .execution import Asked, Execution, Programs
@@ -26,6 +26,7 @@ from .sharding import checksum_of, share_of
 from .shared import trainable_shared
 from .spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from .team import Team
+from .typed import LONGEST_WAIT_S
 from .weighing import Scales
 from .weights import Weights, build_stage, parameter_kinds
 from .wording import counted
@@ -85,7 +86,9 @@ class Pipeline:
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
-        self._team = Team.gather(spec, self.schedule, devices, transport, data_parallel, timeout_s)
+        check_numbers(seed, self.microbatches, timeout_s)
+        wait_s = min(timeout_s, LONGEST_WAIT_S)
+        self._team = Team.gather(spec, self.schedule, devices, transport, data_parallel, wait_s)
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
         self._mode = spec.loss is not None
         programs = Programs(spec, self._team, self.schedule, self.manner.batchnorm, self._owners)

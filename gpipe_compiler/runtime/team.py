@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .choices import TransportKind, listed_devices, own_device, transport_kind
+from .choices import TransportKind, listed_devices, own_device, there, transport_kind
 from .distributed import Network
 from .errors import UsageError
 from .gpus import gpu_count
@@ -57,6 +57,7 @@ class Team:
                 f"{data_parallel} replicas need a process for every device of each",
                 hint="start them with torchrun --nproc-per-node",
             )
+        given = tuple(map(there, given))
         given = given or default_devices(devices_by_default(spec, schedule), spec.device_order)
         return cls(spread(spec, schedule, len(given)), given, None)
 

@@ -126,6 +126,7 @@ class _Training:
 
     def close(self) -> None:
         """Close the log, and end the line on the terminal."""
+        self.keeper.close()
         self.teller.close()
         if self.log is not None:
             self.log.close()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
+from .console import say
 from .errors import PipelineError
 from .evaluation import Evaluated
+from .storing import place
 from .update import Stepped
 
 LINES = 10
@@ -63,7 +67,7 @@ class Teller:
         if self.quiet:
             return
         self.close()
-        print(text, flush=True)
+        say(text)
 
     def close(self) -> None:
         """End the line that could be written over."""
@@ -93,13 +97,9 @@ class StepLog:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         with self._writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_up_to(path, step)
-            temporary = path.with_name(f".{path.name}.partial")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            temporary.replace(path)
-            self._file = path.open("a", encoding="utf-8")
-        self._evaluated = max((_number(line) for line in kept if "evaluation" in line), default=-1)
+            kept = _cut(path, step)
+            self._file = _opened(path)
+        self._evaluated = max((_number(line) for line in kept if b"evaluation" in line), default=-1)
 
     def step(self, step: int, stepped: Stepped, seconds: float) -> None:
         """A step of the optimizer is done."""
@@ -132,20 +132,49 @@ class StepLog:
             raise PipelineError(f"cannot write {self.path}: {error.strerror}") from error
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of a log that a run at this step has not to write again."""
-    if step == 0 or not path.is_file():
+def _cut(path: Path, step: int) -> list[bytes]:
+    """Takes from a log what a run at this step will write again; the lines that stay.
+
+    What is no file of its own, a terminal, a pipe or what stdout goes to, stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or _stream(path) is not None:
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if 0 <= _number(line) <= step]
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if 0 <= _number(line) <= step] if step else []
+    if kept != lines:
+        place(path, lambda file: _write_bytes(file, b"".join(kept)))
+    return kept
 
 
-def _number(line: str) -> int:
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def _opened(path: Path) -> TextIO:
+    """The file, to be written to at its end."""
+    stream = _stream(path)
+    if stream is not None:
+        return os.fdopen(os.dup(stream), "a", encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+def _stream(path: Path) -> int | None:
+    """Which of stdout and stderr goes to a file: opened anew, it would be written over."""
+    if path.exists():
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+    return None
+
+
+def _number(line: bytes) -> int:
     """The step that a line is about; -1 for a line that was cut off when its process was killed."""
     try:
         content = json.loads(line)
-        return int(content.get("evaluation", content)["step"]) if line.endswith("\n") else -1
-    except (ValueError, LookupError, AttributeError, TypeError):
+        return int(content.get("evaluation", content)["step"]) if line.endswith(b"\n") else -1
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return -1
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from .errors import WeightsError
 from .initial import replay, seed_of
 from .spec import StageSpec
+from .storing import place
 
 INDEX = "index.json"
 
@@ -109,9 +110,8 @@ def save_weights(
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors into one safetensors file; those that share memory are written each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(copies, path)
+    place(path, lambda file: safetensors.torch.save_file(copies, file))
 
 
 def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:

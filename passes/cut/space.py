@@ -212,8 +212,9 @@ class Space:
 
     @property
     def _longest(self) -> int:
-        """The limit in units of `_work`."""
-        return int(self.limit_s / self._scale * (1 + 1e-9)) + self.size + 1
+        """The limit in units of `_work`, of which there are no more than all work has."""
+        units = min(self.limit_s / self._scale * (1 + 1e-9), float(self._work[-1]))
+        return int(units) + self.size + 1
 
     def within(self, stages: int) -> Booleans:
         """Whether j stages may hold a down-set and all others the rest, as limited: [j, I]."""

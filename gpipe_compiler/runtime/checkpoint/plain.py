@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..progress import Progress, progress_from
+from ..storing import place
 from .files import Stored, read_trainer
 from .folder import sync
 from .optimizer import (
@@ -118,20 +119,18 @@ def export(path: Path, file: Path) -> None:
         end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # safetensors aligns what follows to 8 bytes
-    file = Path(file)
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(partial: Path) -> None:
         with partial.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 _write(stream, stored.read([f"model.{name}"])[f"model.{name}"])
             sync(stream)
-        partial.rename(file)
+
+    try:
+        place(Path(file), write)
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _names(stored: Stored) -> list[str]:

@@ -1,0 +1,81 @@
+"""What is typed for an option: numbers that fit where they go, devices by name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+MOST = 2**31 - 1
+"""Of anything that is counted."""
+
+MOST_MICROBATCHES = 100_000
+"""The actions of a schedule are listed before it runs."""
+
+LONGEST_WAIT_S = 2_000_000.0
+"""Seconds; sockets count milliseconds in 32 bits."""
+
+SEEDS = range(-(2**63), 2**63)
+
+_DEEPEST = 256
+"""Folders in one another."""
+
+_SHOWN = 40
+"""Characters of what was typed that a message repeats."""
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """The type of an option that is a whole number."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:  # of too many digits, too
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no whole number from {least:,} to {most:,}"
+            )
+        return number
+
+    return read
+
+
+positive, natural = whole(1), whole(0)
+microbatches = whole(1, MOST_MICROBATCHES)
+seed = whole(SEEDS.start, SEEDS.stop - 1)
+
+
+def positive_real(text: str) -> float:
+    """The type of an option that is a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: a number above 0 is needed")
+    return number
+
+
+def path(text: str) -> Path:
+    """The type of an option that is a file or a folder of this machine."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is a URL: name a path, where the storage is mounted"
+        )
+    found = Path(text)
+    if not text or len(found.parts) > _DEEPEST:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no path")
+    return found
+
+
+def names(text: str) -> list[str]:
+    """The type of an option that is names with commas between."""
+    return [name.strip() for name in text.split(",")]
+
+
+def shown(text: str) -> str:
+    """What was typed, as a message repeats it."""
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

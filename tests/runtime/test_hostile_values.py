@@ -1,0 +1,105 @@
+"""Values and files that no option expects: an answer with its exit code, and never a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hostile import CODES, VALUES, files, options
+from tiny_pipelines import SAMPLES, data_for, skip_spec
+
+from gpipe_compiler.runtime.arguments import parser_for
+from gpipe_compiler.runtime.command import main
+from gpipe_compiler.runtime.errors import UsageError
+from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.weights import save_file, save_weights
+
+COMMANDS = parser_for(skip_spec())._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+QUICK = {"train": ["--steps=1"], "bench": ["--steps=1"]}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    with Pipeline(skip_spec(), None, seed=1) as pipe:
+        save_weights(pipe.state_dict(), tmp_path / "weights")
+    save_file(data_for("skip", 2 * SAMPLES)[2], tmp_path / "weights" / "example.safetensors")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def code_of(package: Path, words: list[str]) -> int:
+    try:
+        return main(skip_spec(), package, argv=words)
+    except SystemExit as ended:  # of argparse
+        return int(ended.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "command"),
+    # Each with the first command that has it: clock, the last, takes long.
+    {
+        option: name
+        for name in ("export", "bench", "check", "infer", "train")
+        for option in options(COMMANDS[name])
+    }.items(),
+)
+def test_values(option: str, command: str, package: Path) -> None:
+    required = {"--checkpoint": "x", "--output": "y"} if command == "export" else {}
+    required.pop(option, None)
+    for value in VALUES:
+        words = [command, *QUICK.get(command, []), f"{option}={value}"]
+        words += [f"{name}={text}" for name, text in required.items()]
+        assert code_of(package, words) in CODES, value
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--input"],
+        ["train", "--load"],
+        ["train", "--resume"],
+        ["train", "--log-file"],
+        ["train", "--save"],
+        ["check", "--reference"],
+        ["check", "--report"],
+        ["infer", "--output"],
+        ["export", "--output=y", "--checkpoint"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_files(words: list[str], package: Path) -> None:
+    """Each as what is read, and as what is to be written."""
+    for file in files(package / "here"):
+        asked = [*words[:-1], *QUICK.get(words[0], []), f"{words[-1]}={file}"]
+        assert code_of(package, asked) in CODES, file
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"seed": 10**20},
+        {"microbatches": 10**11},
+        {"microbatches": 0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("inf")},
+        {"devices": "cuda:4096"},
+        {"devices": "xla"},
+        {"devices": "nonsense:0"},
+    ],
+    ids=str,
+)
+def test_what_a_program_chooses(chosen: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Pipeline(skip_spec(), None, **chosen)
+
+
+def test_a_timeout_of_months_is_one_of_weeks() -> None:
+    with Pipeline(skip_spec(), None, timeout_s=1e12) as pipe:
+        assert len(pipe.stages) == 4
+
+
+def test_more_samples_than_memory_holds(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(package, ["infer", "--batch-size", "2147483647"]) == 2
+    assert "larger than" in capsys.readouterr().err
