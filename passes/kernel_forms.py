@@ -81,7 +81,7 @@ class KernelForms:
 
     def learn(self, key: Hashable, func: Any, args: Sequence[Any], returned: Any) -> None:
         """Remembers what a kernel has returned."""
-        if key in self._known:
+        if key in self._known or getattr(returned, "is_sparse", False):
             return
         form = None
         if func.is_view:

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from gpipe_compiler.frontend.locate import is_users
+from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.frontend.modules import is_plain
 
 _CAST = "gpipe_compiler_cast"
@@ -41,6 +45,10 @@ _SPEAKING = (
 _NAMED = frozenset(getattr(torch.Tensor, name) for name in (*_SPEAKING, "type", "type_as"))
 _GENERAL = frozenset({torch.Tensor.to, torch.as_tensor, torch.asarray})
 """Functions that cast where a type or another tensor is among their arguments."""
+
+_GRADIENT_HOOKS = frozenset(
+    {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+)
 
 _ASKS = (
     *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype"),
@@ -96,8 +104,8 @@ class CastWatch(TorchFunctionMode):
         events: in order.
     """
 
-    def __init__(self, model: nn.Module, *, traced: bool) -> None:
-        """A watch over the calls of a model.
+    def __init__(self, entry: Entry, *, traced: bool) -> None:
+        """A watch over the calls of an entry.
 
         Args:
             traced: whether the model is to be traced; what runs outside of the trace is not noted.
@@ -106,7 +114,8 @@ class CastWatch(TorchFunctionMode):
         self.events: list[Event] = []
         self._traced = traced
         self._depth = _Depth()
-        self._leaves = [module for module in model.modules() if is_plain(module)]
+        self._trains = entry.wants_loss
+        self._leaves = [module for module in entry.modules() if is_plain(module)]
 
     @property
     def looks(self) -> bool:
@@ -142,6 +151,10 @@ class CastWatch(TorchFunctionMode):
     ) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
+        if func in _GRADIENT_HOOKS:
+            if not self._trains:
+                return RemovableHandle(OrderedDict())
+            raise hooked(func.__name__, calling_line())
         if func == _READ:
             return self._read(args[0])
         if func.__name__ == "__get__" or func.__name__.startswith("sym_"):
@@ -219,6 +232,17 @@ def _says_type(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     others = (*args[1:], *kwargs.values())
     return func in _GENERAL and any(
         isinstance(item, torch.dtype) or _is_tensor(item) for item in others
+    )
+
+
+def hooked(method: str, where: SourceLocation | None) -> TraceError:
+    """Of a model that hooks into the backward of one of its values."""
+    return TraceError(
+        f"the model calls {method}() on a tensor in forward: what the hook does in the backward "
+        "pass is in no trace",
+        location=where,
+        hint="write what it does to the gradient into forward: y * k + y.detach() * (1 - k) is y, "
+        "with a gradient times k; or hook into the parameters in a training loop of your own",
     )
 
 

@@ -168,6 +168,7 @@ def _run_model(subject: Subject, entry: Entry, batch: int) -> _Run:
     entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
     leaves, inputs = _inputs(entry, batch)
     before = dict(entry.model.named_buffers())
+    sizes = {name: tensor.shape for name, tensor in before.items()}
     torch.manual_seed(_SEED)
     with torch.set_grad_enabled(entry.has_loss), activations_kept():
         returned = entry(*inputs)
@@ -175,6 +176,13 @@ def _run_model(subject: Subject, entry: Entry, batch: int) -> _Run:
     _backward(loss)
     parameters = dict(entry.model.named_parameters())
     buffers = dict(entry.model.named_buffers())
+    for name, tensor in buffers.items():
+        if sizes.get(name, tensor.shape) != tensor.shape and before[name] is tensor:
+            raise ModelError(
+                f"the buffer {name} gets its size when the model runs: {tuple(sizes[name])} "
+                f"becomes {tuple(tensor.shape)}",
+                hint="call the model once in build_model(), as observers of quantisation ask for",
+            )
     run = _results(entry.outputs(returned), loss, parameters, buffers, leaves)
     assigned = [name for name, tensor in buffers.items() if before.get(name) is not tensor]
     return dataclasses.replace(run, assigned=frozenset(f"buffer {name}" for name in assigned))

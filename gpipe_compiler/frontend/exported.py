@@ -39,6 +39,7 @@ from gpipe_compiler.frontend.precisions import (
     only_in,
 )
 from gpipe_compiler.frontend.readable import make_readable, write_constants
+from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -140,7 +141,13 @@ def export(entry: Entry, watch: CastWatch) -> ExportedProgram:
         for source in signature.inputs
     )
     try:
-        with tracing_quietly(), _user_lines(), torch.enable_grad(), watch.watching():
+        with (
+            tracing_quietly(),
+            _user_lines(),
+            torch.enable_grad(),
+            watch.watching(),
+            activations_kept(),  # by itself a reentrant checkpoint is traced without gradients
+        ):
             return torch.export.export(
                 entry, tuple(examples), dynamic_shapes={"inputs": dynamic}, strict=False
             )
@@ -278,6 +285,8 @@ def pull_state_into_regions(module: fx.GraphModule) -> None:
         place, body = bodies[0]
         operands = node.args[place + 1 :]
         placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        if len(operands) != len(placeholders):  # an operator of another kind, refused in `lower`
+            continue
         kept = []
         for operand, placeholder in zip(operands, placeholders, strict=True):
             if isinstance(operand, fx.Node) and operand.op == "get_attr":

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.casts import hooked
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.finish import finish
 from gpipe_compiler.frontend.locate import line_of_trace
@@ -158,6 +159,8 @@ class _Lowering:
                 assert callable(node.target)  # fx guarantees it
                 return FunctionCall(node.target, args, _without_defaults(node.target, kwargs))
             case "call_method":
+                if node.target in ("register_hook", "register_post_accumulate_grad_hook"):
+                    raise hooked(str(node.target), source_of(node))
                 return MethodCall(str(node.target), args, kwargs)
             case _:
                 return ModuleCall(self._module(str(node.target), node), args, kwargs)

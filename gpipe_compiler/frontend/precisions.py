@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, Event
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
+from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import lower_dtype
@@ -167,6 +168,7 @@ def _run(entry: Entry, dtype: torch.dtype | None) -> list[Event] | None:
                         around.enter_context(mode)
                     around.enter_context(ambient(dtype, kind))
                     around.enter_context(watch.watching())
+                    around.enter_context(activations_kept())
                     entry(*inputs)
                 except Exception:  # whatever the user's code raises on tensors without numbers
                     continue

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError, TraceError
+from gpipe_compiler.frontend.closures import rebind
 from gpipe_compiler.ir import State, StateKind
 from gpipe_compiler.runtime.spec import Steps
 
@@ -111,13 +112,15 @@ def isolated(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _clone(value)
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise TraceError(
             f"the model cannot be copied: {error}",
             hint="tracing works on a copy, so that the model stays as it is: "
             "give the module that holds the object a __deepcopy__, or create the object in forward",
         ) from error
+    rebind(copied, memo)
+    return copied
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

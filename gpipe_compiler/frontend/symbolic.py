@@ -23,6 +23,7 @@ from gpipe_compiler.frontend.locate import calling_line, is_users, line_of
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
+from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.precision import lower_dtype
@@ -64,7 +65,11 @@ def trace_fx(subject: Subject, training: bool, precision: Precision = Precision.
     entry = make_entry(subject, training)
     tracer = HardTracer(entry)
     try:
-        with _recording(tracer), ambient(lower_dtype(precision), kind_of(entry)):
+        with (
+            activations_kept(),
+            _recording(tracer),
+            ambient(lower_dtype(precision), kind_of(entry)),
+        ):
             graph = tracer.trace(entry)
     except TraceError:
         raise

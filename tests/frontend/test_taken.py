@@ -1,0 +1,77 @@
+"""Models that take some care to be traced, or are refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.errors import ModelError, TraceError
+from gpipe_compiler.frontend.auto import choose
+from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.subject import Subject
+
+
+class Hooked(nn.Module):
+    """Hooks into the backward of a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
+def test_a_hook_on_a_value_is_refused_by_its_line():
+    with pytest.raises(TraceError, match="register_hook") as caught:
+        trace(Hooked(), torch.randn(4, 8), target=torch.randn(4, 4), loss_fn=F.mse_loss)
+
+    assert "test_taken.py" in str(caught.value)
+    assert "detach()" in str(caught.value.hint)
+
+
+def test_where_nothing_is_trained_a_hook_on_a_gradient_does_nothing():
+    graph = trace(Hooked(), torch.randn(4, 8), training=False)
+
+    assert [op.name for op in graph.ops] == ["layer"]
+
+
+@pytest.mark.parametrize("layer", [nn.EmbeddingBag, nn.Embedding])
+def test_sparse_gradients_are_planned_for(layer):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = layer(16, 8, sparse=True)
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.table(x).reshape(len(x), -1, 8).sum(1))
+
+    graph = trace(
+        Tokens(), torch.randint(0, 16, (4, 3)), target=torch.randn(4, 4), loss_fn=F.mse_loss
+    )
+
+    assert len(plan(graph, stages=2, microbatches=2).stages) == 2
+
+
+def test_observers_need_to_have_seen_a_batch():
+    quantization = pytest.importorskip("torch.ao.quantization")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    model = quantization.prepare_qat(model)
+    x = torch.randn(4, 8)
+    subject = Subject("m", model, (x,), target=torch.randn(4, 4), loss_fn=F.mse_loss)
+    with pytest.raises(ModelError, match="gets its size when the model runs") as caught:
+        choose(subject)
+    assert "build_model()" in str(caught.value.hint)
+
+    model(x)
+    graph, _ = choose(subject)
+
+    assert differences(graph, subject) == []
