@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
@@ -123,15 +124,44 @@ def reference_of(
     return expected, notes
 
 
-def _shares(entry: Entry, plan: Plan, batch: Batch) -> tuple[float, ...]:
-    """The weight of each micro-batch's loss."""
+Shares: TypeAlias = Sequence[tuple[float, ...]]
+"""For each micro-batch, the weights of its loss's terms."""
+
+
+def _shares(entry: Entry, plan: Plan, batch: Batch) -> Shares:
+    """The weights of the micro-batches' losses."""
     assert plan.graph is not None
     graph = plan.graph
-    names = [source.name for source in entry.signature.inputs]
-    parts = batch.parts(entry.signature)
     states = {**graph.tensors, **dict(entry.model.named_buffers())}
-    named = [dict(zip(names, part, strict=True)) for part in parts]
+    named = [_named(entry, part) for part in batch.parts(entry.signature)]
     return loss_shares(graph, states, named, batch.sizes)
+
+
+def _named(entry: Entry, part: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = [source.name for source in entry.signature.inputs]
+    return dict(zip(names, part, strict=True))
+
+
+def _terms(
+    entry: Entry, plan: Plan, part: Sequence[torch.Tensor], draws: Draws, microbatch: int
+) -> tuple[torch.Tensor, ...]:
+    """The terms of a micro-batch's loss, which the model itself only returns added up.
+
+    Buffers stay as they are.
+    """
+    assert plan.graph is not None
+    model = entry.model
+    states = {**plan.graph.tensors, **dict(model.named_parameters())}
+    states |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    graph = Interpreter(plan.graph, states, training=entry.training).prepare()
+    with (
+        activations_kept(),
+        draws.seeded(microbatch),
+        autocast(plan.precision, device_of(model)),
+    ):
+        values = graph.run(_named(entry, [tensor.clone() for tensor in part]))
+    assert plan.graph.loss is not None
+    return tuple(values[term.value] for term in plan.graph.loss.summands)
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -139,6 +169,10 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
     if precision is Precision.FP32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, _LOWER[precision])
+
+
+def _has_terms(plan: Plan) -> bool:
+    return plan.graph is not None and plan.graph.loss is not None and bool(plan.graph.loss.terms)
 
 
 def takes_whole_batch(plan: Plan) -> bool:
@@ -161,7 +195,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _evaluate(
-    entry: Entry, plan: Plan, batch: Batch, shares: Sequence[float], draws: Draws
+    entry: Entry, plan: Plan, batch: Batch, shares: Shares, draws: Draws
 ) -> tuple[Tensors, tuple[str, ...], Losses | None]:
     """The model's outputs in eval mode, for the whole batch where that equals its parts.
 
@@ -175,8 +209,14 @@ def _evaluate(
             parts = _runs(entry, batch.parts(entry.signature), plan, draws)
     losses = None
     if whole.loss is not None and shares:
-        made = tuple(part.loss for part in parts if part.loss is not None)
-        losses = Losses(whole.loss, made, tuple(shares))
+        made: list[tuple[torch.Tensor, ...]] = [
+            (part.loss,) for part in parts if part.loss is not None
+        ]
+        if _has_terms(plan):
+            with torch.no_grad():
+                given = batch.parts(entry.signature)
+                made = [_terms(entry, plan, part, draws, m) for m, part in enumerate(given)]
+        losses = Losses(whole.loss, tuple(made), tuple(shares))
     outputs = [part.outputs for part in parts]
     if not all(whole.outputs.keys() == output.keys() for output in outputs):
         raise ValidationError("the model returns another structure for a micro-batch")
@@ -236,18 +276,15 @@ def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[in
     return whole if grown is None else join(Leaf("", batch_dim=grown), parts, sizes)
 
 
-def _train_step(
-    entry: Entry, plan: Plan, batch: Batch, shares: Sequence[float], seed: int
-) -> Tensors:
+def _train_step(entry: Entry, plan: Plan, batch: Batch, shares: Shares, seed: int) -> Tensors:
     """Loss, gradients, buffers and weights of one step of plain PyTorch.
 
     Args:
-        shares: the weight of each micro-batch's loss; one of weight 0 may be nan, and does not
-            count.
+        shares: a term of weight 0 may be nan, and does not count.
     """
-    parts = batch.parts(entry.signature)
-    if takes_whole_batch(plan):
-        parts, shares = [batch.whole()], (1.0,)
+    parts, whole = batch.parts(entry.signature), takes_whole_batch(plan)
+    if whole:
+        parts, shares = [batch.whole()], ((1.0,),)
     assert plan.graph is not None
     draws = Draws.of(plan.graph, seed, training=True)
     statistics = MiniBatchStatistics(entry.model)
@@ -259,15 +296,20 @@ def _train_step(
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for microbatch, part in enumerate(parts):
+        terms: tuple[torch.Tensor, ...] = ()
+        if _has_terms(plan) and not whole:
+            terms = _terms(entry, plan, part, draws, microbatch)
         with contextlib.ExitStack() as around:
             around.enter_context(activations_kept())
             around.enter_context(draws.seeded(microbatch))
             around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
             around.enter_context(autocast(plan.precision, device_of(entry.model)))
-            loss = entry(*part)[0]
-        loss = loss * shares[microbatch]
-        if not shares[microbatch]:
+            returned = entry(*part)[0]
+        pairs = zip(terms or (returned,), shares[microbatch], strict=True)
+        weighted = [term.reshape(()) * share for term, share in pairs if share]
+        if not weighted:
             continue
+        loss = torch.stack(weighted).sum()
         losses.append(loss.detach())
         for name, gradient in _gradients(loss * scale, trainable).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient

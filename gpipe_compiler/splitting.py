@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gpipe_compiler.errors import SourceLocation, ValidationError
-from gpipe_compiler.ir import Graph, Op, Reduction, ValueKind
+from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.loss_weight import different_means
 from gpipe_compiler.passes.mixing import mixing_ops
@@ -31,8 +31,8 @@ def loss_shares(
     states: Mapping[str, torch.Tensor],
     parts: Sequence[Mapping[str, torch.Tensor]],
     sizes: Sequence[int],
-) -> tuple[float, ...]:
-    """The weight of each micro-batch's loss in that of the mini-batch.
+) -> tuple[tuple[float, ...], ...]:
+    """For each micro-batch, the weights of its loss's terms in those of the mini-batch.
 
     Args:
         graph: with a loss, weighed by `passes.loss_weight`.
@@ -40,13 +40,23 @@ def loss_shares(
         parts: for each of the micro-batches the inputs by name.
         sizes: samples in each.
     """
-    loss = graph.loss
-    assert loss is not None
-    if loss.reduction is Reduction.SUM:
+    assert graph.loss is not None
+    columns = [_shares_of(graph, term, states, parts, sizes) for term in graph.loss.summands]
+    return tuple(zip(*columns, strict=True))
+
+
+def _shares_of(
+    graph: Graph,
+    term: LossTerm,
+    states: Mapping[str, torch.Tensor],
+    parts: Sequence[Mapping[str, torch.Tensor]],
+    sizes: Sequence[int],
+) -> tuple[float, ...]:
+    weight = term.weight
+    if term.reduction is Reduction.SUM:
         return (1.0,) * len(parts)
-    if loss.weight is None:
+    if weight is None:
         return tuple(size / sum(sizes) for size in sizes)
-    weight = loss.weight
     apart = Interpreter(graph.replace(ops=weight.ops), states, training=False)
     with torch.no_grad():
         weights = [float(apart.run(part)[weight.value]) for part in parts]
@@ -60,15 +70,20 @@ def loss_shares(
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The loss of a mini-batch, and those of its micro-batches with their shares in it."""
+    """The loss of a mini-batch, and those of its micro-batches with their shares in it.
+
+    Attributes:
+        parts: for each micro-batch the terms of its loss.
+        shares: of each.
+    """
 
     whole: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
-    shares: tuple[float, ...]
+    parts: tuple[tuple[torch.Tensor, ...], ...]
+    shares: tuple[tuple[float, ...], ...]
 
     @property
     def together(self) -> float:
-        """What the micro-batches come to; one in which nothing counts may have a loss of nan."""
+        """What the micro-batches come to; a term in which nothing counts may be nan."""
         return math.fsum(self._weighted)
 
     @property
@@ -86,8 +101,13 @@ class Losses:
 
     @property
     def _weighted(self) -> list[float]:
-        pairs = zip(self.parts, self.shares, strict=True)
-        return [float(loss) * share for loss, share in pairs if share] or [0.0]
+        found = [
+            float(term) * share
+            for terms, shares in zip(self.parts, self.shares, strict=True)
+            for term, share in zip(terms, shares, strict=True)
+            if share
+        ]
+        return found or [0.0]
 
 
 def explain(graph: Graph, losses: Losses) -> ValidationError:

@@ -7,31 +7,29 @@ torch, at divisions, and at everything that it does not know.
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from gpipe_compiler.ir import (
     Argument,
     FunctionCall,
     Graph,
     MethodCall,
-    ModuleCall,
     Op,
+    Reduction,
     Ref,
     StateRef,
     Value,
     ValueKind,
 )
-from gpipe_compiler.ir.interpret import construct
-from gpipe_compiler.passes.duplicate import shape_values
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.passes.duplicate import BatchMultiple, shape_values
+from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
 
 _OPERATORS: Mapping[Callable[..., object], str] = {
     operator.add: "add",
@@ -54,17 +52,6 @@ _SAME = frozenset(
 )
 """What leaves a scalar what it is, but for its type and its shape."""
 
-_LINEAR_LOSS = getattr(F, "linear_cross_entropy", None)
-"""Cross entropy fused with the head; torch 2.11 does not have it."""
-
-_LOSSES: tuple[object, ...] = (F.cross_entropy, F.nll_loss)
-if _LINEAR_LOSS is not None:
-    _LOSSES += (_LINEAR_LOSS,)
-_LOSS_MODULES: Mapping[type[nn.Module], Callable[..., torch.Tensor]] = {
-    nn.CrossEntropyLoss: F.cross_entropy,
-    nn.NLLLoss: F.nll_loss,
-}
-
 
 def verb(op: Op) -> str:
     """What an op does, however it is written: `add` for `a + b`, `a += b`, `torch.add(a, b)`."""
@@ -86,21 +73,6 @@ def _plain(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """A mean over targets: those that are no `ignored` class, each weighing what its class does.
-
-    Attributes:
-        targets: the class numbers.
-        weights: the weights of the classes, None where each is one.
-    """
-
-    op: Op
-    targets: Argument
-    ignored: int
-    weights: Argument
-
-
-@dataclass(frozen=True, slots=True)
 class Division:
     """A sum over samples, or their mean, divided by a value that depends on the batch.
 
@@ -115,30 +87,63 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """What depends on no sample, such as the size of the weights: every weighing will do."""
-
-    value: str
+    """What depends on no sample, such as the size of the weights: it counts once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """Anything else: a mean over samples, as far as one can tell."""
+    """Anything else.
+
+    Attributes:
+        kind: whether it is known to be a sum over samples, or their mean; None where unknown.
+    """
 
     op: Op | None
+    kind: Reduction | None
 
 
 Term = Targets | Division | Constant | Other
 
+Step = FunctionCall | MethodCall
+LAST = Ref("")
+"""In a step, what it is done to."""
 
-@dataclass(frozen=True)
+
+def put(args: Argument, last: Argument) -> Argument:
+    """The arguments of a step that is done to this."""
+    return map_argument(lambda leaf: last if leaf == LAST else leaf, args)
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A term, and how it goes into the loss.
+
+    Attributes:
+        value: the scalar of the graph that holds it, or a number.
+        scale: what the loss does to it besides adding it: what it does to sums of terms.
+    """
+
+    term: Term
+    value: str | float
+    scale: tuple[Step, ...] = ()
+
+
+@dataclass
 class Terms:
-    """The terms of the loss of an annotated graph."""
+    """The terms of the loss of an annotated graph.
+
+    Attributes:
+        adding: the ops that only add terms up, or scale sums of them; known once `summands` is.
+    """
 
     graph: Graph
+    adding: list[Op] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Term]:
+    @cached_property
+    def summands(self) -> tuple[Summand, ...]:
+        """The terms, in the order in which they are written."""
         assert self.graph.loss is not None
-        yield from self._terms(self.graph.loss.value)
+        return tuple(self._summands(self.graph.loss.value))
 
     @cached_property
     def batched(self) -> frozenset[str]:
@@ -161,11 +166,15 @@ class Terms:
             case Ref(name=name) if name not in self.batched:
                 return True
             case Ref(name=name):
-                known = self.value(argument)
-                is_number = known is not None and known.kind is ValueKind.SCALAR
-                return is_number and isinstance(self._shapes.get(name), int | float)
+                return isinstance(self._number(name), int | float)
             case _:
                 return False
+
+    def _number(self, name: str) -> Argument:
+        """What a value that is a number is, as `shape_values` tells; None for any other."""
+        known = self.graph.values.get(name)
+        is_number = known is not None and known.kind is ValueKind.SCALAR
+        return self._shapes.get(name) if is_number else None
 
     def value(self, argument: Argument) -> Value | None:
         """What is known of an argument; None for anything but a value."""
@@ -186,22 +195,60 @@ class Terms:
             and torch.Size(known.shape).numel() == 1
         )
 
-    def _terms(self, value: str) -> Iterator[Term]:
+    def kind(self, value: str) -> Reduction | None:
+        """Whether a scalar is a sum over samples or their mean; None where that is not known."""
+        op = self.graph.producer.get(value)
+        if op is None:
+            return None
+        name, args = verb(op), op.call.args
+        match name:
+            case _ if self.keeps(op):
+                return self.kind(args[0].name)
+            case "neg" if self.is_scalar(args[0]):
+                return self.kind(args[0].name)
+            case "mul" | "div" if len(args) == 2:
+                scaled, factor = args if self.is_scalar(args[0]) else args[::-1]
+                if not self.is_scalar(scaled) or (name == "div" and scaled is not args[0]):
+                    return None
+                return self._times(self.kind(scaled.name), name, factor)
+            case "sum" | "mean" if isinstance(args[0], Ref):
+                if self.is_scalar(args[0]):
+                    return self.kind(args[0].name)
+                known = self.value(args[0])
+                if known is None or known.batch_dim is None or not known.splittable:
+                    return None
+                return Reduction.SUM if name == "sum" else Reduction.MEAN
+            case _:
+                return reduction_of(self.graph, op)
+
+    def _times(self, kind: Reduction | None, name: str, factor: Argument) -> Reduction | None:
+        """The kind of a scalar of some kind times a factor, or divided by it."""
+        if self.same_for_all(factor):
+            return kind
+        if not isinstance(factor, Ref) or not isinstance(self._number(factor.name), BatchMultiple):
+            return None
+        turned = {
+            ("mul", Reduction.MEAN): Reduction.SUM,
+            ("div", Reduction.SUM): Reduction.MEAN,
+        }
+        return None if kind is None else turned.get((name, kind))
+
+    def _summands(self, value: str) -> Iterator[Summand]:
         if value not in self.batched:
-            yield Constant(value)
+            yield Summand(Constant(), value)
             return
         op = self.graph.producer.get(value)
         if op is None or op.result != value:
-            yield Other(op)
+            yield Summand(Other(op, None), value)
             return
         args = op.call.args
         match verb(op):
             case _ if self.keeps(op):
-                yield from self._terms(args[0].name)
+                yield from self._scaled(op, args[0])
             case "neg":
                 yield from self._scaled(op, args[0])
             case "add" | "sub" if self._are_scalars(args) and not _tensor_options(op):
-                yield from self._added(args)
+                yield from self._added(op, *args)
             case "mul" if len(args) == 2 and self.same_for_all(args[1]):
                 yield from self._scaled(op, args[0])
             case "mul" if len(args) == 2 and self.same_for_all(args[0]):
@@ -211,109 +258,106 @@ class Terms:
             case "sum" | "mean" if isinstance(args[0], Ref):
                 yield from self._reduced(op, args[0].name)
             case _:
-                yield mean_over_targets(self.graph, op) or Other(op)
+                term = mean_over_targets(self.graph, op)
+                yield self._other(op) if term is None else Summand(term, value)
+
+    def _other(self, op: Op) -> Summand:
+        (made,) = op.outputs
+        return Summand(Other(op, self.kind(made)), made)
 
     def _are_scalars(self, args: tuple[Argument, ...]) -> bool:
         return len(args) == 2 and all(
             self.is_scalar(item) or not isinstance(item, Ref) for item in args
         )
 
-    def _added(self, args: tuple[Argument, ...]) -> Iterator[Term]:
-        for item in args:
-            if isinstance(item, Ref):
-                yield from self._terms(item.name)
+    def _added(self, op: Op, left: Argument, right: Argument) -> Iterator[Summand]:
+        self.adding.append(op)
+        yield from self._summands_of(left)
+        steps = [] if verb(op) == "add" else [FunctionCall(operator.neg, (LAST,))]
+        factor = op.call.kwargs.get("alpha", 1)
+        if factor != 1:
+            steps.append(FunctionCall(operator.mul, (LAST, factor)))
+        for summand in self._summands_of(right):
+            yield dataclasses.replace(summand, scale=(*summand.scale, *steps))
 
-    def _scaled(self, op: Op, factor: Argument) -> Iterator[Term]:
-        if self.is_scalar(factor):
-            yield from self._terms(factor.name)
-        else:
-            yield Other(op)
+    def _summands_of(self, argument: Argument) -> Iterator[Summand]:
+        if isinstance(argument, Ref):
+            yield from self._summands(argument.name)
+        elif argument:
+            yield Summand(Constant(), argument)
 
-    def _divided(self, op: Op, dividend: Argument, divisor: Argument) -> Iterator[Term]:
+    def _scaled(self, op: Op, factor: Argument) -> Iterator[Summand]:
+        if not self.is_scalar(factor):
+            yield self._other(op)
+            return
+        found = tuple(self._summands(factor.name))
+        if len(found) == 1 and found[0].value == factor.name and not found[0].scale:
+            yield dataclasses.replace(found[0], value=op.outputs[0])
+            return
+        self.adding.append(op)
+        for summand in found:
+            step = _elsewhere(op, factor)
+            yield dataclasses.replace(summand, scale=(*summand.scale, step))
+
+    def _divided(self, op: Op, dividend: Argument, divisor: Argument) -> Iterator[Summand]:
         if self.same_for_all(divisor):
             yield from self._scaled(op, dividend)
         elif self.is_scalar(dividend) and self.is_scalar(divisor):
-            yield Division(op, divisor.name, self._is_sum(dividend.name))
+            kind = self.kind(dividend.name)
+            total = None if kind is None else kind is Reduction.SUM
+            yield Summand(Division(op, divisor.name, total), op.outputs[0])
         else:
-            yield Other(op)
+            yield self._other(op)
 
-    def _reduced(self, op: Op, value: str) -> Iterator[Term]:
+    def _reduced(self, op: Op, value: str) -> Iterator[Summand]:
         """The sum or the mean of a scalar, of scalars in a row, or of a quotient."""
         maker = self.graph.producer.get(value)
         if self.is_scalar(Ref(value)):
-            yield from self._terms(value)
+            yield from self._scaled(op, Ref(value))
         elif maker is None:
-            yield Other(op)
+            yield self._other(op)
         elif verb(maker) == "stack" and isinstance(maker.call.args[0], tuple | list):
-            for item in maker.call.args[0]:
-                yield from self._scaled(op, item)
+            yield from self._stacked(op, maker, maker.call.args[0])
         elif verb(maker) == "div" and not maker.call.kwargs and self.is_scalar(maker.call.args[1]):
             divisor = maker.call.args[1]
             if self.same_for_all(divisor):
-                yield Other(op)
+                yield self._other(op)
             else:
-                yield Division(op, divisor.name, verb(op) == "sum")
+                yield Summand(Division(op, divisor.name, verb(op) == "sum"), op.outputs[0])
         else:
-            yield Other(op)
+            yield self._other(op)
 
-    def _is_sum(self, value: str) -> bool | None:
-        """Whether a scalar is a sum over samples (True) or their mean; None where unknown."""
-        op = self.graph.producer.get(value)
-        if op is None:
-            return None
-        name, args = verb(op), op.call.args
-        if self.keeps(op):
-            return self._is_sum(args[0].name)
-        if name in ("mul", "div") and len(args) == 2 and self.same_for_all(args[1]):
-            return self._is_sum(args[0].name) if self.is_scalar(args[0]) else None
-        if name in ("sum", "mean"):
-            return name == "sum"
-        options = loss_options(self.graph, op)
-        return None if options is None else options["reduction"] == "sum"
+    def _stacked(self, op: Op, maker: Op, items: Sequence[Argument]) -> Iterator[Summand]:
+        """The sum or the mean of scalars in a row."""
+        if not all(self.is_scalar(item) for item in items):
+            yield self._other(op)
+            return
+        self.adding += [op, maker]
+        share = () if verb(op) == "sum" else (FunctionCall(operator.truediv, (LAST, len(items))),)
+        for item in items:
+            for summand in self._summands(item.name):
+                yield dataclasses.replace(summand, scale=(*summand.scale, *share))
+
+
+_OUT_OF_PLACE: Mapping[Callable[..., object], Callable[..., object]] = {
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _elsewhere(op: Op, factor: Ref) -> Step:
+    """The call of an op, done to another value than the scalar that it is done to, in no place."""
+    call = op.call
+    assert isinstance(call, FunctionCall | MethodCall)
+    args = map_argument(lambda leaf: LAST if leaf == factor else leaf, call.args)
+    match call:
+        case MethodCall(method=method):
+            return dataclasses.replace(call, method=method.removesuffix("_"), args=args)
+        case FunctionCall(function=function):
+            plain = _OUT_OF_PLACE.get(function, function)
+            return dataclasses.replace(call, function=plain, args=args)
 
 
 def _tensor_options(op: Op) -> bool:
     """Whether an op has options that depend on tensors (`alpha=`)."""
     return any(isinstance(item, Ref) for item in op.call.kwargs.values())
-
-
-def mean_over_targets(graph: Graph, op: Op) -> Targets | None:
-    """What a loss of class numbers is a mean over; None for any other op, and for no mean.
-
-    Targets that are probabilities of classes all count, whatever they weigh: torch divides by
-    their number, which goes with that of the samples.
-    """
-    options = loss_options(graph, op)
-    if options is None or options["reduction"] != "mean":
-        return None
-    targets = options["target"]
-    known = graph.values.get(targets.name) if isinstance(targets, Ref) else None
-    if known is None or known.dtype is None or known.dtype.is_floating_point:
-        return None
-    ignored = options["ignore_index"]
-    return Targets(op, targets, -100 if ignored is None else ignored, options["weight"])
-
-
-def loss_options(graph: Graph, op: Op) -> Mapping[str, Any] | None:
-    """The arguments of a loss of classes by name; None for any other op."""
-    match op.call:
-        case FunctionCall(function=function, args=args, kwargs=kwargs) if function in _LOSSES:
-            bound = inspect.signature(function).bind(*args, **kwargs)
-            bound.apply_defaults()
-            options = bound.arguments
-        case ModuleCall(module=path, args=args, kwargs=kwargs):
-            spec = graph.modules[path]
-            if spec.cls not in _LOSS_MODULES:
-                return None
-            bound = inspect.signature(_LOSS_MODULES[spec.cls]).bind(*args, **kwargs)
-            bound.apply_defaults()
-            module: Any = construct(spec)
-            weight = StateRef(spec.state["weight"]) if "weight" in spec.state else None
-            own = {"reduction": module.reduction, "ignore_index": module.ignore_index}
-            options = bound.arguments | own | {"weight": weight}
-        case _:
-            return None
-    if options.get("size_average") is not None or options.get("reduce") is not None:
-        legacy = nn._reduction.legacy_get_string(options["size_average"], options["reduce"])
-        options = {**options, "reduction": legacy}
-    return options

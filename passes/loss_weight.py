@@ -30,8 +30,21 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import choices, map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_terms import Constant, Division, Targets, Term, Terms, verb
+from gpipe_compiler.passes.loss_functions import Targets
+from gpipe_compiler.passes.loss_terms import (
+    LAST,
+    Constant,
+    Division,
+    Other,
+    Step,
+    Summand,
+    Term,
+    Terms,
+    put,
+    verb,
+)
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.split_loss import Group, with_terms
 
 _REARRANGED = frozenset(
     {
@@ -46,7 +59,8 @@ def weigh_loss(graph: Graph) -> Graph:
     """The graph, its loss with the weight that its mean asks for.
 
     A loss that is divided by what depends on the batch is no sum over micro-batches, whatever it
-    looks like on the example.
+    looks like on the example. One that adds up means over different things gets a term for each,
+    made by ops at the end of the graph.
 
     Args:
         graph: annotated by `passes.shapes`.
@@ -54,52 +68,73 @@ def weigh_loss(graph: Graph) -> Graph:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    weight = loss_weight(graph)
-    if graph.loss is None or weight is None:
-        return graph
-    loss = dataclasses.replace(graph.loss, reduction=Reduction.MEAN, weight=weight)
-    return graph.replace(loss=loss)
-
-
-def loss_weight(graph: Graph) -> LossWeight | None:
-    """What the loss of an annotated graph is a mean over; None for samples, or for a sum.
-
-    Recognised are torch's losses of class numbers with reduction "mean", and divisions by sums of
-    what follows from the inputs alone. A sum of several such terms is a mean only where all are
-    taken over the same. Anything else counts as a mean over samples.
-    """
     if graph.loss is None:
-        return None
-    terms = Terms(graph)
-    found = list(terms)
-    counts = [_count(terms, term) for term in found if not isinstance(term, Constant)]
-    if not counts or counts[0] is None:
-        return None
-    first, numbers = counts[0], _Numbers(graph)
-    if any(count is None or numbers.of(count) != numbers.of(first) for count in counts[1:]):
-        return None
-    weight = _weight(graph, first)
-    if weight is not None and len(counts) < len(found):
-        # Only unguarded shares add up to one, so that constant terms count once.
-        return dataclasses.replace(weight, floor=-math.inf, offset=0.0)
-    return weight
+        return graph
+    groups, adding = _groups(graph)
+    if len(groups) > 1:
+        return with_terms(graph, groups, adding) or graph
+    loss = graph.loss
+    for group in groups:
+        reduction = group.reduction or loss.reduction
+        loss = dataclasses.replace(loss, reduction=reduction, weight=group.weight)
+    return graph if loss == graph.loss else graph.replace(loss=loss)
 
 
 def different_means(graph: Graph) -> tuple[Op, ...]:
-    """The ops of a loss that adds up means over different things, one for each; () for others."""
+    """The ops of a loss that adds up means over different things, one for each; () for others.
+
+    Also () where the loss has a term for each.
+    """
+    groups = [] if graph.loss is None or graph.loss.terms else _groups(graph)[0]
+    ops = [
+        summand.term.op
+        for group in groups
+        for summand in group.summands[:1]
+        if not isinstance(summand.term, Constant) and summand.term.op is not None
+    ]
+    return tuple(ops) if len(ops) > 1 else ()
+
+
+def _groups(graph: Graph) -> tuple[list[Group], tuple[Op, ...]]:
+    """The terms of the loss, those together that are means over the same; and what adds them up.
+
+    Recognised are torch's losses of class numbers with reduction "mean", and divisions by sums of
+    what follows from the inputs alone. Anything else counts as a mean over samples, unless it is
+    known to be a sum.
+    """
     terms, numbers = Terms(graph), _Numbers(graph)
-    found: dict[object, Op] = {}
-    for term in terms:
-        count = _count(terms, term)
-        if not isinstance(term, Constant) and term.op is not None:
-            found.setdefault(None if count is None else numbers.of(count), term.op)
-    return tuple(found.values()) if len(found) > 1 else ()
+    found: dict[object, Group] = {}
+    constants = []
+    taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
+    for summand in terms.summands:
+        if isinstance(summand.term, Constant):
+            constants.append(summand)
+            continue
+        count = _count(terms, summand.term)
+        key: object = None if count is None else numbers.of(count)
+        weight = found[key].weight if key in found else None
+        if count is not None and weight is None:
+            weight = _weight(graph, count, taken)
+        kind: Reduction | None = Reduction.MEAN
+        if weight is None:
+            kind = summand.term.kind if isinstance(summand.term, Other) else None
+            key = kind if kind is Reduction.SUM else None
+        known = found.get(key, Group(kind, weight, ()))
+        found[key] = dataclasses.replace(
+            known,
+            reduction=known.reduction if known.reduction is kind else None,
+            summands=(*known.summands, summand),
+        )
+    if constants and found:
+        _put_in(found, tuple(constants))
+    return list(found.values()), tuple(terms.adding)
 
 
-_LAST = Ref("")
-"""In a step, the result of the step before."""
-
-_Step = FunctionCall | MethodCall
+def _put_in(groups: dict[object, Group], constants: tuple[Summand, ...]) -> None:
+    """Adds the constant terms to a mean whose shares add up to one, so that they count once."""
+    key = next((key for key, group in groups.items() if group.adds_up), None)
+    known = groups.get(key, Group(Reduction.MEAN, None, ()))
+    groups[key] = dataclasses.replace(known, summands=(*known.summands, *constants))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +151,7 @@ class _Count:
     reader: Op
     what: str
     base: Argument
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     floor: float = -math.inf
     offset: float = 0.0
 
@@ -135,15 +170,15 @@ def _count(terms: Terms, term: Term) -> _Count | None:
 def _targets(graph: Graph, term: Targets) -> _Count:
     """`(targets != -100).sum()`, or `weights[targets[targets != -100]].sum()`."""
     targets = _elements(graph, term.targets)
-    counted = FunctionCall(operator.ne, (_LAST, term.ignored))
+    counted = FunctionCall(operator.ne, (LAST, term.ignored))
     what = f"the targets other than {term.ignored}"
     if term.weights is None:
-        return _Count(term.op, what, targets, (counted, MethodCall("sum", (_LAST,))))
+        return _Count(term.op, what, targets, (counted, MethodCall("sum", (LAST,))))
     steps = (
         counted,
-        FunctionCall(operator.getitem, (targets, _LAST)),
-        FunctionCall(operator.getitem, (term.weights, _LAST)),
-        MethodCall("sum", (_LAST,)),
+        FunctionCall(operator.getitem, (targets, LAST)),
+        FunctionCall(operator.getitem, (term.weights, LAST)),
+        MethodCall("sum", (LAST,)),
     )
     return _Count(term.op, f"{what}, each with the weight of its class", targets, steps)
 
@@ -203,7 +238,7 @@ def _divisor(terms: Terms, term: Division) -> _Count | None:
         return None
     what = "the sum by which it is divided"
     base, *options = op.call.args
-    total = _as_sum(op, (_LAST, *options))
+    total = _as_sum(op, (LAST, *options))
     return _Count(term.op, what, base, (total,), guard.floor, guard.offset)
 
 
@@ -240,7 +275,7 @@ def _is_over_samples(terms: Terms, op: Op) -> bool:
     return known is not None and known.splittable and known.batch_dim is not None
 
 
-def _as_sum(op: Op, args: tuple[Argument, ...]) -> _Step:
+def _as_sum(op: Op, args: tuple[Argument, ...]) -> Step:
     """The call on other arguments, a mean as a sum: of means of parts no whole can be made."""
     match op.call:
         case MethodCall(method=method, kwargs=kwargs):
@@ -289,14 +324,18 @@ class _Numbers:
         return self._known.setdefault(key, len(self._known))
 
 
-def _weight(graph: Graph, count: _Count) -> LossWeight | None:
-    """The ops of a count; None where it depends on more than inputs and fixed numbers."""
+def _weight(graph: Graph, count: _Count, taken: set[str]) -> LossWeight | None:
+    """The ops of a count; None where it depends on more than inputs and fixed numbers.
+
+    Args:
+        taken: names that new ops cannot have; theirs are added.
+    """
     arguments = (count.base, *((step.args, dict(step.kwargs)) for step in count.steps))
     read = [name for name in value_names(arguments) if name]
     before = _ops_before(graph, read, [*state_names(arguments)], count.reader)
     if before is None:
         return None
-    ops = (*before, *_own_ops(graph, count))
+    ops = (*before, *_own_ops(graph, count, taken))
     if not _reads_samples(graph, ops):
         return None
     used = {name for op in ops for name in op.inputs}
@@ -319,9 +358,8 @@ def _is_tensor(graph: Graph, name: str) -> bool:
     return known is None or known.kind is ValueKind.TENSOR
 
 
-def _own_ops(graph: Graph, count: _Count) -> list[Op]:
+def _own_ops(graph: Graph, count: _Count, taken: set[str]) -> list[Op]:
     """The steps of a count as ops, under names that the graph does not have."""
-    taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
     taken.update(source.name for source in graph.inputs)
     made: list[Op] = []
     last = count.base
@@ -329,13 +367,10 @@ def _own_ops(graph: Graph, count: _Count) -> list[Op]:
         wish = "weight" if step is count.steps[-1] else f"counted_{len(made)}"
         while wish in taken:
             wish += "_"
-        made.append(Op(wish, dataclasses.replace(step, args=_put(step.args, last)), wish))
+        taken.add(wish)
+        made.append(Op(wish, dataclasses.replace(step, args=put(step.args, last)), wish))
         last = Ref(wish)
     return made
-
-
-def _put(args: Argument, last: Argument) -> Argument:
-    return map_argument(lambda leaf: last if leaf == _LAST else leaf, args)
 
 
 def _ops_before(

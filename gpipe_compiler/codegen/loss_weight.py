@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.body import write_body
@@ -16,9 +16,10 @@ from gpipe_compiler.codegen.layout import WIDTH
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, LossTerm
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import Steps
+from gpipe_compiler.runtime.wording import listed
 
 MODULE = "loss_weight"
 CLASS = "LossWeight"
@@ -31,16 +32,16 @@ class WeightSource:
     Attributes:
         text: the source of `loss_weight.py`.
         inputs: inputs of the pipeline, in the order of arguments.
+        outputs: what it counts.
         state: its own state names to the model's.
         initial: by the model's names, how the state of a model without weights begins.
     """
 
     text: str
     inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     state: Mapping[str, str]
     initial: Mapping[str, Steps]
-    floor: float
-    offset: float
 
 
 def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
@@ -49,42 +50,54 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     Raises:
         EmitError: naming the user's line, when something in it has no spelling.
     """
-    weight = graph.loss.weight if graph.loss is not None and plan.training else None
-    if weight is None:
+    terms = graph.loss.summands if graph.loss is not None and plan.training else ()
+    weights = [term.weight for term in terms if term.weight is not None]
+    if not weights:
         return None
     imports = Imports()
     imports.from_torch("Tensor")
     imports.from_torch("nn")
-    state = state_of(graph, weight.ops, (), imports)
-    method = Method(weight.ops, weight.inputs, (weight.value,), batch_sizes=frozenset())
+    ops = tuple({op.name: op for weight in weights for op in weight.ops}.values())
+    inputs = tuple(dict.fromkeys(name for weight in weights for name in weight.inputs))
+    values = tuple(weight.value for weight in weights)
+    state = state_of(graph, ops, (), imports)
+    method = Method(ops, inputs, values, batch_sizes=frozenset())
     body = write_body(graph, method, Writer(imports, state.places, state.modules))
     sources = {source.name: source for source in graph.inputs}
     described = docstring(
         "What counts in one micro-batch of B samples.",
         [
             f"{argument}: {value_text(graph, value)}, {call_path(sources[value].path)}."
-            for value, argument in zip(weight.inputs, body.arguments, strict=True)
+            for value, argument in zip(inputs, body.arguments, strict=True)
         ],
         [],
     )
     initial = initial_steps(graph, state.originals.values())
+    returned = "Tensor" if len(values) == 1 else f"tuple[{', '.join(['Tensor'] * len(values))}]"
     text = render(
         "stage.py.jinja",
-        title=_title(plan.name, weight.what),
+        title=_title(plan.name, terms),
         imports=imports.lines(),
         class_name=CLASS,
         constructor=state.lines,
-        methods=[method_text("forward", body, "Tensor", described)],
+        methods=[method_text("forward", body, returned, described)],
         state=state_table(state) if state.originals else [],
         initial=initial_lines(initial, imports),
     )
-    return WeightSource(text, weight.inputs, state.originals, initial, weight.floor, weight.offset)
+    return WeightSource(text, inputs, values, state.originals, initial)
 
 
-def _title(name: str, what: str) -> str:
+def _title(name: str, terms: Sequence[LossTerm]) -> str:
     """The docstring of the file."""
+    whats = [term.weight.what for term in terms if term.weight is not None]
     text = (
-        f"The loss of {name} is a mean over {what}. Micro-batches weigh in the loss of the "
-        "mini-batch by it; it is computed from the inputs, before the step."
+        f"The loss of {name} is a mean over {listed(whats)}. Micro-batches weigh in the loss of "
+        "the mini-batch by it; it is computed from the inputs, before the step."
     )
+    if len(terms) > 1:
+        text = (
+            f"The loss of {name} adds up means over different things, among them "
+            f"{listed(whats)}. Each weighs in that of the mini-batch by what it is taken over, "
+            "which is computed from the inputs, before the step."
+        )
     return "\n".join(["What the loss is a mean over.", "", *textwrap.wrap(text, WIDTH), ""])

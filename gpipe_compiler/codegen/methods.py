@@ -60,7 +60,7 @@ def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Meth
 
 
 def loss_method(facts: Facts, stage: Stage, outputs: Sequence[str]) -> Method:
-    """The last stage's `loss`, of outputs and inputs of that stage.
+    """The last stage's `loss`, of outputs and inputs of that stage; it returns the terms.
 
     Raises:
         EmitError: when it reads a value that it does not have.
@@ -79,7 +79,8 @@ def loss_method(facts: Facts, stage: Stage, outputs: Sequence[str]) -> Method:
                 names.add(maker.name)
                 pending.append(maker.name)
     ops = [graph.op_of[name] for name in stage.ops if name in names]
-    return _method(facts, ops, tuple(known), (graph.loss.value,), frozenset(stage.duplicates))
+    terms = tuple(term.value for term in graph.loss.summands)
+    return _method(facts, ops, tuple(known), terms, frozenset(stage.duplicates))
 
 
 def _method(

@@ -27,7 +27,9 @@ def write_readme(
         name=plan.name,
         package=package,
         training=plan.training,
-        loss_weight=plan.training and graph.loss is not None and graph.loss.weight is not None,
+        loss_weight=plan.training
+        and graph.loss is not None
+        and any(term.weight is not None for term in graph.loss.summands),
         weights=weights,
         schedule=plan.schedule.value,
         microbatches=plan.microbatches,

@@ -16,7 +16,7 @@ from gpipe_compiler.codegen.loss_weight import WeightSource
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import ByMode, Graph, Input, Ref, StateKind
+from gpipe_compiler.ir import ByMode, Graph, Input, LossTerm, LossWeight, Ref, StateKind
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
@@ -42,7 +42,7 @@ def write_schedule(
     if plan.crossings:
         imports.torch()
     spec = _pipeline(plan, graph, stages, weight, imports)
-    used = {"Leaf", "LossSpec", "Reduction", "Crossing", "Input", "Joined"}
+    used = {"Leaf", "LossSpec", "LossTerm", "Reduction", "Crossing", "Input", "Joined"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
@@ -301,18 +301,35 @@ def _loss(plan: Plan, graph: Graph, weight: WeightSource | None, imports: Import
     ]
     if weight is not None:
         items.append(_weight(weight).prefixed("weight="))
-        if weight.floor > -math.inf:
-            items.append(write_literal(weight.floor, imports).prefixed("floor="))
-        if weight.offset:
-            items.append(write_literal(weight.offset, imports).prefixed("offset="))
+    if graph.loss.terms:
+        terms = [call("LossTerm", _term(term, imports)) for term in graph.loss.terms]
+        items.append(tuple_of(terms, exploded=True).prefixed("terms="))
+    else:
+        items += _guard(graph.loss.weight, imports)
     return call("LossSpec", items)
+
+
+def _term(term: LossTerm, imports: Imports) -> list[Expression]:
+    items = [name(f"Reduction.{term.reduction.name}")]
+    if term.weight is not None:
+        items.append(name("counted=True"))
+    return items + _guard(term.weight, imports)
+
+
+def _guard(weight: LossWeight | None, imports: Imports) -> list[Expression]:
+    items = []
+    if weight is not None and weight.floor > -math.inf:
+        items.append(write_literal(weight.floor, imports).prefixed("floor="))
+    if weight is not None and weight.offset:
+        items.append(write_literal(weight.offset, imports).prefixed("offset="))
+    return items
 
 
 def _weight(weight: WeightSource) -> Expression:
     options = {
         "module": name(f"{loss_weight.MODULE}.{loss_weight.CLASS}"),
         "inputs": _texts(weight.inputs),
-        "outputs": _texts(("weight",)),
+        "outputs": _texts(weight.outputs),
     }
     if weight.state:
         options["state"] = name(f"{loss_weight.MODULE}.STATE")

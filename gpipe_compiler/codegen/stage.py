@@ -208,7 +208,9 @@ def _method_lines(plan: Plan, graph: Graph, stage: Stage, written: _Written) -> 
     match label:
         case _ if label == LOSS:
             described = docstring(
-                "The loss of one micro-batch.",
+                "The loss of one micro-batch."
+                if len(method.returns) == 1
+                else "The terms of the loss of one micro-batch, each a sum or a mean by itself.",
                 _argument_lines(graph, plan, stage, written, inside=True),
                 [],
             )

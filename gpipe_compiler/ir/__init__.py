@@ -4,6 +4,7 @@ from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
 from gpipe_compiler.ir.graph import (
     Graph,
     Loss,
+    LossTerm,
     LossWeight,
     State,
     StateKind,
@@ -39,6 +40,7 @@ __all__ = [
     "Graph",
     "Input",
     "Loss",
+    "LossTerm",
     "LossWeight",
     "MethodCall",
     "Mode",

@@ -121,16 +121,37 @@ class LossWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A summand of the loss, a scalar value: a sum over samples, or a mean over its own things.
+
+    Attributes:
+        weight: as in `Loss`.
+    """
+
+    value: str
+    reduction: Reduction
+    weight: LossWeight | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """The scalar value that training minimises.
 
     Attributes:
         weight: filled in by `passes.loss_weight`; None for a sum, or a mean over samples.
+        terms: filled in by `passes.loss_weight`, where the loss adds up means over different
+            things: each of them; the last ops of the graph only add them up. () elsewhere.
     """
 
     value: str
     reduction: Reduction = Reduction.MEAN
     weight: LossWeight | None = None
+    terms: tuple[LossTerm, ...] = ()
+
+    @property
+    def summands(self) -> tuple[LossTerm, ...]:
+        """The terms; a loss that has none is the only one."""
+        return self.terms or (LossTerm(self.value, self.reduction, self.weight),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +245,15 @@ class Graph:
 
         They make no output of the model, so inference does without them; they run in the last
         stage, after all others. What follows from them (a running mean of the loss) is counted
-        with them. Empty where the loss is all that the model returns.
+        with them. Where the loss is all that the model returns they are those that add up its
+        terms, if it has any.
         """
-        if self.loss is None or not self.output_values:
+        if self.loss is None:
             return frozenset()
-        found = set(self.ancestors((self.loss.value,)) - self.ancestors(self.output_values))
+        apart = self.output_values or tuple(term.value for term in self.loss.terms)
+        if not apart:
+            return frozenset()
+        found = set(self.ancestors((self.loss.value,)) - self.ancestors(apart))
         for op in self.ops:
             makers = (self.producer.get(name) for name in op.inputs)
             if any(maker is not None and maker.name in found for maker in makers):

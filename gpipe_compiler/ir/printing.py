@@ -130,8 +130,8 @@ def format_graph(graph: Graph) -> str:
         lines.append(f"  {format_op(op)}{'  : ' + types if types else ''}{where}")
     lines.append(f"  return {format_argument(graph.outputs)}")
     if graph.loss is not None:
-        weight = graph.loss.weight
-        over = f", over {weight.what}" if weight is not None else ""
-        reduction = graph.loss.reduction.value
-        lines.append(f"  loss {graph.loss.value} ({reduction} of micro-batches{over})")
+        for term in graph.loss.summands:
+            over = f", over {term.weight.what}" if term.weight is not None else ""
+            what = "term of the loss" if graph.loss.terms else "loss"
+            lines.append(f"  {what} {term.value} ({term.reduction.value} of micro-batches{over})")
     return "\n".join(lines)

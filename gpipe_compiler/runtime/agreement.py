@@ -11,6 +11,7 @@ import torch
 from .errors import AgreedError, UsageError
 from .job import Work
 from .replicas import Replicas
+from .weighing import Counts, summed
 
 _WORKS = tuple(Work)
 _NUMBERS = 6
@@ -26,31 +27,33 @@ class Call:
         training: whether the stages are in training mode.
         sizes: samples in each micro-batch; none where the inputs were refused, or where this
             replica's share of the mini-batch is empty.
-        loss_weights: of each micro-batch, what its loss's mean is taken over; () without a loss.
+        loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
+            loss.
         refusal: what is wrong with the inputs.
         read: a checksum of the whole mini-batches that this replica has taken its share of since
             the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.
-        total: the loss weights of the mini-batch, over all replicas.
+        total: the loss weights of the mini-batch, over all replicas; () without any.
     """
 
     work: Work
     training: bool
     sizes: tuple[int, ...] = ()
-    loss_weights: tuple[float, ...] = ()
+    loss_weights: tuple[Counts, ...] = ()
     refusal: UsageError | None = None
     read: int = 0
     first: int = 0
-    total: float = 0.0
+    total: Counts = ()
 
 
-def agree(replicas: Replicas | None, call: Call, most: int, number: int) -> Call:
+def agree(replicas: Replicas | None, call: Call, most: int, terms: int, number: int) -> Call:
     """The call of this rank's replica, on every rank, with what it needs to know of the others'.
 
     Args:
         call: what this rank knows of it; all ranks but the first of each replica know no more
             than the work and the mode.
         most: micro-batches that a replica has at most.
+        terms: of the loss.
         number: of the mini-batch, from 1, for messages.
 
     Raises:
@@ -61,8 +64,8 @@ def agree(replicas: Replicas | None, call: Call, most: int, number: int) -> Call
     if replicas is None:
         if call.refusal is not None:
             raise call.refusal
-        return dataclasses.replace(call, total=sum(call.loss_weights))
-    calls = _exchange(replicas, call, most)
+        return dataclasses.replace(call, total=summed(call.loss_weights))
+    calls = _exchange(replicas, call, most, terms)
     firsts = range(0, replicas.world.size, replicas.pipeline.size)
     for rank, (other, _) in zip(firsts, calls, strict=True):
         _check_same(replicas.world.rank, call, rank, other)
@@ -79,25 +82,29 @@ def agree(replicas: Replicas | None, call: Call, most: int, number: int) -> Call
     return dataclasses.replace(
         calls[replicas.number][0],
         first=sum(len(other.sizes) for other in before),
-        total=sum(sum(other.loss_weights) for other, _ in calls),
+        total=summed([counts for other, _ in calls for counts in other.loss_weights]),
     )
 
 
-def _exchange(replicas: Replicas, call: Call, most: int) -> list[tuple[Call, int]]:
+def _exchange(replicas: Replicas, call: Call, most: int, terms: int) -> list[tuple[Call, int]]:
     """The calls of all replicas, with the length of their refusals, on every rank."""
-    rows = torch.zeros(replicas.count, _NUMBERS + 2 * most, dtype=torch.float64)
+    length = _NUMBERS + most + terms * most
+    rows = torch.zeros(replicas.count, length, dtype=torch.float64)
     if replicas.pipeline.rank == 0:
         rows = torch.stack(
-            replicas.peers.gathered(_header(call, most), "the calls of the replicas")
+            replicas.peers.gathered(_header(call, most, length), "the calls of the replicas")
         )
     rows = replicas.pipeline.broadcast(rows, 0, "the call")
     found = []
     for work, training, count, refused, upper, lower, *numbers in rows.tolist():
         kind = _WORKS[int(work)]
         sizes = tuple(map(int, numbers[: int(count)]))
-        weights = tuple(numbers[most : most + int(count)]) if kind.makes_loss else ()
+        counts: list[Counts] = []
+        if kind.makes_loss:
+            counts = [tuple(numbers[most + terms * m :][:terms]) for m in range(int(count))]
         read = int(upper) << 32 | int(lower)
-        found.append((Call(kind, bool(training), sizes, weights, read=read), int(refused)))
+        own = Call(kind, bool(training), sizes, tuple(counts), read=read)
+        found.append((own, int(refused)))
     return found
 
 
@@ -126,14 +133,14 @@ def _other_data(rank: int, number: int) -> AgreedError:
     )
 
 
-def _header(call: Call, most: int) -> torch.Tensor:
-    header = torch.zeros(_NUMBERS + 2 * most, dtype=torch.float64)
+def _header(call: Call, most: int, length: int) -> torch.Tensor:
+    header = torch.zeros(length, dtype=torch.float64)
     count = len(call.sizes)
     halves = call.read >> 32, call.read & 0xFFFFFFFF  # each is exact in 64 bits of floating point
     _put(header, 0, (_WORKS.index(call.work), call.training, count, len(_text(call.refusal))))
     _put(header, _NUMBERS - len(halves), halves)
     _put(header, _NUMBERS, call.sizes)
-    _put(header, _NUMBERS + most, call.loss_weights)
+    _put(header, _NUMBERS + most, [count for counts in call.loss_weights for count in counts])
     return header
 
 

@@ -184,12 +184,15 @@ class Network:
         self.finish(started, f"at {what} from rank {self.members[source]}")
         return buffer.to(self.device)
 
-    def share_scalar(self, scalar: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
-        """A scalar of one rank on all ranks, in its own dtype."""
-        facts = [0.0, 0.0] if scalar is None else [scalar.item(), DTYPES.index(scalar.dtype)]
-        value, dtype = self.broadcast(torch.tensor(facts, dtype=torch.float64), source, what)
-        loss: torch.Tensor = value.to(self.device, DTYPES[int(dtype)])
-        return loss
+    def share_row(
+        self, row: torch.Tensor | None, length: int, source: int, what: str
+    ) -> torch.Tensor:
+        """A row of numbers of one rank on all ranks, in its own dtype."""
+        facts = torch.zeros(length + 1, dtype=torch.float64)
+        if row is not None:
+            facts = torch.tensor([*row.tolist(), DTYPES.index(row.dtype)], dtype=torch.float64)
+        *_, dtype = facts = self.broadcast(facts, source, what)
+        return facts[:-1].to(self.device, DTYPES[int(dtype)])
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name, on rank 0's CPU; nothing on the others."""

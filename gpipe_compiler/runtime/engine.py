@@ -29,9 +29,9 @@ _WORDS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What a device has made of a job: losses by micro-batch, and kept values of each."""
+    """What a device has made of a job: the terms of losses by micro-batch, and kept values."""
 
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     results: list[Values] = field(default_factory=list)
 
 
@@ -110,7 +110,7 @@ class _Run:
         self.values: list[Values] = [dict(values) for values in job.inputs]
         self.values.extend({} for _ in range(job.microbatches - len(job.inputs)))
         self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
-        self.losses: dict[int, torch.Tensor] = {}
+        self.losses: dict[int, tuple[torch.Tensor, ...]] = {}
         self.results: list[Values] = [{} for _ in range(job.microbatches)]
 
     def execute(self, step: Step) -> None:
@@ -166,8 +166,8 @@ class _Run:
                 self.values[m][name] = piece
                 if name in self.job.kept:
                     self.results[m][name] = piece
-        if found.loss is not None:
-            self.losses[batch.first] = found.loss
+        if found.losses:
+            self.losses[batch.first] = found.losses
 
     def _received(self, need: Need, microbatch: int) -> torch.Tensor:
         """What a stage reads: made here, or come from another device."""
@@ -209,12 +209,14 @@ class _Run:
             if gradient is not None:
                 roots.append(output.edge)
                 gradients.append(gradient)
-        weight = self.job.loss_weights[batch.first]
-        if kept.loss is not None and weight:
-            roots.append(kept.loss.edge)
-            # As autograd comes to it when the plain model's weighted loss is scaled: where the loss
-            # is of 16 bits that cannot hold the scale it overflows, whatever its weight.
-            gradients.append(torch.full_like(kept.loss.like, self.job.loss_scale) * weight)
+        if not kept.losses:
+            return roots, gradients
+        for loss, weight in zip(kept.losses, self.job.loss_weights[batch.first], strict=True):
+            if loss is not None and weight:
+                roots.append(loss.edge)
+                # As autograd comes to it when the plain model's weighted loss is scaled: where the
+                # loss is of 16 bits that cannot hold the scale it overflows, whatever its weight.
+                gradients.append(torch.full_like(loss.like, self.job.loss_scale) * weight)
         return roots, gradients
 
     def _gradient(

@@ -14,6 +14,7 @@ from .hooks import UserHooks
 from .lockstep import decided
 from .pipeline import Pipeline
 from .ranks import Ranks
+from .spec import LossTerm
 from .weighing import divisor
 
 
@@ -53,6 +54,25 @@ def evaluate(pipe: Pipeline, hooks: UserHooks) -> Evaluated:
         pipe.step_number = step
 
 
+class _Mean:
+    """A term of the loss, over batches."""
+
+    def __init__(self, term: LossTerm) -> None:
+        self.term = term
+        self.total = self.weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        share = divisor(self.term, weight)
+        if share:  # or the value is nan
+            self.total += value * share
+            self.weight += weight
+
+    @property
+    def value(self) -> float:
+        whole = divisor(self.term, self.weight)
+        return self.total / whole if whole else math.nan
+
+
 class _Pass:
     """The sums of one pass over the evaluation data; those of metrics over this replica's share."""
 
@@ -63,8 +83,10 @@ class _Pass:
         self.batches = Batches(Source(f"eval_data() of {hooks.name}", hooks.eval_data))
         self.batch = NOTHING
         self.share: tuple[object, object] = (None, None)
-        self.found: tuple[float, object] | None = None
-        self.loss = self.weight = 0.0
+        self.found: tuple[list[float], object] | None = None
+        loss = pipe.spec.loss
+        assert loss is not None  # evaluation is of training
+        self.terms = [_Mean(term) for term in loss.summands]
         self.metrics: dict[str, float] = {}
         self.samples = 0
 
@@ -85,16 +107,7 @@ class _Pass:
         if self.found is not None:
             self._add(*self.found)
         self.batch = next(iter(self.batches.take(1)), NOTHING)
-        return float(self.batch is not NOTHING), self._loss()
-
-    def _loss(self) -> float:
-        whole = self._divisor(self.weight)
-        return self.loss / whole if whole else math.nan
-
-    def _divisor(self, weight: float) -> float:
-        loss = self.pipe.spec.loss
-        assert loss is not None  # evaluation is of training
-        return divisor(loss, weight)
+        return float(self.batch is not NOTHING), sum(term.value for term in self.terms)
 
     def _metrics(self) -> dict[str, float]:
         """The means over the samples of all replicas."""
@@ -109,23 +122,21 @@ class _Pass:
         found = self.metrics, self.samples
         return Ranks(self.pipe.world).together("the metrics", lambda: found, mean)
 
-    def _evaluate(self) -> tuple[float, object]:
+    def _evaluate(self) -> tuple[list[float], object]:
         outputs = self.hooks.metrics is not None
         try:
             self.share = self.pipe.shard(self.batch.inputs, self.batch.target)
-            loss, output = self.pipe.evaluate_with_outputs(*self.share, outputs=outputs)
+            terms, output = self.pipe.evaluate_terms(*self.share, outputs=outputs)
         except UsageError as error:
             raise located(error, self.batch) from error
         except AgreedError as error:
             raise located(error, self.batch) from error
-        return float(loss), output
+        return terms.tolist(), output
 
-    def _add(self, loss: float, output: object) -> None:
-        weight = self.pipe.loss_weight(self.batch.inputs, self.batch.target)
-        share = self._divisor(weight)
-        if share:  # or the loss is nan
-            self.loss += loss * share
-            self.weight += weight
+    def _add(self, losses: Sequence[float], output: object) -> None:
+        weights = self.pipe.loss_weights(self.batch.inputs, self.batch.target)
+        for term, loss, weight in zip(self.terms, losses, weights, strict=True):
+            term.add(loss, weight)
         samples = samples_of(self.pipe.spec, self.pipe.microbatches, *self.share)
         for name, number in self.hooks.measured(output, self.share[1]).items():
             self.metrics[name] = self.metrics.get(name, 0.0) + number * samples

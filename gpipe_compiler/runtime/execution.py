@@ -17,7 +17,7 @@ from .programs import Prepared, prepare
 from .runners import Runner
 from .spec import BatchNorm, Joined, PipelineSpec, ScheduleKind
 from .team import Team
-from .weighing import Scales
+from .weighing import Counts, Scales, summed
 from .wiring import inputs_for, output_leaves
 
 
@@ -112,7 +112,7 @@ class Execution:
         self._made = frozenset(made - {source.name for source in spec.inputs})
 
     def run(self, asked: Asked) -> tuple[torch.Tensor | None, object]:
-        """The loss, where one is made, and what the model returns, where inputs are passed.
+        """The terms of the loss, where one is made, and the outputs, where inputs are passed.
 
         Raises:
             AgreedError: when replicas have read other data.
@@ -125,7 +125,8 @@ class Execution:
         if self._team.feeds:
             call, bound, parts = self._offered(asked)
         call = dataclasses.replace(call, read=asked.read)
-        call = agree(self._team.members, call, self._microbatches, asked.key.step + 1)
+        terms, number = len(self._scales.terms), asked.key.step + 1
+        call = agree(self._team.members, call, self._microbatches, terms, number)
         prepared = self._programs.of(asked.work, len(call.sizes), training=asked.training)
         shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
         job = Job(
@@ -133,7 +134,9 @@ class Execution:
             sizes=call.sizes,
             inputs=parts,
             # The mean over the replicas' losses and gradients is the sum of their shares.
-            loss_weights=tuple(self._team.replicas * share for share in shares),
+            loss_weights=tuple(
+                tuple(self._team.replicas * share for share in own) for own in shares
+            ),
             kept=self._made if asked.outputs else frozenset(),
             random=RandomKey(asked.key.seed, asked.key.step, call.first),
             loss_scale=asked.loss_scale,
@@ -145,11 +148,11 @@ class Execution:
             return result.loss, None
         return result.loss, rebuild(self._spec.outputs, {**bound, **result.outputs})
 
-    def loss_weight(self, inputs: Inputs, target: object) -> float:
-        """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum."""
+    def loss_weights(self, inputs: Inputs, target: object) -> Counts:
+        """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
         bound = bind(inputs, target, self._spec, inputs_for(self._spec, Work.TRAIN))
         parts, sizes = split(bound, self._spec, 1)
-        return sum(self._scales.weigh(parts, sizes))
+        return summed(self._scales.weigh(parts, sizes))
 
     def _check(self, work: Work) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):

@@ -47,9 +47,10 @@ class Job:
     Attributes:
         sizes: samples in each micro-batch.
         inputs: the pipeline's inputs for every micro-batch; only the first device reads them.
-        loss_weights: the weight of each micro-batch's loss in that of the mini-batch; none where
-            no loss is made. A micro-batch of weight 0 sends no gradient back from its loss, which
-            may be nan: nothing in it counts. The one loss of a joint last stage stands first.
+        loss_weights: for each micro-batch, the weights of its loss's terms (mostly one) in those
+            of the mini-batch; none where no loss is made. A term of weight 0 sends no gradient
+            back, and may be nan: nothing in it counts. The one loss of a joint last stage stands
+            first.
         kept: the values that the caller wants.
         loss_scale: gradients are those of the loss times this; the loss is told without it.
     """
@@ -57,7 +58,7 @@ class Job:
     work: Work
     sizes: tuple[int, ...]
     inputs: Sequence[Mapping[str, torch.Tensor]]
-    loss_weights: tuple[float, ...]
+    loss_weights: tuple[tuple[float, ...], ...]
     kept: frozenset[str]
     random: RandomKey
     loss_scale: float = 1.0

@@ -189,11 +189,11 @@ class Pipeline:
         """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
         scale = weight * self.scaler.get_scale()
         with collected(self.held.shared, self._reducer):
-            loss, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
+            terms, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
         self.step_number += 1
         self._calls = 0
-        assert loss is not None  # training makes one, or raises
-        return loss, found
+        assert terms is not None  # training makes a loss, or raises
+        return terms.sum(), found
 
     def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
         """The loss of a mini-batch, without gradients; every rank gets it.
@@ -206,9 +206,16 @@ class Pipeline:
         self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
     ) -> tuple[torch.Tensor, object]:
         """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
-        loss, found = self._run(Work.EVALUATE, inputs, target, outputs)
-        assert loss is not None  # evaluation makes one, or raises
-        return loss, found
+        terms, found = self.evaluate_terms(inputs, target, outputs=outputs)
+        return terms.sum(), found
+
+    def evaluate_terms(
+        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+    ) -> tuple[torch.Tensor, object]:
+        """The same, with the terms of the loss that `loss_weights` counts for, in a row."""
+        terms, found = self._run(Work.EVALUATE, inputs, target, outputs)
+        assert terms is not None  # evaluation makes a loss, or raises
+        return terms, found
 
     def __call__(self, inputs: Inputs = None) -> object:
         """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
@@ -241,15 +248,16 @@ class Pipeline:
         """
         return self._team.share(numbers, what)
 
-    def loss_weight(self, inputs: Inputs = None, target: object = None) -> float:
-        """What the loss of a mini-batch is a mean over: samples, tokens, ...; 1 for a sum.
+    def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
+        """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
 
-        Mini-batches weighted by it have the mean loss of all of them as one.
+        A loss has one term, unless it adds up means over different things. Mini-batches weighted
+        by it have the mean of all of them as one.
 
         Raises:
             UsageError: for inputs that do not fit.
         """
-        return self._execution.loss_weight(inputs, target)
+        return self._execution.loss_weights(inputs, target)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here under the model's own names, each once."""

@@ -39,15 +39,16 @@ class Prepared:
         """How many devices take part."""
         return len(self.programs)
 
-    def loss_weights(self, shares: Sequence[float]) -> tuple[float, ...]:
+    def loss_weights(self, shares: Sequence[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
         """The weights of the losses that are made: a joint stage makes one, for all micro-batches.
 
         Args:
-            shares: of the micro-batches in the loss of the mini-batch, which one loss has whole.
+            shares: of the micro-batches in the terms of the loss, which one loss has whole.
         """
         if not any(stage.makes_loss and stage.joint is not None for stage in self.wiring):
             return tuple(shares)
-        return (1.0 if any(shares) else 0.0, *(0.0 for _ in shares[1:]))
+        whole = tuple(float(any(column)) for column in zip(*shares, strict=True))
+        return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
 
 
 def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:

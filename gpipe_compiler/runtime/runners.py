@@ -31,7 +31,11 @@ from .wiring import makers, output_leaves
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a mini-batch comes to: its loss, and the outputs that were asked for, by value name."""
+    """What a mini-batch comes to: its loss, and the outputs that were asked for, by value name.
+
+    Attributes:
+        loss: its terms, mostly one, in a row.
+    """
 
     loss: torch.Tensor | None
     outputs: Mapping[str, torch.Tensor]
@@ -176,18 +180,22 @@ class DistributedRunner:
         loss = None
         if job.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
-            loss = self.network.share_scalar(self._loss(outcome.losses, job), source, "the loss")
+            terms = len(self.spec.loss.summands)
+            mine = self._loss(outcome.losses, job)
+            loss = self.network.share_row(mine, terms, source, "the loss")
         return Result(loss, self._gather(prepared, job, outcome))
 
-    def _loss(self, losses: Mapping[int, torch.Tensor], job: Job) -> torch.Tensor | None:
+    def _loss(
+        self, losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job
+    ) -> torch.Tensor | None:
         """The loss of the mini-batch, over all replicas; None where none is made."""
         total = _total(losses, job)
         if total is None or self.replicas.count == 1:
             return total
-        # A replica in whose share nothing counts has no loss, and adds nothing.
-        counts = any(job.loss_weights)
-        row = torch.stack([total if counts else torch.zeros_like(total), total.new_tensor(counts)])
-        value, replicas = self.replicas.peers.sum(row.double(), "the loss")
+        # A replica in whose share nothing counts has no such term, and adds nothing.
+        counts = total.new_tensor([any(column) for column in zip(*job.loss_weights, strict=True)])
+        rows = torch.stack([torch.where(counts > 0, total, 0.0), counts])
+        value, replicas = self.replicas.peers.sum(rows.double(), "the loss")
         mean = value / self.replicas.count
         return torch.where(replicas > 0, mean, torch.nan).to(total.dtype)
 
@@ -252,11 +260,16 @@ def _on(job: Job, device: torch.device) -> Job:
     return dataclasses.replace(job, inputs=moved)
 
 
-def _total(losses: Mapping[int, torch.Tensor], job: Job) -> torch.Tensor | None:
-    """The loss of the mini-batch; a micro-batch of weight 0 is left out, its loss may be nan."""
+def _total(losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job) -> torch.Tensor | None:
+    """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan."""
     if not losses:
         return None
-    scalars = [
-        losses[m].reshape(()) * weight for m, weight in enumerate(job.loss_weights) if weight
-    ]
-    return torch.stack(scalars).sum() if scalars else torch.full_like(losses[0], torch.nan)
+    totals = []
+    for number, like in enumerate(losses[0]):
+        scalars = [
+            losses[m][number].reshape(()) * weights[number]
+            for m, weights in enumerate(job.loss_weights)
+            if weights[number]
+        ]
+        totals.append(torch.stack(scalars).sum() if scalars else like.new_full((), torch.nan))
+    return torch.stack(totals)

@@ -216,6 +216,22 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A summand of a loss: a sum over samples, or a mean over things of its own.
+
+    Attributes:
+        counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
+            samples, or a sum.
+        floor, offset: where it is counted, as in `LossSpec`.
+    """
+
+    reduction: Reduction
+    counted: bool = False
+    floor: float = -math.inf
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LossSpec:
     """Which value is minimised, and how micro-batches combine.
 
@@ -226,6 +242,8 @@ class LossSpec:
             things (or their weight) in a micro-batch. None for a mean over samples.
         floor, offset: with a weight, the loss is divided by `max(weight, floor) + offset`, as a
             model writes it where nothing may count.
+        terms: for a loss that adds up means over different things: each of them. `loss` then
+            returns them as a tuple, and `weight` a tuple of what it counts for those `counted`.
     """
 
     value: str
@@ -234,6 +252,13 @@ class LossSpec:
     weight: StageSpec | None = None
     floor: float = -math.inf
     offset: float = 0.0
+    terms: tuple[LossTerm, ...] = ()
+
+    @property
+    def summands(self) -> tuple[LossTerm, ...]:
+        """The terms; a loss that has none is the only one."""
+        only = LossTerm(self.reduction, self.weight is not None, self.floor, self.offset)
+        return self.terms or (only,)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from .recompute import Received, WrittenBuffers, unwritten
 from .segments import Manners, Segments
 from .spec import BatchNorm, Remat
 from .split_backward import WeightPart, split_backward
+from .weighing import terms_of
 from .wiring import StageWiring
 
 
@@ -29,12 +30,12 @@ class Computed:
     Attributes:
         leaves: the arguments whose gradients are wanted, by value name.
         outputs: by value name.
-        loss: where the stage makes it.
+        losses: the terms of the loss where the stage makes it.
     """
 
     leaves: Values
     outputs: Values
-    loss: torch.Tensor | None
+    losses: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ class Kept:
     Attributes:
         leaves: the arguments whose gradients are wanted, by value name.
         outputs: those that gradients come for, by value name.
-        loss: where the stage makes one that has a gradient.
+        losses: the terms of the loss where the stage makes it; None for one without a gradient.
     """
 
     leaves: Values
     outputs: Mapping[str, Root]
-    loss: Root | None
+    losses: tuple[Root | None, ...]
 
 
 class StageRun:
@@ -126,8 +127,7 @@ class StageRun:
             self._kept[microbatch] = self._graph(found)
         outputs = {name: output.detach() for name, output in found.outputs.items()}
         # Torch's mean losses lie in memory as large as what they are the mean of.
-        loss = None if found.loss is None else found.loss.detach().clone()
-        return Computed({}, outputs, loss)
+        return Computed({}, outputs, tuple(loss.detach().clone() for loss in found.losses))
 
     def graph(self, microbatch: int) -> Kept:
         """What the backward of a micro-batch runs through: kept, or computed again. Once only."""
@@ -172,7 +172,7 @@ class StageRun:
             for name, _ in self._stage.returned
             if name in found.outputs and (root := Root.of(found.outputs[name])) is not None
         }
-        return Kept(found.leaves, roots, None if found.loss is None else Root.of(found.loss))
+        return Kept(found.leaves, roots, tuple(map(Root.of, found.losses)))
 
     def finish(self, gather: Gather) -> None:
         """After the last micro-batch: what changes once a mini-batch."""
@@ -201,7 +201,7 @@ class StageRun:
             result = self._module(*arguments[: self._stage.arguments])
             names = self._stage.spec.outputs
             outputs = dict(zip(names, (result,) if len(names) == 1 else result, strict=True))
-            return Computed(leaves, outputs, self._loss(arguments, outputs))
+            return Computed(leaves, outputs, self._losses(arguments, outputs))
 
     def _of_segments(
         self, random: SeededRandom | None
@@ -228,14 +228,15 @@ class StageRun:
         key = self._job.random
         return SeededRandom(key.seed, key.step, key.first + microbatch, numbers, shared)
 
-    def _loss(self, arguments: Sequence[torch.Tensor], outputs: Values) -> torch.Tensor | None:
+    def _losses(
+        self, arguments: Sequence[torch.Tensor], outputs: Values
+    ) -> tuple[torch.Tensor, ...]:
         name = self._loss_name
         if name is None:
-            return None
+            return ()
         if name in outputs:
-            return outputs[name]
+            return (outputs[name],)
         needs = (need.value for need in self._stage.needs)
         known = dict(zip(needs, arguments, strict=True)) | outputs
         inputs = self._stage.spec.loss_inputs
-        loss: torch.Tensor = self._module.loss(*(known[item] for item in inputs))  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method
-        return loss
+        return terms_of(self._module.loss(*(known[item] for item in inputs)))  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method

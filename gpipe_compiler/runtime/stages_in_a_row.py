@@ -20,7 +20,7 @@ from .pipeline import Pipeline
 from .precision import autocast
 from .random import SeededRandom, seed_in_eval
 from .spec import BatchNorm, LossSpec, PipelineSpec, Precision
-from .weighing import Scales
+from .weighing import Scales, summed, terms_of
 from .weights import Weights, build_stage
 from .wiring import inputs_for, most_work, output_leaves
 
@@ -59,7 +59,8 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         parts, sizes = split(bound, spec, 1)
     scales = Scales(spec, store, pipe.seed)
     weighed = scales.weigh(parts, sizes)
-    return {**results, **row.train(spec.loss, parts, scales.shares(weighed, sum(weighed)))}
+    shares = scales.shares(weighed, summed(weighed))
+    return {**results, **row.train(spec.loss, parts, shares)}
 
 
 @contextlib.contextmanager
@@ -87,10 +88,17 @@ class _Row:
         for module in self.modules:
             module.eval()
         with torch.no_grad(), kept_buffers(self.modules):
-            return [self._forward(0, part, None, {}) for part in parts]
+            return [self._forward(0, part, None, {})[0] for part in parts]
 
-    def train(self, loss: LossSpec, parts: Sequence[Values], weights: Sequence[float]) -> Tensors:
-        """One training step."""
+    def train(
+        self, loss: LossSpec, parts: Sequence[Values], weights: Sequence[Sequence[float]]
+    ) -> Tensors:
+        """One training step.
+
+        Args:
+            weights: for each micro-batch those of its loss's terms. One of weight 0 may be nan:
+                nothing in it counts.
+        """
         for module in self.modules:
             module.train()
         deferred: dict[int, DeferredStatistics] = {}
@@ -102,13 +110,13 @@ class _Row:
             }
         scale = LOSS_SCALE if self.manner.precision is Precision.FP16 else 1.0
         total = torch.zeros((), device=self.device)
-        for microbatch, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            values = self._forward(microbatch, part, loss, deferred)
-            if not weight:  # its loss may be nan: nothing in it counts
-                continue
-            weighted = values[loss.value] * weight
-            torch.autograd.backward(weighted * scale)
-            total = total + weighted.detach()
+        for microbatch, (part, own) in enumerate(zip(parts, weights, strict=True)):
+            _, terms = self._forward(microbatch, part, loss, deferred)
+            weighed = zip(terms, own, strict=True)
+            weighted = [term.reshape(()) * weight for term, weight in weighed if weight]
+            if weighted:
+                torch.autograd.backward(torch.stack(weighted).sum() * scale)
+                total = total + torch.stack(weighted).sum().detach()
         for statistics in deferred.values():
             statistics.commit()
         return {Kind.LOSS: {"loss": total}, **self._state(scale)}
@@ -143,8 +151,9 @@ class _Row:
         inputs: Values,
         loss: LossSpec | None,
         deferred: Mapping[int, DeferredStatistics],
-    ) -> Values:
-        """Every value that a stage hands out, and the loss where it is asked for."""
+    ) -> tuple[Values, tuple[torch.Tensor, ...]]:
+        """Every value that a stage hands out, and the terms of the loss where it is asked for."""
+        terms: tuple[torch.Tensor, ...] = ()
         values = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         training = any(module.training for module in self.modules)
         seed = self.seed if training else seed_in_eval(self.seed, 0)
@@ -162,5 +171,7 @@ class _Row:
                 values.update(zip(stage.outputs, (returned,) if single else returned, strict=True))
                 if loss is not None and loss.separate and module is self.modules[-1]:
                     arguments = (values[name] for name in stage.loss_inputs)
-                    values[loss.value] = module.loss(*arguments)  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method
-        return values
+                    terms = terms_of(module.loss(*arguments))  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method
+        if loss is not None and not loss.separate:
+            terms = (values[loss.value],)
+        return values, terms

@@ -138,7 +138,7 @@ def stage_run(part: Part, module: PartModule, wiring: StageWiring) -> StageRun:
         Work.TRAIN if part.training else Work.INFER,
         sizes=(1,),
         inputs=({},),
-        loss_weights=(1.0,),
+        loss_weights=((1.0,),),
         kept=frozenset(),
         random=RandomKey(0, 0),
     )

@@ -126,7 +126,8 @@ class _Stage:
         self._forwards = True
         found = run.forward(0, received, waits=True)
         self._forwards = False
-        loss = {} if found.loss is None or self.part.loss is None else {self.part.loss: found.loss}
+        names_of_losses = () if self.part.loss is None else (self.part.loss,)
+        loss = dict(zip(names_of_losses, found.losses, strict=False))
         returned = self._numbers({**found.outputs, **loss})
         forms = {name: self.watch.form(found.outputs[name]) for name in self.part.returned}
         self.watch.rest()
@@ -149,9 +150,10 @@ class _Stage:
         roots = [root.edge for root in graph.outputs.values()]
         gradients = [self.watch.adopt(forms[name]) for name in graph.outputs]
         heard.arriving = self._numbers(dict(zip(graph.outputs, gradients, strict=True)))
-        if graph.loss is not None:
-            roots.append(graph.loss.edge)
-            gradients.append(torch.full_like(graph.loss.like, 1.0) * 1.0)
+        for loss in graph.losses:
+            if loss is not None:
+                roots.append(loss.edge)
+                gradients.append(torch.full_like(loss.like, 1.0) * 1.0)
         self.watch.sums.walk(roots)
         self.watch.follow_nodes()
         sent = run.backward(0, roots, gradients, graph.leaves)

@@ -43,8 +43,8 @@ from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.passes import loss_terms
-from gpipe_compiler.passes.loss_weight import different_means, loss_weight, weigh_loss
+from gpipe_compiler.passes import loss_functions
+from gpipe_compiler.passes.loss_weight import different_means, weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.splitting import loss_shares
 
@@ -133,7 +133,7 @@ def test_micro_batches_come_to_the_whole(
         whole = float(model(**inputs)["loss"])
         losses = [float(model(**part)["loss"]) for part in parts]
 
-    shares = loss_shares(graph, graph.tensors, parts)
+    shares = [share for (share,) in loss_shares(graph, graph.tensors, parts, sizes)]
 
     together = math.fsum(s * loss for s, loss in zip(shares, losses, strict=True) if s)
     if math.isnan(whole):  # nothing counts in the whole batch
@@ -217,7 +217,7 @@ def in_vain(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 UNWEIGHTED = (
-    *(squares, probabilities, total, unlike, with_auxiliary, drawn_mask, confident, learned),
+    *(squares, probabilities, total, drawn_mask, confident, learned),
     *(counting, per_sample, contrast, times_batch, sum_by_mean, in_vain),
 )
 
@@ -225,14 +225,16 @@ UNWEIGHTED = (
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("loss", UNWEIGHTED)
 def test_others_go_by_samples(loss: LossOf, size: int) -> None:
-    """Where the weight cannot be known before the step, or there is more than one, or none.
+    """Where the weight cannot be known before the step, or there is none.
 
     What one sample comes to is no total of all, even where the micro-batch has one sample.
     """
     graph, _ = traced(loss, Frontend.FX, size)
 
-    assert loss_weight(graph) is None
-    assert weigh_loss(graph) is graph
+    found = weigh_loss(graph).loss
+    assert found is not None
+    assert found.weight is None
+    assert not found.terms
 
 
 @pytest.mark.parametrize("loss", [unlike, with_auxiliary])
@@ -254,7 +256,8 @@ def test_one_mean_is_not_different(loss: LossOf) -> None:
 def test_a_fused_loss_counts_its_targets() -> None:
     graph, _ = traced(linear, Frontend.FX)
 
-    weight = loss_weight(graph)
+    loss: Any = weigh_loss(graph).loss
+    weight = loss.weight
 
     assert weight is not None
     assert weight.what == "the targets other than -100"
@@ -263,7 +266,7 @@ def test_a_fused_loss_counts_its_targets() -> None:
 def test_the_fused_loss_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
 
-    losses = runpy.run_path(loss_terms.__file__)["_LOSSES"]
+    losses = runpy.run_path(loss_functions.__file__)["_LOSSES"]
 
     assert losses == (F.cross_entropy, F.nll_loss)
 

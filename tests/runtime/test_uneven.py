@@ -106,7 +106,7 @@ def test_labels_that_cannot_be_counted():
     labels = target["labels"].clone()
     labels[2, 0] = 10
     with Pipeline(spec, None) as pipe:
-        for call in (pipe.step, pipe.evaluate, pipe.loss_weight):
+        for call in (pipe.step, pipe.evaluate, pipe.loss_weights):
             with pytest.raises(UsageError, match=r"cannot be counted: IndexError.*index 10 is out"):
                 call(inputs, {"labels": labels})
         pipe.step(inputs, target)
@@ -157,7 +157,7 @@ def test_weights_of_classes_are_state_of_the_model():
         parts = [{"labels": part} for part in target["labels"].split(1)]
 
         assert pipe._scales.weigh(parts, (1,) * 4) == tuple(
-            float(of_class[part["labels"]].sum()) for part in parts
+            (float(of_class[part["labels"]].sum()),) for part in parts
         )
 
 

@@ -1,0 +1,171 @@
+"""Writes a loss that adds up means over different things as its terms, one for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gpipe_compiler.ir import (
+    Call,
+    FunctionCall,
+    Graph,
+    LossTerm,
+    LossWeight,
+    MethodCall,
+    Mode,
+    Op,
+    Reduction,
+    Ref,
+    Value,
+)
+from gpipe_compiler.passes.loss_terms import Summand, put
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Terms of the loss that are means over the same.
+
+    Attributes:
+        reduction: None where it is not known: a mean, when in doubt.
+        weight: as in `LossTerm`.
+    """
+
+    reduction: Reduction | None
+    weight: LossWeight | None
+    summands: tuple[Summand, ...]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the shares of micro-batches add up to one, wherever something counts."""
+        guard = self.weight and (self.weight.floor, self.weight.offset)
+        return self.reduction is not Reduction.SUM and guard in (None, (-math.inf, 0.0))
+
+
+def with_terms(graph: Graph, groups: Sequence[Group], added: Sequence[Op]) -> Graph | None:
+    """The graph with these terms of its loss; None where that cannot be.
+
+    The ops that added them up are dropped where nothing else reads what they make: they may write
+    in place, and then what something else reads is another number than that of the term.
+
+    Args:
+        added: the ops of the graph that only add up terms, or scale sums of them.
+    """
+    assert graph.loss is not None
+    adding = {op.name for op in added}
+    dropped = _unread(graph, adding)
+    kept = [op for op in graph.ops if op.name not in dropped]
+    lasting = [op for op in graph.ops if op.name in adding - dropped]
+    if any(op.mode is not Mode.ALWAYS for op in graph.ops if op.name in adding):
+        return None
+    if any(map(_writes, lasting)) or _written_is_read(graph, adding, dropped):
+        return None
+    values = (summand.value for group in groups for summand in group.summands)
+    tail = _Tail(graph, kept, next(value for value in values if isinstance(value, str)))
+    terms = tuple(
+        LossTerm(tail.sum(group.summands), group.reduction or Reduction.MEAN, group.weight)
+        for group in groups
+    )
+    total = tail.add_up([term.value for term in terms])
+    loss = dataclasses.replace(graph.loss, value=total, reduction=Reduction.SUM, terms=terms)
+    made = graph.replace(ops=(*kept, *tail.made), values=tail.values, loss=loss)
+    before = min((graph.ops.index(graph.op_of[name]) for name in adding), default=len(graph.ops))
+    if all(stretch.end <= before for stretch in graph.repeats):
+        made = dataclasses.replace(made, repeats=graph.repeats)
+    return made
+
+
+def _unread(graph: Graph, names: set[str]) -> set[str]:
+    """Those of the ops whose results nothing reads but they themselves."""
+    found = set(names)
+    while True:
+        read = {value for op in graph.ops if op.name not in found for value in op.inputs}
+        read.update(graph.output_values)
+        more = {name for name in found if not read.isdisjoint(graph.op_of[name].outputs)}
+        if not more:
+            return found
+        found -= more
+
+
+def _writes(op: Op) -> bool:
+    match op.call:
+        case FunctionCall(function=function):
+            return function in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+        case MethodCall(method=method):
+            return method.endswith("_")
+        case _:
+            return True
+
+
+def _written_is_read(graph: Graph, adding: set[str], dropped: set[str]) -> bool:
+    """Whether something reads what an op that is dropped has written in place."""
+    written = {
+        graph.values[op.outputs[0]].storage
+        for op in graph.ops
+        if op.name in dropped and _writes(op) and op.outputs
+    }
+    if not written:
+        return False
+    first = min(i for i, op in enumerate(graph.ops) if op.name in adding)
+    read = {value for op in graph.ops[first:] if op.name not in dropped for value in op.inputs}
+    read.update(graph.output_values)
+    return any(name in graph.values and graph.values[name].storage in written for name in read)
+
+
+@dataclass
+class _Tail:
+    """The ops that make the terms, and the loss of these, at the end of a graph.
+
+    Attributes:
+        like: some scalar of the graph.
+    """
+
+    graph: Graph
+    kept: Sequence[Op]
+    like: str
+    made: list[Op] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        made = {name for op in self.kept for name in op.outputs}
+        made.update(source.name for source in self.graph.inputs)
+        self.values = {name: known for name, known in self.graph.values.items() if name in made}
+        self.storage = max((known.storage for known in self.graph.values.values()), default=0)
+        assert self.graph.loss is not None
+        maker = self.graph.producer.get(self.graph.loss.value)
+        self.source = maker.source if maker is not None else None
+
+    def sum(self, summands: Sequence[Summand]) -> str:
+        """The sum of some terms, as a value."""
+        return self.add_up([self._scaled(summand) for summand in summands])
+
+    def add_up(self, values: Sequence[str]) -> str:
+        """The sum of some values."""
+        total, *rest = values
+        for value in rest:
+            call = FunctionCall(operator.add, (Ref(total), Ref(value)))
+            total = self._new(call, "term", total)
+        return total
+
+    def _scaled(self, summand: Summand) -> str:
+        value = summand.value
+        if not isinstance(value, str):
+            call = MethodCall("new_full", (Ref(self.like), (), value))
+            value = self._new(call, "number", self.like)
+        for step in summand.scale:
+            scaled = dataclasses.replace(step, args=put(step.args, Ref(value)))
+            value = self._new(scaled, "scaled", value)
+        return value
+
+    def _new(self, call: Call, wish: str, like: str) -> str:
+        taken = {*self.values, *(op.name for op in (*self.kept, *self.made))}
+        number = 0
+        while f"{wish}_{number}" in taken:
+            number += 1
+        name = f"{wish}_{number}"
+        self.made.append(Op(name, call, name, source=self.source))
+        self.storage += 1
+        self.values[name] = dataclasses.replace(self.values[like], name=name, storage=self.storage)
+        return name
