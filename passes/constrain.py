@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.escaping import shell_line
-from gpipe_compiler.ir import Graph, ModuleCall, Op
+from gpipe_compiler.ir import Graph, ModuleCall, Op, State
 from gpipe_compiler.passes.constraints import Constraints, pin_words
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.problem import CutProblem
@@ -29,6 +29,9 @@ def check_names(graph: Graph, constraints: Constraints) -> None:
     known = [*_modules(graph), *(op.name for op in graph.ops), *graph.producer]
     faults = []
     for name in unknown:
+        if name in graph.paths:
+            faults.append(_without_ops(graph, name))
+            continue
         near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         faults.append(f"there is no module, op or value {name!r}{meant}")
@@ -85,14 +88,47 @@ def _modules(graph: Graph) -> list[str]:
 
 
 def _ops_of(graph: Graph, name: str) -> list[Op]:
-    """The ops of a module, or else the op or the maker of the value of this name."""
+    """The ops of a module, or else the op or the maker of the value of this name.
+
+    A module without ops of its own is where its parameters are: in the module of torch that is
+    called whole around it, or in the ops that read them.
+    """
     if not name:
         return []
-    inside = [op for op in graph.ops if f"{_path(op)}.".startswith(f"{name}.")]
-    if inside:
-        return inside
+    names = (name, *graph.aliases_of(name))
+    for path in names:
+        inside = [op for op in graph.ops if f"{_path(op)}.".startswith(f"{path}.")]
+        if inside:
+            return inside
     maker = graph.op_of.get(name) or graph.producer.get(name)
-    return [] if maker is None else [maker]
+    if maker is not None:
+        return [maker]
+    around = [op for op in graph.ops if isinstance(op.call, ModuleCall)]
+    around = [op for op in around if any(f"{path}.".startswith(f"{_path(op)}.") for path in names)]
+    if around or name not in graph.paths:
+        return around
+    own = {state.name for state in graph.state.values() if _is_in(state, names)}
+    return [op for op in graph.ops if not own.isdisjoint(op.states(graph.modules))]
+
+
+def _is_in(state: State, paths: Sequence[str]) -> bool:
+    """Whether a parameter or buffer belongs to one of some modules, by any of its names."""
+    called = (state.name, *state.aliases)
+    return any(name.startswith(f"{path}.") for name in called for path in paths)
+
+
+def _without_ops(graph: Graph, name: str) -> str:
+    """That a module computes nothing, and which of those near it do."""
+    if not name:
+        return "'' is the whole model, and not a part of it"
+    parent = name.rpartition(".")[0]
+    while parent and not _ops_of(graph, parent):
+        parent = parent.rpartition(".")[0]
+    depth = len(parent.split(".")) + 1 if parent else 1
+    near = [".".join(path.split(".")[:depth]) for path in _modules(graph)]
+    inside = dict.fromkeys(path for path in near if not parent or path.startswith(f"{parent}."))
+    others = ", ".join(inside) or parent
+    return f"the module {name} computes nothing here: name one of {others}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
+from torch import nn
+
 from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, ModelError, TraceError
 from gpipe_compiler.frontend.check import differences
@@ -59,11 +61,12 @@ def choose(
         for candidate in candidates:
             graph = _lengthened(short, subject, candidate, precision)
             if graph is not None:
-                return graph, candidate
+                return graph.replace(paths=_paths(subject.model)), candidate
     met: list[tuple[Frontend, TraceError]] = []
     for candidate in candidates:
         try:
-            return trace_with(subject, candidate, precision), candidate
+            graph = trace_with(subject, candidate, precision)
+            return graph.replace(paths=_paths(subject.model)), candidate
         except (TraceError, IllegalGraphError) as error:
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise
@@ -95,6 +98,13 @@ def trace_with(
             "Python values taken from tensors, global state, or random numbers not drawn by torch",
         )
     return graph
+
+
+def _paths(model: nn.Module) -> dict[str, str]:
+    """Every name of a module to its first."""
+    first: dict[int, str] = {}
+    named = model.named_modules(remove_duplicate=False)
+    return {path: first.setdefault(id(module), path) for path, module in named}
 
 
 def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> Graph:

@@ -189,6 +189,7 @@ class Graph:
         held: ops that serve only the loss and yet have to run in their place among the others,
             because a write in place orders them; filled in by `passes.shapes`.
         precision: under which the analyses run the ops; that of `values`.
+        paths: every name of a module of the model to the first name of the same module.
         unlike: the precisions in which the model is another program than this graph, and why.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -209,6 +210,13 @@ class Graph:
     precision: Precision = Precision.FP32
     repeats: tuple[Stretch, ...] = ()
     unlike: Mapping[Precision, str] = field(default_factory=dict)
+    paths: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def aliases_of(self, path: str) -> tuple[str, ...]:
+        """The other names of a module."""
+        first = self.paths.get(path)
+        same = (name for name, own in self.paths.items() if own == first)
+        return () if first is None else tuple(name for name in same if name != path)
 
     @property
     def traced_in(self) -> Precision:

@@ -207,7 +207,7 @@ class TestRefusals:
         ("asked", "said"),
         [
             (Constraints(pins=(("blok.2", 0),)), "'blok.2'; did you mean blocks.2"),
-            (Constraints(together=("",)), "there is no module, op or value ''"),
+            (Constraints(together=("",)), "'' is the whole model"),
             (Constraints(pins=(("head", 3),)), "of 3 stages, 0 is the first, 2 or -1 the last"),
             (Constraints(pins=(("head", -4),)), "of 3 stages"),
             (
@@ -253,6 +253,35 @@ class TestRefusals:
         assert all(name in said for name in ("'hed'", "'block'", "'nothing'"))
         assert "blocks.7" not in said.replace("did you mean", "")
         assert "the modules are blocks, head" in caught.value.hint
+
+    def test_every_name_of_a_module_is_taken_or_its_fault_is_told(self) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+                self.same = nn.Identity()
+                self.first = nn.ModuleList([nn.Linear(8, 8), nn.Identity()])
+                self.again = self.first[0]
+                self.weights = nn.Linear(8, 8)
+                self.unused = nn.Sequential(nn.Identity())
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.same(self.again(self.attention(x)))
+                return nn.functional.linear(x, self.weights.weight).relu()
+
+        model = Tied()
+        graph = gpc.trace(model, torch.ones(4, 3, 8), training=False)
+        idle = {"", "same", "first.1", "unused", "unused.0"}
+
+        for name, _ in model.named_modules(remove_duplicate=False):
+            if name not in idle:
+                stages = planned(graph, Constraints(pins=((name, 0),)), stages=2).stages
+                assert len(stages) == 2, name
+        with pytest.raises(UsageError) as caught:
+            check_names(graph, Constraints(together=tuple(sorted(idle))))
+        for name in idle - {""}:
+            assert f"the module {name} computes nothing here: name one of" in caught.value.problem
+        assert "'' is the whole model" in caught.value.problem
 
     def test_what_every_stage_repeats_has_no_stage(self) -> None:
         class Positions(nn.Module):
