@@ -21,7 +21,7 @@ from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.prediction import shared
 from gpipe_compiler.runtime.schedule import lower, prove
 from gpipe_compiler.runtime.schedule.actions import Programs
-from gpipe_compiler.runtime.schedule.choosing import devices_for
+from gpipe_compiler.runtime.schedule.choosing import devices_for, placement_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
@@ -219,13 +219,26 @@ def pipeline_devices(cluster: Cluster, stages: int, policy: Policy, *, training:
     """
     if stages < 1:
         raise UsageError(f"{stages} stages: at least one is needed")
+    kind = policy.schedule if training else ScheduleKind.GPIPE
     try:
-        wanted = devices_for(policy.schedule if training else ScheduleKind.GPIPE, stages)
+        wanted = devices_for(kind, stages)
     except ValueError as error:
         raise PlanError(str(error)) from error
     if cluster.endless:
         return wanted
-    return min(wanted, devices_there(cluster, policy.data_parallel))
+    there = min(wanted, devices_there(cluster, policy.data_parallel))
+    if cluster.places is None:
+        return there
+    # Nobody has asked for all the GPUs of this machine.
+    return next((n for n in range(there, 0, -1) if _goes_on(kind, stages, n)), there)
+
+
+def _goes_on(kind: ScheduleKind, stages: int, devices: int) -> bool:
+    try:
+        placement_for(kind, stages, devices)
+    except ValueError:
+        return False
+    return True
 
 
 def devices_there(cluster: Cluster, replicas: int) -> int:

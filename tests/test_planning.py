@@ -20,9 +20,10 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planning import make_plan, microbatch_size
+from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.schedule import forward_only
+from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import Lane, StageTimes, simulate
 
@@ -214,3 +215,28 @@ def test_costs_of_another_size_are_refused() -> None:
             cluster=CLUSTER,
             costs=[roofline(graph, DEFAULT_HOST)],
         )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "kind", "devices"),
+    [
+        (2, 4, ScheduleKind.GPIPE, 2),
+        (3, 4, ScheduleKind.GPIPE, 2),
+        (5, 4, ScheduleKind.GPIPE, 4),
+        (3, 5, ScheduleKind.ONE_F_ONE_B, 1),
+        (3, 8, ScheduleKind.INTERLEAVED, 2),
+        (2, 6, ScheduleKind.ZBV, 2),
+    ],
+)
+def test_as_many_gpus_of_this_machine_as_the_schedule_can_have(
+    gpus: int, stages: int, kind: ScheduleKind, devices: int
+) -> None:
+    """Of those that somebody has named, all: or it is refused. ZBV has two stages a device."""
+    here = Cluster((DEFAULT_HOST,) * gpus, LINK, places=gpus)
+    policy = Policy(schedule=kind)
+
+    assert pipeline_devices(here, stages, policy, training=True) == devices
+    named = dataclasses.replace(here, places=None)
+    assert pipeline_devices(named, stages, policy, training=True) == min(
+        gpus, devices_for(kind, stages)
+    )

@@ -31,7 +31,7 @@ def local_cluster(link: Link | None = None) -> Cluster:
         return Cluster((this_machine(),), link or GLOO, endless=True, pooled=True, places=places)
     devices = _gpus()
     if len(devices) > 1:
-        return Cluster(devices, link or PCIE4)
+        return Cluster(devices, link or PCIE4, places=len(devices))
     return Cluster(devices, link or PCIE4, endless=True, pooled=True, places=1)
 
 

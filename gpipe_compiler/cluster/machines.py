@@ -101,7 +101,7 @@ class Cluster:
         pooled: whether the devices are processes that share one memory, so that the more there
             are of them, the less each holds.
         places: how many of the devices can compute at a time, as where processes share a GPU or
-            cores; None where each has its own.
+            cores; None for all that are asked for.
     """
 
     devices: tuple[Device, ...]
