@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend import check
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.modes import merge
@@ -263,3 +264,59 @@ def test_what_the_model_checkpoints_runs_once():
     graph = merge(trace_export(subject, True), trace_export(subject, False))
 
     assert differences(graph, subject) == []
+
+
+class ShiftedScores(nn.Module):
+    """Two biases that no output depends on, but for rounding: before a softmax, a BatchNorm."""
+
+    def __init__(self, small: float = 0.0) -> None:
+        super().__init__()
+        self.scores, self.rows = nn.Linear(4, 6), nn.Linear(6, 3, bias=False)
+        self.shift = nn.Parameter(torch.randn(1))
+        self.small = nn.Parameter(torch.ones(()))
+        self.factor = small
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        h = (self.scores(x) + self.shift).softmax(-1)
+        return self.norm(self.rows(h)) + self.factor * self.small * x[:, :1]
+
+
+@pytest.mark.parametrize("frontend", [trace_fx, trace_export])
+def test_gradients_that_are_rounding_alone_may_differ(frontend, monkeypatch):
+    """In another order of sums nothing is left of them that is equal."""
+    torch.manual_seed(0)
+    subject = Subject(
+        "toy", ShiftedScores(), (torch.randn(4, 4),), target=torch.randn(4, 3), loss_fn=F.mse_loss
+    )
+    graph = merge(frontend(subject, True), frontend(subject, False))
+    run = check._run_graph
+
+    def noisy(*args, **options):
+        found = run(*args, **options)
+        shift = found.results["gradient of shift"]
+        largest = max(
+            float(t.abs().max()) for n, t in found.results.items() if n.startswith("gradient")
+        )
+        shift.fill_(5 * torch.finfo(shift.dtype).eps * largest)
+        return found
+
+    monkeypatch.setattr(check, "_run_graph", noisy)
+
+    assert differences(graph, subject) == []
+
+
+def test_a_small_gradient_is_no_rounding():
+    """A term of a millionth that a graph has twice is found in double precision."""
+    torch.manual_seed(0)
+    model = ShiftedScores(1e-7)
+    subject = Subject(
+        "toy", model, (torch.randn(4, 4),), target=torch.randn(4, 3), loss_fn=F.mse_loss
+    )
+    graph = merge(trace_fx(subject, True), trace_fx(subject, False))
+    (op,) = [op for op in graph.ops if StateRef("small") in getattr(op.call, "args", ())]
+    twice = FunctionCall(op.call.function, (2e-7, StateRef("small")))
+
+    found = differences(change(graph, op.name, call=twice), subject)
+
+    assert any("gradient of small" in text for text in found)
