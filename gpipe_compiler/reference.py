@@ -1,89 +1,53 @@
-"""What the package of a plan must come to: the model in plain PyTorch, computing as the plan says.
+"""What the package of a plan must come to: the plain model on the whole mini-batch.
 
-What a package does step by step and stage by stage is done here the long way, by other means, so
-that the two can be held against each other.
+Outputs, loss, gradients, buffers and weights are those of the mini-batch in one piece. Where the
+user chose otherwise they are those of the plain loop of micro-batches: BatchNorm over micro-batches
+in training, and `--per-microbatch`. So they are in 16 bits, where both round at the same places; in
+32 bits the loop is then held against the whole.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
-from gpipe_compiler.batch_statistics import MiniBatchStatistics
+from gpipe_compiler.departure import HINT, departure
 from gpipe_compiler.draws import Draws
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.mixing import batchnorm_ops, mixing_ops
+from gpipe_compiler.plain_run import (
+    Batch,
+    Call,
+    Outputs,
+    Shares,
+    all_at_once,
+    batch_of,
+    evaluate,
+    flattened,
+    one_by_one,
+    train_step,
+    with_terms,
+)
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import Kind, Tensors, compare, flat_tensors
-from gpipe_compiler.runtime.inputs import even_sizes, join
+from gpipe_compiler.runtime.comparison import Kind, Tensors, compare
+from gpipe_compiler.runtime.inputs import join
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
-from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
-from gpipe_compiler.splitting import Losses, explain, loss_shares, suspected
+from gpipe_compiler.splitting import Losses, cause_of, explain, loss_shares
+from gpipe_compiler.whole_draws import ApartError
 
-_LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A mini-batch.
-
-    Attributes:
-        inputs: a tensor for each input of the model.
-        sizes: samples in each micro-batch.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
-    sizes: tuple[int, ...]
-
-    def parts(self, signature: Signature) -> list[tuple[torch.Tensor, ...]]:
-        """The inputs of every micro-batch, each with memory of its own."""
-        ends = [*accumulate(self.sizes)]
-        return [
-            tuple(
-                source.part(tensor, end - size, size).clone()
-                for source, tensor in zip(signature.inputs, self.inputs, strict=True)
-            )
-            for size, end in zip(self.sizes, ends, strict=True)
-        ]
-
-    def whole(self) -> tuple[torch.Tensor, ...]:
-        """The inputs of all, in memory of their own."""
-        return tuple(tensor.clone() for tensor in self.inputs)
-
-
-def batch_of(
-    plan: Plan, signature: Signature, inputs: Sequence[torch.Tensor] | None = None
-) -> Batch:
-    """A mini-batch as the plan's package splits it, in a single replica.
-
-    Args:
-        inputs: a tensor for each input of the signature; those of the example by default.
-    """
-    if inputs is None:
-        inputs = signature.samples(plan.batch_size)
-    pairs = zip(signature.inputs, inputs, strict=True)
-    samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
-    count = max(1, min(plan.microbatches, samples // least_samples(plan)))
-    return Batch(tuple(inputs), even_sizes(samples, count))
-
-
-def least_samples(plan: Plan) -> int:
-    """The samples that each micro-batch of the plan's package has at least."""
-    assert plan.graph is not None
-    return 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
+_INSIDE = "training is held against the plain loop of micro-batches: {}"
 
 
 def reference_of(
@@ -100,242 +64,290 @@ def reference_of(
         inputs: a tensor for each input of the subject's signature; the example by default.
 
     Raises:
-        ValidationError: when micro-batches cannot give the loss of the mini-batch, unless that is
-            accepted.
+        ValidationError: when micro-batches do not come to what the model makes of the mini-batch,
+            unless that is accepted.
     """
     entry = make_entry(subject, training=False)
     batch = batch_of(plan, entry.signature, inputs)
     shares = _shares(entry, plan, batch) if plan.training else ()
-    assert plan.graph is not None
-    draws = Draws.of(plan.graph, seed, training=False)
-    expected, notes, losses = _evaluate(entry, plan, batch, shares, draws)
-    error = None
-    if losses is not None and draws.numbers and len(batch.sizes) > 1:
-        error = suspected(plan.graph)
-    elif losses is not None and not losses.equal:
-        error = explain(plan.graph, losses)
-    if error is not None:
-        if not per_microbatch:
-            raise error
-        notes = (*notes, f"accepted with --per-microbatch: {error.problem}")
-    if plan.training:
-        trained = _train_step(make_entry(subject, training=True), plan, batch, shares, seed)
-        expected = {**expected, **trained}
-    return expected, notes
-
-
-Shares: TypeAlias = Sequence[tuple[float, ...]]
-"""For each micro-batch, the weights of its loss's terms."""
+    work = _Work(subject, plan, batch, shares, seed, per_microbatch)
+    expected, notes = work.evaluated()
+    if not plan.training:
+        return expected, notes
+    trained, more = work.trained(noted=bool(notes))
+    return {**expected, **trained}, (*notes, *more)
 
 
 def _shares(entry: Entry, plan: Plan, batch: Batch) -> Shares:
     """The weights of the micro-batches' losses."""
     assert plan.graph is not None
     graph = plan.graph
+    names = [source.name for source in entry.signature.inputs]
+    parts = batch.parts(entry.signature)
     states = {**graph.tensors, **dict(entry.model.named_buffers())}
-    named = [_named(entry, part) for part in batch.parts(entry.signature)]
+    named = [dict(zip(names, part, strict=True)) for part in parts]
     return loss_shares(graph, states, named, batch.sizes)
 
 
-def _named(entry: Entry, part: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    names = [source.name for source in entry.signature.inputs]
-    return dict(zip(names, part, strict=True))
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A plan and a mini-batch that its package is held against.
 
-
-def _terms(
-    entry: Entry, plan: Plan, part: Sequence[torch.Tensor], draws: Draws, microbatch: int
-) -> tuple[torch.Tensor, ...]:
-    """The terms of a micro-batch's loss, which the model itself only returns added up.
-
-    Buffers stay as they are.
+    Attributes:
+        shares: the weights of the micro-batches' losses.
+        accepted: whether micro-batches need not come to what the mini-batch does.
     """
-    assert plan.graph is not None
-    model = entry.model
-    states = {**plan.graph.tensors, **dict(model.named_parameters())}
-    states |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    graph = Interpreter(plan.graph, states, training=entry.training).prepare()
-    with (
-        activations_kept(),
-        draws.seeded(microbatch),
-        autocast(plan.precision, device_of(model)),
-    ):
-        values = graph.run(_named(entry, [tensor.clone() for tensor in part]))
-    assert plan.graph.loss is not None
-    return tuple(values[term.value] for term in plan.graph.loss.summands)
+
+    subject: Subject
+    plan: Plan
+    batch: Batch
+    shares: Shares
+    seed: int
+    accepted: bool
+
+    @property
+    def graph(self) -> Graph:
+        assert self.plan.graph is not None
+        return self.plan.graph
+
+    def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
+        """The outputs in eval mode, and notes."""
+        draws = Draws.of(self.graph, self.seed, training=False)
+        error, alike = None, False
+        try:
+            found = self._both(draws)
+            alike = found.alike
+            if not alike and not self._in_double(_Work._evaluates_alike):
+                error = self._unlike(found, draws)
+        except ApartError as problem:
+            error = self._apart(problem)
+        notes = self._accept(error)
+        if alike and self.plan.precision is Precision.FP32:
+            return {Kind.OUTPUT: found.whole.outputs}, notes
+        entry = self._entry(training=False)
+        calls = self._calls(entry, draws)
+        parts = evaluate(entry, calls, self.plan.precision)
+        # For its shapes alone.
+        whole = evaluate(entry, [Call(self.batch.whole(), draws.seeded(0))], Precision.FP32)[0]
+        return {Kind.OUTPUT: _joined(parts, self.batch.sizes, whole)}, notes
+
+    def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:
+        """Loss, gradients, buffers and weights of a training step, and notes.
+
+        Args:
+            noted: whether what is accepted is noted already.
+        """
+        draws = Draws.of(self.graph, self.seed, training=True)
+        lower = self.plan.precision is not Precision.FP32
+        if noted:
+            return self._loop(draws, self.plan.precision), ()
+        touchy = mixing_ops(self.graph) | frozenset(effects(self.graph).state_writes)
+        if len(self.batch.sizes) == 1 or (touchy and self.plan.batchnorm is BatchNorm.EXACT):
+            call = Call(self.batch.whole(), draws.seeded(0))
+            return train_step(self._entry(training=True), [call], self.plan.precision), ()
+        layers = touchy & batchnorm_ops(self.graph, self.subject.model)
+        if layers:
+            return self._loop(draws, self.plan.precision), (self._normalises(layers),)
+        try:
+            for whole, flat in self._wholes(draws):
+                if not (flat or touchy or lower or self.accepted):
+                    return whole, ()
+                if _steps_alike(self._loop(draws, Precision.FP32), whole):
+                    return (self._loop(draws, self.plan.precision) if lower else whole), ()
+        except ApartError as problem:
+            error: ValidationError | None = self._apart(problem)
+            if problem.inside:
+                note = _INSIDE.format(self._apart(problem).problem)
+                return self._loop(draws, self.plan.precision), (note,)
+        else:
+            error = None
+            if not self._in_double(_Work._trains_alike):
+                error = departure(self.graph, self._entry(training=True), self.batch, draws)
+        return self._loop(draws, self.plan.precision), self._accept(error)
+
+    def _entry(self, *, training: bool) -> Entry:
+        return make_entry(self.subject, training, reduces=False)
+
+    def _calls(self, entry: Entry, draws: Draws) -> list[Call]:
+        """A call for each micro-batch."""
+        calls = one_by_one(self.batch, entry.signature, draws, self.shares)
+        return with_terms(calls, self.graph, draws) if self.plan.training else calls
+
+    def _both(self, draws: Draws) -> _Both:
+        """The micro-batches and the whole, in eval mode and 32 bits.
+
+        Raises:
+            ApartError: where what is drawn for the whole is not drawn for micro-batches.
+        """
+        entry = self._entry(training=False)
+        calls = self._calls(entry, draws)
+        parts = evaluate(entry, calls, Precision.FP32)
+        found = _Both(parts[0], parts, self.batch.sizes, self.shares)
+        for inner in (False, True) if len(parts) > 1 else ():
+            call = all_at_once(self.batch, draws, calls[0], inner=inner)
+            (whole,) = evaluate(entry, [call], Precision.FP32)
+            found = dataclasses.replace(found, whole=whole)
+            if found.alike or not flattened(call):
+                break
+        return found
+
+    def _evaluates_alike(self) -> bool:
+        return self._both(Draws.of(self.graph, self.seed, training=False)).alike
+
+    def _wholes(self, draws: Draws) -> Iterator[tuple[Tensors, bool]]:
+        """Steps on the mini-batch in one piece and in 32 bits, and whether a draw is flattened.
+
+        Where one is, there are two, for the two orders in which samples may lie in it.
+
+        Raises:
+            ApartError: where what is drawn for the whole is not drawn for micro-batches.
+        """
+        entry = self._entry(training=True)
+        first = self._calls(entry, draws)[0]
+        if draws.numbers:
+            evaluate(entry, [first], Precision.FP32)
+        for inner in (False, True):
+            call = all_at_once(self.batch, draws, first, inner=inner)
+            step = train_step(self._entry(training=True), [call], Precision.FP32)
+            yield step, flattened(call)
+            if not flattened(call):
+                return
+
+    def _loop(self, draws: Draws, precision: Precision) -> Tensors:
+        """A step micro-batch by micro-batch."""
+        entry = self._entry(training=True)
+        calls = self._calls(entry, draws)
+        deferred = self.plan.batchnorm is BatchNorm.DEFERRED
+        return train_step(entry, calls, precision, deferred=deferred)
+
+    def _trains_alike(self) -> bool:
+        draws = Draws.of(self.graph, self.seed, training=True)
+        loop = self._loop(draws, Precision.FP32)
+        return any(_steps_alike(loop, whole) for whole, _ in self._wholes(draws))
+
+    def _in_double(self, check: Callable[[_Work], bool]) -> bool:
+        """Whether a check holds in 64 bits: what fails in 32 bits alone is rounding."""
+        subject = dataclasses.replace(
+            self.subject,
+            model=_doubled(self.subject.model),
+            args=tuple(map_tensors(_double, item) for item in self.subject.args),
+            kwargs={name: map_tensors(_double, item) for name, item in self.subject.kwargs.items()},
+            target=map_tensors(_double, self.subject.target),
+            loss_fn=_doubled(self.subject.loss_fn),
+        )
+        batch = dataclasses.replace(self.batch, inputs=tuple(map(_double, self.batch.inputs)))
+        try:
+            return check(dataclasses.replace(self, subject=subject, batch=batch))
+        except Exception:  # whatever the model's code raises in a type that it does not expect
+            return False
+
+    def _unlike(self, found: _Both, draws: Draws) -> ValidationError:
+        losses, outputs = found.losses, found.unlike
+        if losses is not None and not losses.equal and (not outputs or cause_of(self.graph)):
+            return explain(self.graph, losses)
+        entry = self._entry(training=False)
+        return departure(self.graph, entry, self.batch, draws, outputs)
+
+    def _apart(self, problem: ApartError) -> ValidationError:
+        """The error for a draw that is not that of micro-batches put together."""
+        op = self.graph.op_of.get(problem.op)
+        return ValidationError(
+            f"{problem.op or 'an op'} {problem.reason}: what the model draws for the mini-batch is "
+            "not what its micro-batches draw",
+            location=None if op is None else op.source,
+            hint=HINT,
+        )
+
+    def _normalises(self, layers: Collection[str]) -> str:
+        first = next(op for op in self.graph.ops if op.name in layers)
+        return (
+            "training is held against the plain loop of micro-batches: BatchNorm is over each of "
+            f"them (--batchnorm {self.plan.batchnorm.value}), first in {first.name} "
+            f"({first.source or 'no line is known'})"
+        )
+
+    def _accept(self, error: ValidationError | None) -> tuple[str, ...]:
+        """Notes on what the user accepts; raises what he does not."""
+        if error is None:
+            return ()
+        if not self.accepted:
+            raise error
+        what = "the package is held against the plain loop of micro-batches"
+        return (f"accepted with --per-microbatch, and {what}: {error.problem}",)
 
 
-def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Around one call of the model, its loss included."""
-    if precision is Precision.FP32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, _LOWER[precision])
+@dataclass(frozen=True, eq=False)
+class _Both:
+    """What the model gives for a mini-batch in one piece, and for its micro-batches."""
+
+    whole: Outputs
+    parts: Sequence[Outputs]
+    sizes: Sequence[int]
+    shares: Shares
+
+    @property
+    def losses(self) -> Losses | None:
+        """The losses, where there are any."""
+        if self.whole.loss is None or not self.shares:
+            return None
+        terms = tuple(part.terms for part in self.parts)
+        return Losses(self.whole.loss, terms, tuple(self.shares))
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """The names of the outputs that differ, beyond rounding."""
+        if len(self.parts) == 1:
+            return ()
+        whole, made = self.whole.outputs, _joined(self.parts, self.sizes, self.whole)
+        rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
+        if all(row.passed for row in rows):
+            return ()
+        return tuple(
+            name
+            for name in whole
+            for row in compare(
+                {Kind.OUTPUT: {name: made[name]}}, {Kind.OUTPUT: {name: whole[name]}}
+            )
+            if not row.passed
+        )
+
+    @property
+    def alike(self) -> bool:
+        """Whether the one is the other put together, but for rounding."""
+        return not self.unlike and (self.losses is None or self.losses.equal)
 
 
-def _has_terms(plan: Plan) -> bool:
-    return plan.graph is not None and plan.graph.loss is not None and bool(plan.graph.loss.terms)
-
-
-def takes_whole_batch(plan: Plan) -> bool:
-    """Whether exact BatchNorm is that of the model on the mini-batch in one piece.
-
-    Where samples never meet and nothing is written, micro-batches come to the same, each with
-    random numbers of its own.
-    """
-    assert plan.graph is not None
-    return plan.batchnorm is BatchNorm.EXACT and _needs_whole_batch(plan.graph)
-
-
-def _needs_whole_batch(graph: Graph) -> bool:
-    return bool(mixing_ops(graph) or effects(graph).state_writes)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model stands."""
-    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-
-
-def _evaluate(
-    entry: Entry, plan: Plan, batch: Batch, shares: Shares, draws: Draws
-) -> tuple[Tensors, tuple[str, ...], Losses | None]:
-    """The model's outputs in eval mode, for the whole batch where that equals its parts.
-
-    And the losses of both, where there is a loss.
-    """
-    with torch.no_grad():
-        # Every run starts from the same inputs and buffers: a model may write to both.
-        (whole,) = _runs(entry, [batch.whole()], plan, draws)
-        parts = [whole]
-        if len(batch.sizes) > 1:
-            parts = _runs(entry, batch.parts(entry.signature), plan, draws)
-    losses = None
-    if whole.loss is not None and shares:
-        made: list[tuple[torch.Tensor, ...]] = [
-            (part.loss,) for part in parts if part.loss is not None
-        ]
-        if _has_terms(plan):
-            with torch.no_grad():
-                given = batch.parts(entry.signature)
-                made = [_terms(entry, plan, part, draws, m) for m, part in enumerate(given)]
-        losses = Losses(whole.loss, tuple(made), tuple(shares))
-    outputs = [part.outputs for part in parts]
-    if not all(whole.outputs.keys() == output.keys() for output in outputs):
-        raise ValidationError("the model returns another structure for a micro-batch")
-    joined = {
-        name: _join([output[name] for output in outputs], tensor, batch.sizes)
-        for name, tensor in whole.outputs.items()
-    }
-    if draws.numbers:
-        return {Kind.OUTPUT: joined}, (), losses
-    rows = compare({Kind.OUTPUT: joined}, {Kind.OUTPUT: whole.outputs})
-    if all(row.passed for row in rows):
-        return {Kind.OUTPUT: whole.outputs}, (), losses
-    note = (
-        "the outputs of the model for a batch are not those of its micro-batches put together: "
-        "it mixes samples, and the package is held against its outputs for the micro-batches"
-    )
-    return {Kind.OUTPUT: joined}, (note,), losses
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What one call of the model gives; copies, for the next call may overwrite the originals."""
-
-    loss: torch.Tensor | None
-    outputs: Mapping[str, torch.Tensor]
-
-
-def _runs(
-    entry: Entry, calls: Sequence[tuple[torch.Tensor, ...]], plan: Plan, draws: Draws
-) -> list[_Run]:
-    """One call for each micro-batch; the buffers are afterwards what they were."""
-    before = [buffer.clone() for buffer in entry.model.buffers()]
-    found = []
-    for microbatch, inputs in enumerate(calls):
-        with draws.seeded(microbatch):
-            found.append(_run(entry, inputs, plan))
-    for buffer, content in zip(entry.model.buffers(), before, strict=True):
-        buffer.copy_(content)
-    return found
-
-
-def _run(entry: Entry, inputs: Sequence[torch.Tensor], plan: Plan) -> _Run:
-    with autocast(plan.precision, device_of(entry.model)):
-        leaves = entry(*inputs)
-    loss = leaves.pop(0).clone() if entry.has_loss else None
-    found = flat_tensors(entry.outputs(leaves))
-    return _Run(loss, {name: tensor.clone() for name, tensor in found.items()})
-
-
-def _join(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _joined(
+    parts: Sequence[Outputs], sizes: Sequence[int], whole: Outputs
+) -> Mapping[str, torch.Tensor]:
     """The outputs for micro-batches as one, along the dimension in which the whole is larger.
 
     What has no such dimension is that of the whole.
     """
-    first = parts[0].shape
-    grown = next((d for d, size in enumerate(whole.shape) if first[d] != size), None)
-    return whole if grown is None else join(Leaf("", batch_dim=grown), parts, sizes)
+    if not all(whole.outputs.keys() == part.outputs.keys() for part in parts):
+        raise ValidationError("the model returns another structure for a micro-batch")
+    found = {}
+    for name, tensor in whole.outputs.items():
+        pieces = [part.outputs[name] for part in parts]
+        pairs = zip(tensor.shape, pieces[0].shape, strict=False)
+        grown = next((dim for dim, (more, few) in enumerate(pairs) if more != few), None)
+        found[name] = tensor if grown is None else join(Leaf("", batch_dim=grown), pieces, sizes)
+    return found
 
 
-def _train_step(entry: Entry, plan: Plan, batch: Batch, shares: Shares, seed: int) -> Tensors:
-    """Loss, gradients, buffers and weights of one step of plain PyTorch.
-
-    Args:
-        shares: a term of weight 0 may be nan, and does not count.
-    """
-    parts, whole = batch.parts(entry.signature), takes_whole_batch(plan)
-    if whole:
-        parts, shares = [batch.whole()], ((1.0,),)
-    assert plan.graph is not None
-    draws = Draws.of(plan.graph, seed, training=True)
-    statistics = MiniBatchStatistics(entry.model)
-    deferred = plan.batchnorm is BatchNorm.DEFERRED
-    scale = LOSS_SCALE if plan.precision is Precision.FP16 else 1.0
-    trainable = {
-        name: tensor for name, tensor in entry.model.named_parameters() if tensor.requires_grad
-    }
-    gradients: dict[str, torch.Tensor] = {}
-    losses = []
-    for microbatch, part in enumerate(parts):
-        terms: tuple[torch.Tensor, ...] = ()
-        if _has_terms(plan) and not whole:
-            terms = _terms(entry, plan, part, draws, microbatch)
-        with contextlib.ExitStack() as around:
-            around.enter_context(activations_kept())
-            around.enter_context(draws.seeded(microbatch))
-            around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
-            around.enter_context(autocast(plan.precision, device_of(entry.model)))
-            returned = entry(*part)[0]
-        pairs = zip(terms or (returned,), shares[microbatch], strict=True)
-        weighted = [term.reshape(()) * share for term, share in pairs if share]
-        if not weighted:
-            continue
-        loss = torch.stack(weighted).sum()
-        losses.append(loss.detach())
-        for name, gradient in _gradients(loss * scale, trainable).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    if deferred:
-        statistics.commit()
-    gradients = {name: gradient / scale for name, gradient in gradients.items()}
-    return {
-        Kind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
-        Kind.GRADIENT: gradients,
-        Kind.BUFFER: dict(entry.model.named_buffers()),
-        Kind.WEIGHT: {
-            name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
-            for name, tensor in trainable.items()
-        },
-    }
+def _steps_alike(loop: Tensors, whole: Tensors) -> bool:
+    """Whether two training steps are alike but for rounding. What is not finite tells nothing."""
+    if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
+        return True
+    return all(row.passed for row in compare(loop, whole))
 
 
-def _gradients(
-    loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter that the loss depends on."""
-    if not loss.requires_grad:
-        return {}
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: gradient
-        for name, gradient in zip(parameters, found, strict=True)
-        if gradient is not None
-    }
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _doubled(function: Any) -> Any:
+    """A module with its tensors in 64 bits; any other function as it is."""
+    if not isinstance(function, nn.Module):
+        return function
+    return isolated(function, share_parameters=False).double()

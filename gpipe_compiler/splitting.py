@@ -116,7 +116,7 @@ def explain(graph: Graph, losses: Losses) -> ValidationError:
     Args:
         graph: annotated by `passes.shapes`.
     """
-    cause, location = _cause(graph) or _unknown(graph)
+    cause, location = cause_of(graph) or _unknown(graph)
     return ValidationError(
         f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "
         f"{len(losses.parts)} micro-batches put together is {losses.together:.6g}: {cause}",
@@ -125,25 +125,7 @@ def explain(graph: Graph, losses: Losses) -> ValidationError:
     )
 
 
-def suspected(graph: Graph) -> ValidationError | None:
-    """The error for a loss that by its ops micro-batches may not give, where numbers cannot tell.
-
-    Args:
-        graph: annotated by `passes.shapes`.
-    """
-    found = _cause(graph)
-    if found is None:
-        return None
-    cause, location = found
-    return ValidationError(
-        f"the loss may not be that of its micro-batches put together: {cause}; it cannot be "
-        "compared, as the model draws random numbers in eval mode too",
-        location=location,
-        hint=_HINT,
-    )
-
-
-def _cause(graph: Graph) -> tuple[str, SourceLocation | None] | None:
+def cause_of(graph: Graph) -> tuple[str, SourceLocation | None] | None:
     """What in a graph micro-batches may not give, and where; None where nothing is found."""
     assert graph.loss is not None
     needed = graph.ancestors((graph.loss.value,))

@@ -24,8 +24,9 @@ from gpipe_compiler.errors import ValidationError, summary
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.plain_run import device_of, least_samples
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.reference import device_of, least_samples, reference_of
+from gpipe_compiler.reference import reference_of
 from gpipe_compiler.runtime.check import INPUT, intra_op_threads
 from gpipe_compiler.runtime.comparison import Row, dense, pack
 from gpipe_compiler.runtime.weights import save_file as save_weights

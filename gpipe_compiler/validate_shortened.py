@@ -26,9 +26,9 @@ from gpipe_compiler.frontend.materialise import materialised, real_example, with
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Example, Subject
+from gpipe_compiler.plain_run import least_samples
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy
-from gpipe_compiler.reference import least_samples
 from gpipe_compiler.validate import LARGEST_MATERIALISED, Validation, validate_materialised
 from gpipe_compiler.workbench import Workbench
 

@@ -5,13 +5,15 @@ BatchNorm in train mode is one; so are a mean over the batch and a product of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir import Graph, ModuleCall, Op
 from gpipe_compiler.passes.blocks import per_op, shortest
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
 from gpipe_compiler.passes.watch import DispatchWatch
@@ -36,6 +38,31 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     }
     found = (name for name, mixing in per_op(graph, mixes).items() if mixing)
     return frozenset(found) - graph.loss_only
+
+
+def batchnorm_ops(graph: Graph, model: nn.Module) -> frozenset[str]:
+    """Names of the ops that belong to BatchNorm: torch's own kernels, and what its layers do.
+
+    Args:
+        model: which the graph was traced from; it tells the layers, subclasses included.
+    """
+    layers = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
+    kernels = per_op(graph, _kernels(run, graph.batch_size))
+    return frozenset(
+        op.name
+        for op in graph.ops
+        if any("batch_norm" in kernel.name for kernel in kernels.get(op.name, ()))
+        or any(path in layers for path in _paths(op))
+    )
+
+
+def _paths(op: Op) -> Iterator[str]:
+    """The modules that an op is made in, from the inmost one out."""
+    path = op.call.module if isinstance(op.call, ModuleCall) else op.module
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("in_process")
 def test_model_that_mixes_samples_is_explained(tmp_path: Path) -> None:
-    """Outputs that depend on the other samples are those of the micro-batch; the notes say so.
+    """Outputs that depend on the other samples are those of the micro-batch where that is accepted.
 
     Its loss is no mean over samples, which is told apart (`test_splitting.py`).
     """
@@ -174,7 +174,7 @@ def test_model_that_mixes_samples_is_explained(tmp_path: Path) -> None:
 
     assert made.validation is not None
     assert made.validation.passed
-    assert "mixes samples" in " ".join(made.validation.notes)
+    assert "against the plain loop of micro-batches" in " ".join(made.validation.notes)
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
