@@ -223,7 +223,7 @@ class _Walk:
     def _kept(self, op: Op, way: _Way, args: Sequence[_Way], found: Mapping[str, _Way]) -> _Way:
         """Something of one kind, and what is the same for all."""
         name = _verb(op)
-        if isinstance(way, _Other):
+        if isinstance(way, _Other) or way is Joined.APART:
             return Joined.APART
         if isinstance(op.call, ModuleCall):
             linear = issubclass(self.graph.modules[op.call.module].cls, nn.Linear | nn.Identity)
