@@ -14,9 +14,9 @@ from .replicas import Replicas
 from .weighing import Counts, summed
 
 _WORKS = tuple(Work)
-_NUMBERS = 6
-"""In the header before sizes and weights: work, mode, micro-batches, the bytes of a refusal, and
-the halves of a checksum."""
+_NUMBERS = 7
+"""In the header before sizes and weights: work, mode, micro-batches, the bytes of a refusal, the
+wanted gradients, and the halves of a checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Call:
         loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
             loss.
         refusal: what is wrong with the inputs.
+        wanted: the inputs whose gradients the caller wants: bit i for input i.
         read: a checksum of the whole mini-batches that this replica has taken its share of since
             the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.
@@ -41,6 +42,7 @@ class Call:
     sizes: tuple[int, ...] = ()
     loss_weights: tuple[Counts, ...] = ()
     refusal: UsageError | None = None
+    wanted: int = 0
     read: int = 0
     first: int = 0
     total: Counts = ()
@@ -96,14 +98,14 @@ def _exchange(replicas: Replicas, call: Call, most: int, terms: int) -> list[tup
         )
     rows = replicas.pipeline.broadcast(rows, 0, "the call")
     found = []
-    for work, training, count, refused, upper, lower, *numbers in rows.tolist():
+    for work, training, count, refused, wanted, upper, lower, *numbers in rows.tolist():
         kind = _WORKS[int(work)]
         sizes = tuple(map(int, numbers[: int(count)]))
         counts: list[Counts] = []
         if kind.makes_loss:
             counts = [tuple(numbers[most + terms * m :][:terms]) for m in range(int(count))]
         read = int(upper) << 32 | int(lower)
-        own = Call(kind, bool(training), sizes, tuple(counts), read=read)
+        own = Call(kind, bool(training), sizes, tuple(counts), wanted=int(wanted), read=read)
         found.append((own, int(refused)))
     return found
 
@@ -137,7 +139,8 @@ def _header(call: Call, most: int, length: int) -> torch.Tensor:
     header = torch.zeros(length, dtype=torch.float64)
     count = len(call.sizes)
     halves = call.read >> 32, call.read & 0xFFFFFFFF  # each is exact in 64 bits of floating point
-    _put(header, 0, (_WORKS.index(call.work), call.training, count, len(_text(call.refusal))))
+    refused = len(_text(call.refusal))
+    _put(header, 0, (_WORKS.index(call.work), call.training, count, refused, call.wanted))
     _put(header, _NUMBERS - len(halves), halves)
     _put(header, _NUMBERS, call.sizes)
     _put(header, _NUMBERS + most, [count for counts in call.loss_weights for count in counts])

@@ -29,10 +29,15 @@ _WORDS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What a device has made of a job: the terms of losses by micro-batch, and kept values."""
+    """What a device has made of a job: the terms of losses by micro-batch, and kept values.
+
+    Attributes:
+        gradients: of the inputs whose caller wants them, by micro-batch; None is zeros.
+    """
 
     losses: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     results: list[Values] = field(default_factory=list)
+    gradients: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
 
 
 class Engine:
@@ -88,7 +93,7 @@ class Engine:
             endpoint.flush()
         for stage in run.stages.values():
             stage.finish(self.gather)
-        return Outcome(run.losses, run.results)
+        return Outcome(run.losses, run.results, run.wanted)
 
 
 class _Run:
@@ -112,6 +117,7 @@ class _Run:
         self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
         self.losses: dict[int, tuple[torch.Tensor, ...]] = {}
         self.results: list[Values] = [{} for _ in range(job.microbatches)]
+        self.wanted: dict[tuple[str, int], torch.Tensor | None] = {}
 
     def execute(self, step: Step) -> None:
         action = step.action
@@ -193,7 +199,10 @@ class _Run:
         for name, gradient in run.backward(batch.first, roots, gradients, kept.leaves).items():
             parted = batch.split_gradient(name, gradient)
             for m, piece in zip(batch.microbatches, parted, strict=True):
-                self.gradients[name, stage.index, m] = piece
+                if name in stage.wanted:
+                    self.wanted[name, m] = _sum(self.wanted.get((name, m)), piece)
+                else:
+                    self.gradients[name, stage.index, m] = piece
 
     def _roots(
         self, stage: StageWiring, batch: Batch, kept: Kept
@@ -202,6 +211,10 @@ class _Run:
         roots, gradients = [], []
         for value, parts in stage.returned:
             pieces = [self._gradient(stage, value, parts, m) for m in batch.microbatches]
+            if value in stage.wanted:
+                keys = ((value, m) for m in batch.microbatches)
+                self.wanted.update(zip(keys, pieces, strict=True))
+                continue
             output = kept.outputs.get(value)
             if output is None:
                 continue

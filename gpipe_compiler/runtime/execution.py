@@ -10,7 +10,7 @@ import torch
 
 from .agreement import Call, agree
 from .errors import UsageError
-from .inputs import Inputs, batch_of, bind, rebuild, split
+from .inputs import Inputs, batch_of, bind, passed_to, rebuild, split
 from .job import Job, RandomKey, Values, Work
 from .joint import joint_stages
 from .programs import Prepared, prepare
@@ -19,6 +19,9 @@ from .spec import BatchNorm, Joined, PipelineSpec, ScheduleKind
 from .team import Team
 from .weighing import Counts, Scales, summed
 from .wiring import inputs_for, output_leaves
+
+_MOST_WANTED = 50
+"""Inputs that can have gradients: as many bits are exact in a floating-point number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,20 @@ class Programs:
         self._schedule = schedule
         self._batchnorm = batchnorm
         self._owners = owners
-        self._known: dict[tuple[Work, int, frozenset[int]], Prepared] = {}
+        self._known: dict[tuple[Work, int, frozenset[int], frozenset[str]], Prepared] = {}
 
-    def of(self, work: Work, microbatches: int, *, training: bool) -> Prepared:
+    def of(
+        self,
+        work: Work,
+        microbatches: int,
+        *,
+        training: bool,
+        wanted: frozenset[str] = frozenset(),
+    ) -> Prepared:
         """The programs for so many micro-batches, of stages in this mode.
+
+        Args:
+            wanted: the inputs whose gradients the caller wants.
 
         Raises:
             UsageError: when there are none in this manner.
@@ -74,11 +87,18 @@ class Programs:
         """
         exact = self._batchnorm is BatchNorm.EXACT and training
         joint = joint_stages(self._spec.stages, self._team.replicas) if exact else frozenset()
-        key = work, microbatches, joint
+        key = work, microbatches, joint, wanted
         if key not in self._known:
             placement = self._team.placement
             self._known[key] = prepare(
-                self._spec, placement, microbatches, work, self._schedule, self._owners, joint
+                self._spec,
+                placement,
+                microbatches,
+                work,
+                self._schedule,
+                self._owners,
+                joint,
+                wanted,
             )
         return self._known[key]
 
@@ -127,7 +147,12 @@ class Execution:
         call = dataclasses.replace(call, read=asked.read)
         terms, number = len(self._scales.terms), asked.key.step + 1
         call = agree(self._team.members, call, self._microbatches, terms, number)
-        prepared = self._programs.of(asked.work, len(call.sizes), training=asked.training)
+        wanted = frozenset(
+            source.name for i, source in enumerate(self._spec.inputs) if call.wanted >> i & 1
+        )
+        prepared = self._programs.of(
+            asked.work, len(call.sizes), training=asked.training, wanted=wanted
+        )
         shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
         job = Job(
             work=asked.work,
@@ -142,6 +167,8 @@ class Execution:
             loss_scale=asked.loss_scale,
         )
         result = self._runner.run(prepared, job)
+        if wanted and self._team.feeds:
+            self._give_back(asked, bound, result.gradients, call.sizes)
         if asked.work.makes_loss and result.loss is None:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (asked.outputs and self._team.feeds):
@@ -179,6 +206,54 @@ class Execution:
                 microbatches = 1
             parts, sizes = split(bound, self._spec, microbatches)
             weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
+            wanted = self._wanted(asked)
         except UsageError as error:
             return Call(work, training, refusal=error), {}, []
-        return Call(work, training, sizes, weights), bound, parts
+        return Call(work, training, sizes, weights, wanted=wanted), bound, parts
+
+    def _wanted(self, asked: Asked) -> int:
+        """The inputs whose gradients the caller wants, as the bits of a number.
+
+        Raises:
+            UsageError: where ranks cannot tell each other so many.
+        """
+        if asked.work is not Work.TRAIN:
+            return 0
+        passed = passed_to(self._spec, asked.inputs, asked.target)
+        places = [
+            place
+            for place, source in enumerate(self._spec.inputs)
+            if source.name in passed and passed[source.name].requires_grad
+        ]
+        if places and places[-1] >= _MOST_WANTED:
+            raise UsageError(
+                f"{self._spec.inputs[places[-1]].name} requires a gradient, which only the first "
+                f"{_MOST_WANTED} inputs can have"
+            )
+        return sum(1 << place for place in places)
+
+    def _give_back(
+        self,
+        asked: Asked,
+        bound: Values,
+        gradients: Mapping[tuple[str, int], torch.Tensor | None],
+        sizes: Sequence[int],
+    ) -> None:
+        """Adds the gradients of inputs to them, as a backward of the plain model does."""
+        passed = passed_to(self._spec, asked.inputs, asked.target)
+        roots, found = [], []
+        for source in self._spec.inputs:
+            pieces = [gradients.get((source.name, m)) for m in range(len(sizes))]
+            if all(piece is None for piece in pieces):
+                continue
+            total = torch.zeros_like(bound[source.name])
+            start = 0
+            for piece, size in zip(pieces, sizes, strict=True):
+                if piece is not None:
+                    source.part(total, start, size).add_(piece.to(total.device))
+                start += size
+            roots.append(passed[source.name])
+            # Those of replicas are averaged for the parameters, of which each has its own here.
+            found.append(total / self._team.replicas)
+        if roots:
+            torch.autograd.backward(roots, found)

@@ -53,6 +53,14 @@ def bind(inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[s
     return bound
 
 
+def passed_to(spec: PipelineSpec, inputs: Inputs, target: object) -> Values:
+    """The tensors that a caller passes, by the names of the pipeline's inputs; as they are."""
+    args, kwargs = as_call(inputs)
+    call = {"args": args, "kwargs": kwargs, "target": target}
+    items = ((source.name, look_up(call, source.path)) for source in spec.inputs)
+    return {name: item for name, item in items if isinstance(item, torch.Tensor)}
+
+
 def as_call(inputs: Inputs) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """Positional and keyword arguments, from any of the forms of `Inputs`."""
     match inputs:

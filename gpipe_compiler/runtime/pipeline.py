@@ -162,7 +162,8 @@ class Pipeline:
 
         The loss and the gradients are those of the whole mini-batch, also where micro-batches
         differ in size or in what their loss is a mean over. Under torchrun every rank gets the
-        loss, and only rank 0 passes inputs.
+        loss, and only rank 0 passes inputs. Inputs and targets that require gradients get theirs,
+        with `weight` and the scale of fp16, where they are passed: of replicas, each for its share.
 
         Args:
             inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the

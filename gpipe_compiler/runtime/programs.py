@@ -118,6 +118,7 @@ def prepare(
     schedule: ScheduleKind,
     shared: Mapping[str, Sequence[int]],
     joint: Collection[int] = (),
+    wanted: frozenset[str] = frozenset(),
 ) -> Prepared:
     """A schedule ready to run.
 
@@ -125,6 +126,7 @@ def prepare(
         schedule: of training; without gradients micro-batches just flow through.
         shared: trainable parameters with several owners, and these.
         joint: the stages that take all micro-batches as one.
+        wanted: the inputs whose gradients the caller wants.
 
     Raises:
         UsageError: for a number of micro-batches that makes no sense, or a schedule that does not
@@ -142,12 +144,12 @@ def prepare(
             "must have gone through a stage before the first goes on, forward or back",
             hint="use --schedule gpipe, or --batchnorm deferred",
         )
-    crossings = crossings_for(spec, work)
+    crossings = crossings_for(spec, work, wanted)
     orders = _orders(spec, placement, microbatches, work, schedule, joint)
     sums = shared if work is Work.TRAIN else {}
     programs = lower(orders, placement, crossings, sums, joint)
     prove(programs, placement, crossings, joint)
-    wiring = wire(spec, placement, work, joint, _split(programs))
+    wiring = wire(spec, placement, work, joint, _split(programs), wanted)
     return Prepared(
         placement=tuple(placement),
         microbatches=microbatches,

@@ -31,14 +31,17 @@ from .wiring import makers, output_leaves
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a mini-batch comes to: its loss, and the outputs that were asked for, by value name.
+    """What a mini-batch comes to.
 
     Attributes:
         loss: its terms, mostly one, in a row.
+        outputs: those that were asked for, by value name.
+        gradients: of the inputs whose caller wants them, by name and micro-batch; None is zeros.
     """
 
     loss: torch.Tensor | None
     outputs: Mapping[str, torch.Tensor]
+    gradients: Mapping[tuple[str, int], torch.Tensor | None]
 
 
 class Runner(Protocol):
@@ -123,7 +126,7 @@ class LocalRunner:
                 if job.kept and leaf.value in outcome.results[0]:
                     pieces = [values[leaf.value] for values in outcome.results]
                     outputs[leaf.value] = join(leaf, pieces, job.sizes)
-        return Result(_total(losses, job), outputs)
+        return Result(_total(losses, job), outputs, outcomes[0].gradients)
 
     def close(self) -> None:
         """Join the threads."""
@@ -183,7 +186,7 @@ class DistributedRunner:
             terms = len(self.spec.loss.summands)
             mine = self._loss(outcome.losses, job)
             loss = self.network.share_row(mine, terms, source, "the loss")
-        return Result(loss, self._gather(prepared, job, outcome))
+        return Result(loss, self._gather(prepared, job, outcome), outcome.gradients)
 
     def _loss(
         self, losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job

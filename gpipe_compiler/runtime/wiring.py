@@ -50,6 +50,7 @@ class StageWiring:
         returned: for each output with a gradient, its summands in the order of summation.
         joint: for a stage that takes all micro-batches as one, how its values are joined.
         split: whether the schedule has its backward in two parts.
+        wanted: for the first stage, the inputs of the pipeline whose gradients the caller wants.
     """
 
     index: int
@@ -60,6 +61,7 @@ class StageWiring:
     makes_loss: bool
     joint: BatchDims | None = None
     split: bool = False
+    wanted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,16 @@ def wire(
     work: Work,
     joint: Collection[int] = (),
     split: Collection[int] = (),
+    wanted: frozenset[str] = frozenset(),
 ) -> tuple[StageWiring, ...]:
     """The wiring of every stage.
 
     Args:
         joint: the stages that take all micro-batches as one.
         split: those whose backward is in two parts.
+        wanted: the inputs whose gradients the caller wants.
     """
-    crossings = {c.value: c for c in crossings_for(spec, work)}
+    crossings = {c.value: c for c in crossings_for(spec, work, wanted)}
     wired = [
         _wire_stage(spec, stage, placement, crossings, work) for stage in range(len(spec.stages))
     ]
@@ -101,15 +105,38 @@ def wire(
             stage,
             joint=dims if stage.index in joint else None,
             split=stage.index in split,
+            wanted=frozenset() if stage.index else wanted,
+            needs=stage.needs if stage.index else _with_gradients(stage.needs, wanted),
         )
         for stage in wired
     )
 
 
-def crossings_for(spec: PipelineSpec, work: Work) -> tuple[Crossing, ...]:
-    """The boundary values that are sent: inference does without those that serve only the loss."""
+def _with_gradients(needs: Sequence[Need], wanted: frozenset[str]) -> tuple[Need, ...]:
+    """What the first stage reads; it gives the gradients of wanted inputs to the caller."""
+    return tuple(
+        dataclasses.replace(need, gradient=True) if need.value in wanted else need for need in needs
+    )
+
+
+def crossings_for(
+    spec: PipelineSpec, work: Work, wanted: frozenset[str] = frozenset()
+) -> tuple[Crossing, ...]:
+    """The boundary values that are sent: inference does without those that serve only the loss.
+
+    Args:
+        wanted: inputs whose gradients come back, through all that may follow from them.
+    """
     if work is Work.TRAIN:
-        return spec.crossings
+        inputs = {source.name for source in spec.inputs} - wanted
+        return tuple(
+            dataclasses.replace(crossing, gradient=True)
+            if wanted
+            and (crossing.dtype.is_floating_point or crossing.dtype.is_complex)
+            and crossing.value not in inputs
+            else crossing
+            for crossing in spec.crossings
+        )
     kept = []
     for crossing in spec.crossings:
         targets = tuple(
