@@ -18,12 +18,14 @@ import torch
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.field_types import check_fields
 from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.listing import OpNote, list_ops
 from gpipe_compiler.memory.curve import DeviceMemory
 from gpipe_compiler.memory.what_if import WhatIf
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.plan_check import check_whole
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 
@@ -302,9 +304,14 @@ class Plan:
                     f"the plan has format {version}, this program reads {FORMAT}",
                     hint="compile the package again with this version",
                 )
-            return cls(**_typed(fields), graph=graph)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            plan = cls(**_typed(fields), graph=graph)
+            check_fields(plan)
+            check_whole(plan)
+        except RecursionError:
+            raise ModelError("this is no plan: lists within lists without end") from None
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"this is no plan: {type(error).__name__}: {error}") from error
+        return plan
 
     def __str__(self) -> str:
         from gpipe_compiler.report.text import format_plan

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
+import copy
+import dataclasses
+import io
+import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hostile import CODES, VALUES, files, options
 
 from gpipe_compiler import arguments, cli
-
-HOSTILE = (
-    "",
-    " ",
-    "-1",
-    "0",
-    "1.5",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "1e999999999999999999999",
-    "9" * 30,
-    "9" * 5000,
-    "1" + "0" * 18,
-    "٣",
-    "²",
-    "½",
-    "\udcff",
-    "\x00",
-    "a\nb",
-    "é=1",
-    "=",
-    "x=9" + "9" * 5000,
-    "/",
-    "s3://bucket/x",
-    "%s%(prog)s",
-    "[/x]",
-    "x" * 300,
-    "../" * 2000,
-)
-
-CODES = {0, 1, 2, 3}
+from gpipe_compiler.plan import Plan
 
 MODEL = """
 import torch
@@ -76,13 +51,6 @@ GRAPH = {
 }
 
 
-def options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Every option of a parser that takes a value."""
-    for action in parser._actions:
-        if action.option_strings and action.nargs != 0:
-            yield action.option_strings[-1]
-
-
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -94,7 +62,93 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("option", options(arguments.compile_parser()))
 def test_compile_options(option: str, workplace: Path) -> None:
     """Of a graph, which is planned at once: most are understood, or refused as they stand."""
-    for value in HOSTILE:
+    for value in VALUES:
         words = ["graph.json", f"{option}={value}", "--dry-run"]
         words += [] if option == "--stages" else ["--stages=2"]
         assert cli.compile_command(words) in CODES, value
+
+
+@pytest.mark.parametrize("words", [[], ["memory"], ["graph"], ["trace"]], ids=str)
+def test_inspecting_what_is_no_package(words: list[str], workplace: Path) -> None:
+    for file in files(workplace):
+        assert cli.inspect_command([*words, str(file)]) in {1, 2}, file
+        assert cli.inspect_command(
+            [*words, f"--{'json' if words != ['graph'] else 'stage=0'}", str(file)]
+        ) in {1, 2}
+
+
+def test_compiling_what_is_no_model(workplace: Path) -> None:
+    for file in files(workplace):
+        for suffix in (".py", ".json", ".onnx"):
+            path = workplace / f"model{suffix}"
+            path.unlink(missing_ok=True)
+            path.symlink_to(file)
+            assert cli.compile_command([str(path), "--stages=2", "--dry-run"]) in {1, 2}, path
+
+
+def test_clusters_that_are_none(workplace: Path) -> None:
+    for file in files(workplace):
+        words = ["graph.json", "--stages=2", "--dry-run", f"--cluster={file}"]
+        assert cli.compile_command(words) in {1, 2}, file
+
+
+def mutations(document: object) -> Iterator[object]:
+    """The document with any one value in it replaced by what does not belong there."""
+    yield from (None, -1, 10**30, 1e308, "", "x\x1b", [], {}, [[]], True)
+    items = (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document)
+        if isinstance(document, list)
+        else ()
+    )
+    for key, value in [*items][:12]:
+        for changed in mutations(value):
+            copied = copy.copy(document)
+            copied[key] = changed
+            yield copied
+        if isinstance(document, dict):
+            yield {other: document[other] for other in document if other != key}
+
+
+def test_plans_that_are_damaged(workplace: Path, plan: Plan) -> None:
+    """Every value of a plan replaced by others, of other types and sizes."""
+    commands = [[], ["memory"], ["graph", "-o", "x.svg"], ["trace", "-o", "x.json"]]
+    asked = itertools.cycle(commands)
+    codes = set()
+    for changed in mutations(json.loads(plan.to_json())):
+        (workplace / "plan.json").write_text(json.dumps(changed))
+        codes.add(cli.inspect_command([*next(asked), "plan.json"]))
+    assert codes <= {0, 1, 2}
+    assert 1 in codes
+
+
+PRINTING = """
+import sys
+from gpipe_compiler import cli
+sys.exit(cli.compile_command(["graph.json", "--stages=2", "--dry-run"]))
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-16"])
+def test_a_stdout_of_another_encoding(
+    encoding: str, plan: Plan, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "plan.json").write_text(dataclasses.replace(plan, name="名前 → µ").to_json())
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+
+    assert cli.inspect_command(["plan.json"]) == 0
+    text = raw.getvalue().decode(encoding)
+    assert "stages" in text
+    assert "名前 → µ" in text or r"\u540d\u524d ->" in text
+
+
+def test_a_pipe_that_nobody_reads_on(workplace: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", PRINTING]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+
+    assert (done.returncode, done.stderr) == (0, "")
