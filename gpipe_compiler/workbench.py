@@ -90,11 +90,11 @@ class Workbench:
         Raises:
             PlanError, UsageError: when there can be no such pipeline on these devices.
         """
-        if stages > len(self.graph.ops):
+        most = len(self.graph.ops)
+        if stages > most:
             raise PlanError(
-                f"the model has {counted(len(self.graph.ops), 'op')} and cannot be cut into "
-                f"{stages:,} stages that all hold something",
-                hint="ask for fewer stages",
+                f"{stages:,} stages are more than the model's {counted(most, 'op')}",
+                hint=f"ask for at most {most}",
             )
         training = self.graph.loss is not None
         if microbatches is None:
