@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,35 @@ def test_under_torchrun_rank_0_has_them(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "found.pt")
     for actual, right in zip(found, expected(given.model, 7), strict=True):
         torch.testing.assert_close(actual, right)
+
+
+class Switching(Skipping):
+    """Turns its input's gradient on by itself, which only leaves can take."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x.requires_grad = True
+        return super().forward(x, scale)
+
+
+class Flooring(Skipping):
+    """Has no gradient by its input at all: there is none of a floor division."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x // 0.5, scale)
+
+
+@pytest.mark.parametrize("cls", [Switching, Flooring])
+def test_models_that_take_no_gradients_of_inputs_train(tmp_path: Path, cls: type[Skipping]) -> None:
+    given = dataclasses.replace(subject("plain"), model=cls())
+    compile_subject(given, CompileOptions(2, 4, validate=False), tmp_path / "out")
+    x, scale, target = (tensor.detach() for tensor in batch(7))
+    plain = copy.deepcopy(given.model)
+    F.mse_loss(plain(x.clone(), scale), target).backward()
+
+    with load_package(tmp_path / "out").Pipeline() as pipe:
+        pipe.step((x, scale), target)
+        found = dict(pipe.named_parameters())
+
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(found[name].grad, parameter.grad)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,16 +145,18 @@ def _compare(
 def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[int, _Run] | None:
     """The first batch size that the model takes, and what it gives; None where it takes none.
 
+    A model that does not take inputs with gradients is given them without.
+
     Raises:
         ModelError: when there is but one size to try, and the model raises.
     """
-    for batch in batches:
+    for batch, entry.input_gradients in itertools.product(batches, (True, False)):
         try:
             return batch, _run_model(subject, entry, batch)
         except GPipeCompilerError:
             raise
         except Exception as error:  # whatever the user's code raises
-            if len(batches) == 1:
+            if len(batches) == 1 and not entry.input_gradients:
                 raise ModelError(
                     f"the model raises {type(error).__name__} in a training step with a batch of "
                     f"{batch} samples made from the example inputs: {error}",
@@ -236,7 +239,7 @@ def _inputs(
     write to its inputs."""
     tensors = [_copy(tensor, double=double) for tensor in entry.signature.samples(batch)]
     leaves = {
-        source.name: tensor.requires_grad_(entry.has_loss)
+        source.name: tensor.requires_grad_(entry.has_loss and entry.input_gradients)
         for source, tensor in zip(entry.signature.inputs, tensors, strict=True)
         if tensor.is_floating_point()
     }

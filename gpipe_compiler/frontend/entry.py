@@ -59,6 +59,7 @@ class Entry(nn.Module):
         structure: what the model returns, with the loss left out; slots number the list that
             `forward` returns after the loss.
         training: as for every module, whether it is in train mode.
+        input_gradients: whether the model takes floating inputs that require gradients.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Entry(nn.Module):
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn = isolated(self.loss_fn)
         self.training = training
+        self.input_gradients = True
         self.wants_loss = subject.training
         self.name = subject.name
         self.signature = signature
