@@ -113,6 +113,8 @@ class _Exporting(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if _HOMES[name] == "compile":
+            importlib.import_module(f"{self.__name__}.torch_inside").check_torch()
         found = getattr(importlib.import_module(f"{self.__name__}.{_HOMES[name]}"), name)
         self.__dict__[name] = found
         return found

@@ -101,6 +101,9 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 
 def _compile(arguments: argparse.Namespace) -> None:
     if not is_graph(arguments.model):
+        from gpipe_compiler.torch_inside import check_torch
+
+        check_torch()
         from gpipe_compiler.commands import compile_program
 
         compile_program(arguments)

@@ -1,0 +1,72 @@
+"""What this compiler uses of torch that torch does not promise to keep, looked for at the start."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import types
+from collections.abc import Mapping
+
+from gpipe_compiler.errors import GPipeCompilerError
+
+USED: Mapping[str, tuple[str, ...]] = {
+    "torch": ("_assert", "_check", "_foreach_copy_", "_foreach_norm"),
+    "torch.Tensor": ("_use_count",),
+    "torch.UntypedStorage": ("_cdata",),
+    "torch._C": (
+        "DisableTorchFunction",
+        "_current_autograd_node",
+        "_current_graph_task_id",
+        "_storage_Use_Count",
+    ),
+    "torch._C._autograd": ("_get_sequence_nr",),
+    "torch._library.custom_ops": ("OPDEFS",),
+    "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
+    "torch._prims_common": ("is_non_overlapping_and_dense_or_false",),
+    "torch._subclasses": ("FakeTensor",),
+    "torch._subclasses.fake_tensor": (
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "FakeTensor",
+        "FakeTensorMode",
+        "in_kernel_invocation_manager",
+    ),
+    "torch.ops.aten": ("_cudnn_rnn", "_to_copy"),
+    "torch.nn.modules.batchnorm": ("_BatchNorm",),
+    "torch.nn.modules.dropout": ("_DropoutNd",),
+    "torch.utils": ("_device",),
+    "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
+    "torch.utils._pytree": ("tree_leaves",),
+}
+"""Names by what holds them. Beside them stands what is looked for where it is used: dynamo's, and
+torch.export's passes (`frontend/captured.py`); checkpoints (`frontend/recompute.py`)."""
+
+
+def check_torch(used: Mapping[str, tuple[str, ...]] = USED) -> None:
+    """Holds the torch that is installed to this.
+
+    Raises:
+        GPipeCompilerError: with its version and what it lacks.
+    """
+    missing = [
+        f"{home}.{name}" for home, names in used.items() for name in names if not _has(home, name)
+    ]
+    if missing:
+        raise GPipeCompilerError(
+            f"torch {importlib.metadata.version('torch')} has no {', '.join(missing)}, which this "
+            "compiler uses",
+            hint="install a version that it is tested with; its README names them",
+        )
+
+
+def _has(home: str, name: str) -> bool:
+    found: object = importlib.import_module("torch")
+    for part in [*home.split(".")[1:], name]:
+        if not hasattr(found, part) and isinstance(found, types.ModuleType):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"{found.__name__}.{part}")
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
