@@ -16,6 +16,7 @@ from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.shorten import Shortened, shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.spec import Precision
 
@@ -55,6 +56,8 @@ def choose(
         TraceError: when no frontend gives a right graph; says what each of them met.
         ModelError: when the model raises on its example inputs.
     """
+    if subject.training:
+        refuse_gradient_hooks(subject.model)
     candidates = _ORDER if frontend is Frontend.AUTO else (frontend,)
     short = shortened(subject)
     if short is not None:
@@ -91,6 +94,9 @@ def trace_with(
         graph = _in_both_modes(tracer, subject, precision)
     wrong = differences(graph, subject)
     if wrong:
+        own = own_backward(subject)
+        if own is not None:
+            raise own
         listing = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
         raise TraceError(
             f"the graph that {frontend.value} traced differs from the model: {listing}",

@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.finish import finish
 from gpipe_compiler.frontend.locate import line_of_trace
 from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.ir import (
     Argument,
     Autocast,
@@ -157,6 +158,8 @@ class _Lowering:
             case "call_function":
                 args, kwargs = _attention_by_keyword(node.target, args, kwargs)
                 assert callable(node.target)  # fx guarantees it
+                if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+                    raise transformed(source_of(node))
                 return FunctionCall(node.target, args, _without_defaults(node.target, kwargs))
             case "call_method":
                 if node.target in ("register_hook", "register_post_accumulate_grad_hook"):

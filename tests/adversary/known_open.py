@@ -3,10 +3,8 @@
 OUTPUTS = "what belongs to the batch as a whole is not put together rightly in infer mode"
 CLASSES = "classes of the user's own come back as tuples and dicts"
 ASKING = "inputs that ask for gradients get none"
-MEANS = "a sum of means over different things is refused, or wrong without padding in the example"
 TARGETS = "the batch dimension of a target is not found out where it is not that of the output"
 PIECES = "compiled for one micro-batch, and runs in others without a word"
-HOOKS = "hooks that the copy of the model does not have are lost"
 
 KNOWN_OPEN: dict[str, str] = {
     **dict.fromkeys(
@@ -49,38 +47,13 @@ KNOWN_OPEN: dict[str, str] = {
         CLASSES,
     ),
     **dict.fromkeys(("inputs.asking", "inputs.asking_for_some"), ASKING),
-    **dict.fromkeys(
-        (
-            "losses.tokens_and_z",
-            "losses.tokens_and_z_padded_example",
-            "losses.two_paddings",
-            "losses.regularised",
-            "state.codebook",
-        ),
-        MEANS,
-    ),
     "losses.ctc": "torch's CTC has no size before it has run",
     **dict.fromkeys(
         ("layouts.last_is_batch", "layouts.stays_folded", "layouts.transposed_out"), TARGETS
     ),
     **dict.fromkeys(("outputs.over_batch_similarities", "losses.root_in_one_piece"), PIECES),
-    **dict.fromkeys(
-        (
-            "randomness.noise_in_inference",
-            "randomness.noise_and_a_sum",
-            "randomness.shared_noise_inference",
-        ),
-        "the second batch is held against other draws",
-    ),
     "inputs.turns_on_the_input": "tracing refuses it",
     "inputs.floor_divided": "tracing refuses it",
-    **dict.fromkeys(("hooks.closure", "hooks.remembers", "hooks.of_a_parameter"), HOOKS),
-    "hooks.of_an_activation": "a traceback",
-    "hooks.observers": "a traceback",
-    "hooks.checkpoint_reentrant": "tracing refuses it",
-    "hooks.own_function": "refused without the way out",
-    "hooks.vmapped": "a failed trace leaves the transform on",
     "attention.flex_inference": "traced with gradients, which flex_attention has none of on CPUs",
     "attention.encoder_in_bf16": "torch's fused layer in eval mode gives bf16, the stages fp32",
-    "embeddings.bag_sparse": "a traceback",
 }

@@ -7,7 +7,7 @@ import warnings
 import torch
 import torch.ao.quantization
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case
+from adversary.case import FP32_ONLY, Case, Refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -68,7 +68,7 @@ def with_full_backward_hook() -> nn.Module:
 def with_parameter_hook() -> nn.Module:
     """Gradients are halved when they are there."""
     model = Two()
-    model.middle.weight.register_hook(lambda gradient: gradient * 0.5)
+    model.middle.weight.register_hook(lambda gradient: gradient * 0.5)  # refused: of_a_parameter
     return model
 
 
@@ -78,7 +78,7 @@ class TensorHook(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: gradient * 0.5)
+            hidden.register_hook(lambda g: g * 0.5)  # refused: of_an_activation
         return self.last(self.middle(hidden).tanh())
 
 
@@ -105,7 +105,7 @@ class Sequentially(nn.Module):
         return self.head(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
 
 
-class Straight(torch.autograd.Function):
+class Straight(torch.autograd.Function):  # refused: own_function
     """Rounds forward, passes gradients straight through."""
 
     @staticmethod
@@ -149,10 +149,10 @@ class Vmapped(Two):
         def one(row: Tensor) -> Tensor:
             return self.last(self.first(row).tanh())
 
-        return torch.vmap(one)(x)
+        return torch.vmap(one)(x)  # refused: vmapped
 
 
-def observed() -> nn.Module:
+def fresh_observers() -> nn.Module:
     """Prepared for training with simulated 8-bit numbers, whose observers follow the batches."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -160,6 +160,13 @@ def observed() -> nn.Module:
         model.train()
         model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
         return torch.ao.quantization.prepare_qat(model)
+
+
+def observed() -> nn.Module:
+    """The same, with observers that have seen a batch."""
+    model = fresh_observers()
+    model(rows(8))
+    return model
 
 
 class ScaledGradient(Two):
@@ -189,15 +196,44 @@ CASES = (
     simple("closure", with_closure, quick=True),
     simple("remembers", Remembers),
     simple("full_backward", with_full_backward_hook),
-    simple("of_a_parameter", with_parameter_hook, manners=FP32_ONLY),
-    simple("of_an_activation", TensorHook, manners=FP32_ONLY),
+    simple(
+        "of_a_parameter",
+        with_parameter_hook,
+        expect=Refused(1, ("middle.weight", "hook"), ("Pipeline().named_parameters()",)),
+    ),
+    simple(
+        "of_an_activation", TensorHook, expect=Refused(1, ("register_hook()",), ("y.detach()",))
+    ),
     simple("checkpoint", lambda: Checkpointed(False), quick=True),
     simple("checkpoint_reentrant", lambda: Checkpointed(True)),
     simple("checkpoint_sequential", Sequentially),
-    simple("own_function", OwnFunction, manners=FP32_ONLY),
+    simple(
+        "own_function",
+        OwnFunction,
+        expect=Refused(1, ("torch.autograd.Function", "Straight"), ("(y - x).detach()",)),
+    ),
     simple("straight_through", StraightByDetach, manners=FP32_ONLY),
     Case("zero_but_for_rounding", Cancels, rows, F.nll_loss, classes, manners=FP32_ONLY),
-    simple("vmapped", Vmapped),
-    simple("observers", observed, reference="micro-batches", sizes=(8, 5), manners=FP32_ONLY),
+    simple("vmapped", Vmapped, expect=Refused(1, ("torch.vmap",), ("whole batch",))),
+    simple(
+        "observers",
+        observed,
+        sizes=(8,),
+        manners=FP32_ONLY,
+        expect=Refused(
+            3,
+            ("micro-batches put together",),
+            ("--per-microbatch", "--microbatches 1"),
+            accept="--per-microbatch",
+            at_line=False,
+        ),
+    ),
+    simple(
+        "fresh_observers",
+        fresh_observers,
+        expect=Refused(
+            1, ("gets its size when the model runs",), ("once in build_model()",), at_line=False
+        ),
+    ),
     simple("scaled_gradient", ScaledGradient),
 )

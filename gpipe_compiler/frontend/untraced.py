@@ -1,0 +1,75 @@
+"""What a model does to its gradients, or by transforms of torch.func, that no trace can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.user_code import definition
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Refuses hooks on the gradients of parameters: those of the stages are other tensors.
+
+    Raises:
+        TraceError: naming the parameter and where its hook is defined.
+    """
+    for name, parameter in model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for hook in (*(parameter._backward_hooks or {}).values(), *(after or {}).values()):
+            raise TraceError(
+                f"the parameter {name} has a hook on its gradient, which is in no trace",
+                location=definition(hook),
+                hint="leave it out here, and register it on the parameter of that name in "
+                "Pipeline().named_parameters(), in a training loop of your own",
+            )
+
+
+def own_backward(subject: Subject) -> TraceError | None:
+    """Why a training step of this model cannot be traced right: a torch.autograd.Function of the
+    user's; None where its loss depends on none."""
+    entry = make_entry(subject, training=True)
+    if not subject.training or entry.states.on_meta:
+        return None
+    with torch.enable_grad():
+        loss = entry(*entry.signature.samples(2))[0]
+    for function in _nodes(loss.grad_fn):
+        own = getattr(type(function), "_forward_cls", None)
+        if own is not None and not own.__module__.startswith("torch."):
+            return TraceError(
+                f"the model computes gradients by a torch.autograd.Function, {own.__name__}: what "
+                "its backward does is in no trace",
+                location=definition(own),
+                hint="write it without: x + (y - x).detach() has the value of y and passes its "
+                "gradient on to x",
+            )
+    return None
+
+
+def _nodes(root: torch.autograd.graph.Node | None) -> Iterator[torch.autograd.graph.Node]:
+    """Everything that a backward runs."""
+    seen, open_ = {root}, [root]
+    while open_:
+        node = open_.pop()
+        if node is None:
+            continue
+        yield node
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                open_.append(following)
+
+
+def transformed(where: SourceLocation | None) -> TraceError:
+    """Of a model that applies torch.vmap or another transform of torch.func in forward."""
+    return TraceError(
+        "the model applies a transform of torch.func, such as torch.vmap: what is computed inside "
+        "cannot be told apart from the transform, to be cut or to run elsewhere",
+        location=where,
+        hint="compute on the whole batch at once: torch's ops take batches",
+    )
