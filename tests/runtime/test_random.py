@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.random import SeededRandom
@@ -69,6 +70,83 @@ def test_a_generator_of_the_callers_own_is_used():
     expected = torch.rand(5, generator=torch.Generator().manual_seed(5))
     with SeededRandom(1, 2, 3, numbers=(0,)):
         assert torch.equal(expected, torch.rand(5, generator=torch.Generator().manual_seed(5)))
+
+
+ROWS = torch.rand(4, 6, 8)
+LSTM = nn.LSTM(8, 8, num_layers=3, dropout=0.2)
+
+MAY_DRAW = {
+    "attention": lambda: F.scaled_dot_product_attention(ROWS, ROWS, ROWS),
+    "attention that drops": lambda: F.scaled_dot_product_attention(ROWS, ROWS, ROWS, dropout_p=0.1),
+    "dropout": lambda: F.dropout(ROWS, 0.1),
+    "dropout of nothing": lambda: F.dropout(ROWS, 0.0),
+    "dropout in eval mode": lambda: F.dropout(ROWS, 0.5, training=False),
+    "its own kernel": lambda: torch.native_dropout(ROWS, 0.5, True),
+    "its own kernel in eval mode": lambda: torch.native_dropout(ROWS, 0.5, False),
+    "whole channels": lambda: F.dropout1d(ROWS, 0.5),
+    "for SELU": lambda: F.feature_alpha_dropout(ROWS, 0.5, training=True),
+    "for SELU in eval mode": lambda: F.alpha_dropout(ROWS, 0.5),
+    "recurrent": lambda: LSTM(ROWS),
+    "rrelu": lambda: F.rrelu(ROWS - 0.5, training=True),
+    "rrelu in eval mode": lambda: F.rrelu(ROWS - 0.5),
+    "bernoulli": lambda: torch.bernoulli(ROWS),
+    "poisson": lambda: torch.poisson(ROWS),
+    "multinomial": lambda: torch.multinomial(ROWS[0], 2),
+    "like another": lambda: torch.randint_like(ROWS, 7),
+    "in place": lambda: torch.empty(3).exponential_(),
+    "normal": lambda: torch.normal(ROWS, 1.0),
+    "gumbel": lambda: F.gumbel_softmax(ROWS),
+    "plain": lambda: ROWS @ ROWS.mT,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", MAY_DRAW)
+def test_an_op_is_random_when_it_draws(name, grad):
+    """Held against torch's own generator, which moves on where an op draws."""
+    with torch.set_grad_enabled(grad):
+        before = torch.get_rng_state()
+        MAY_DRAW[name]()
+        moved = not torch.equal(before, torch.get_rng_state())
+        with SeededRandom(1, 2, 3, numbers=()) as random:
+            MAY_DRAW[name]()
+
+    assert (random.position > 0) == moved
+
+
+def test_inference_mode_draws_the_same():
+    """There composite ops come undivided."""
+
+    def attention():
+        with SeededRandom(1, 2, 3, numbers=(4,)):
+            return F.scaled_dot_product_attention(ROWS, ROWS, ROWS, dropout_p=0.3)
+
+    expected = attention()
+    with torch.inference_mode():
+        assert torch.equal(expected, attention())
+
+
+def test_a_shared_draw_is_that_of_every_microbatch():
+    """Its seed has the step in it, and no micro-batch."""
+
+    def drawn(step, microbatch):
+        with SeededRandom(1, step, microbatch, numbers=(4, 5), shared=(5,)):
+            return torch.rand(4), torch.rand(4)
+
+    (own, shared), (other, same), (_, later) = drawn(2, 0), drawn(2, 1), drawn(3, 0)
+
+    assert not torch.equal(own, other)
+    assert torch.equal(shared, same)
+    assert not torch.equal(shared, later)
+
+
+def test_a_generator_by_position_is_used_too():
+    def drawn():
+        return torch.poisson(ROWS, torch.Generator().manual_seed(5))
+
+    expected = drawn()
+    with SeededRandom(1, 2, 3, numbers=(0,)):
+        assert torch.equal(expected, drawn())
 
 
 def test_threads_do_not_disturb_each_other():

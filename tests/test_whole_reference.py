@@ -1,0 +1,150 @@
+"""What micro-batches cannot give is refused with its line, against the model on the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.compile import Compiled, CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.runtime.spec import BatchNorm, Precision
+
+OPTIONS = CompileOptions(stages=2, microbatches=4, cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS))
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("state", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class Calls(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state.add_(1)  # of calls
+        return super().forward(x)
+
+
+class Samples(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state.add_(x.shape[0])
+        return super().forward(x)
+
+
+class Average(Two):
+    """Takes off an average over the batch, in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.training:
+            h = h - h.mean(0)  # over samples
+        return self.last(h)
+
+
+class Ordered(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.training:
+            h = h + 0.1 * h[torch.randperm(h.shape[0])]  # another sample
+        return self.last(h)
+
+
+class Normed(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def compiled(model: nn.Module, folder: Path, **options: object) -> Compiled:
+    torch.manual_seed(0)
+    subject = Subject(
+        "model", model, (torch.randn(8, 6),), target=torch.randint(3, (8,)), loss_fn=F.cross_entropy
+    )
+    chosen = dataclasses.replace(OPTIONS, **options)  # type: ignore[arg-type]  # as the tests give them
+    return compile_subject(subject, chosen, folder / "model_x2")
+
+
+def line_of(code: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if code in line)
+
+
+REFUSED = {
+    "calls": (Calls, "writes to state for each micro-batch", "# of calls"),
+    "average": (Average, "gives another result for a micro-batch", "# over samples"),
+    "order": (Ordered, "draws for pairs of samples", "# another sample"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_micro_batches_do_not_come_to_is_refused(name: str, tmp_path: Path) -> None:
+    model, cause, code = REFUSED[name]
+    with pytest.raises(ValidationError, match=cause) as raised:
+        compiled(model(), tmp_path)
+
+    assert raised.value.location is not None
+    assert raised.value.location.line == line_of(code)
+    assert "--per-microbatch" in raised.value.hint
+    assert "--microbatches 1" in raised.value.hint
+
+
+@pytest.mark.parametrize("name", ["calls", "average"])
+def test_what_is_accepted_is_held_against_micro_batches(name: str, tmp_path: Path) -> None:
+    made = compiled(REFUSED[name][0](), tmp_path, per_microbatch=True)
+
+    assert made.validation is not None
+    assert made.validation.passed
+    assert "against the plain loop of micro-batches" in " ".join(made.validation.notes)
+
+
+def test_writes_that_add_up_are_exact(tmp_path: Path) -> None:
+    made = compiled(Samples(), tmp_path)
+
+    assert made.validation is not None
+    assert made.validation.passed
+    assert "micro-batches" not in " ".join(made.validation.notes)
+
+
+def test_writes_for_each_call_are_exact_in_one_piece(tmp_path: Path) -> None:
+    made = compiled(Calls(), tmp_path, batchnorm=BatchNorm.EXACT)
+
+    assert made.validation is not None
+    assert made.validation.passed
+
+
+def test_batchnorm_over_micro_batches_is_said(tmp_path: Path) -> None:
+    made = compiled(Normed(), tmp_path, microbatches=2)
+
+    assert made.validation is not None
+    assert made.validation.passed
+    note = made.validation.notes[0]
+    assert "--batchnorm micro" in note
+    assert f"{Path(__file__).name}:{line_of('self.norm(self.first')}" in note
+
+
+def test_16_bits_are_the_whole_batch_s_too(tmp_path: Path) -> None:
+    """In 32 bits; in 16 the package and the loop of micro-batches round at the same places."""
+    made = compiled(Samples(), tmp_path, precision=Precision.BF16)
+
+    assert made.validation is not None
+    assert made.validation.passed
+    with pytest.raises(ValidationError, match="gives another result for a micro-batch"):
+        compiled(Average(), tmp_path / "other", precision=Precision.BF16)
