@@ -99,6 +99,7 @@ def make_plan(
         seats=draft.found.seats,
         constraints=constraints,
         replicas=policy.data_parallel,
+        tied=drafting.facts.tied([stage.ops for stage in draft.stages]),
         graph=graph,
     )
 

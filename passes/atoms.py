@@ -12,6 +12,15 @@ from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.precedence import Pair, around_writes, written_memory
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Ops that must share a stage, the one of them to name, and why, in words."""
+
+    ops: frozenset[str]
+    op: str
+    why: str
+
+
 @dataclass(frozen=True)
 class Atoms:
     """The groups of a graph. Duplicable ops belong to no group: every stage has its own.
@@ -24,11 +33,13 @@ class Atoms:
             they say which orders are legal; they may repeat what data flow says.
         last_stage: the ops pinned to the last stage: those that serve only the loss, whatever
             cannot be cut off from them, and what comes after.
+        ties: what has made the groups.
     """
 
     leader: Mapping[str, str]
     precedence: tuple[Pair, ...]
     last_stage: frozenset[str]
+    ties: tuple[Tie, ...] = ()
 
     @cached_property
     def groups(self) -> tuple[frozenset[str], ...]:
@@ -65,17 +76,24 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
     order = {op.name: index for index, op in enumerate(kept)}
     groups = DisjointSets(order)
     precedence: list[Pair] = []
+    ties: list[Tie] = []
     for memory in written_memory(graph, effects, kept):
-        groups.join(memory.bound)
+        last = max(memory.writers, key=order.__getitem__)
+        ties.append(Tie(frozenset(memory.bound), last, "it writes in place what they touch"))
         precedence.extend(around_writes(memory))
     for op in kept:
-        if op.mode is not Mode.ALWAYS or any(_stays(graph, name) for name in op.outputs):
-            readers = (
+        stays = next((name for name in op.outputs if _stays(graph, name)), None)
+        if op.mode is not Mode.ALWAYS or stays is not None:
+            readers = {
                 reader.name for name in op.outputs for reader in graph.consumers.get(name, ())
-            )
-            groups.join((op.name, *(name for name in readers if name not in duplicable)))
+            }
+            why = f"its result {stays} cannot be sent" if stays else "it runs in one mode alone"
+            ties.append(Tie(frozenset({op.name, *readers - set(duplicable)}), op.name, why))
     loss_only = [name for name in order if name in graph.loss_only]
-    groups.join(loss_only)
+    if loss_only:
+        ties.append(Tie(frozenset(loss_only), loss_only[-1], "they serve only the loss"))
+    for tie in ties:
+        groups.join(tie.ops)
     edges = (*_data_edges(graph, kept), *precedence)
     groups.close(edges)
     leader = {name: groups.leader(name) for name in order}
@@ -84,6 +102,7 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
         leader,
         tuple(dict.fromkeys(precedence)),
         frozenset(name for name in leader if leader[name] in pinned),
+        tuple(ties),
     )
 
 

@@ -207,6 +207,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         *_longest_rows(prediction),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)}{of_what} ({proof})"),
         ("bubble", format_share(prediction.bubble)),
+        *([("tied together", plan.tied)] if plan.tied else []),
         *(again if prediction.recompute > 0 else []),
         *(sums if prediction.shared_sum_s > 0 else []),
         ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),

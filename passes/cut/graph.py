@@ -10,7 +10,7 @@ from functools import cached_property
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Argument, Graph, Op, ValueKind
 from gpipe_compiler.ir.arguments import leaves
-from gpipe_compiler.passes.atoms import Atoms, atoms
+from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
 from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
@@ -20,6 +20,9 @@ from gpipe_compiler.passes.inplace import torn, undone
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
+
+_MOST_OF_IT = 0.6
+"""The share of the work from which on a stage has far too much, if it is twice an even one."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,37 @@ class Facts:
     def rehearsals(self) -> Rehearsals:
         """Of its stages, as far as somebody has asked for them: they take seconds."""
         return Rehearsals(self.graph)
+
+    def tied(self, stages: Sequence[Collection[str]]) -> str:
+        """What ties most of the work together, in words; "" where no stage has far too much of it.
+
+        Args:
+            stages: the ops of each.
+        """
+        work = {op.name: sum(_seconds(self.costs, op)[:2]) for op in self.kept}
+        whole = sum(work.values()) or 1.0
+        shares = [sum(work.get(name, 0.0) for name in ops) / whole for ops in stages]
+        stage = max(range(len(stages)), key=shares.__getitem__)
+        if shares[stage] <= _MOST_OF_IT or 2 / len(stages) >= shares[stage]:
+            return ""
+        held = [group for group in self.atoms.groups if group <= set(stages[stage])]
+        group = max(held, key=lambda g: sum(work[name] for name in g), default=frozenset[str]())
+        if 2 * sum(work[name] for name in group) < shares[stage] * whole:
+            return ""
+        place = {op.name: index for index, op in enumerate(self.kept)}
+
+        def span(tie: Tie) -> float:
+            ends = [place[name] for name in tie.ops]
+            within = self.kept[min(ends) : max(ends) + 1]
+            return sum(work[op.name] for op in within if op.name in group)
+
+        tie = max((tie for tie in self.atoms.ties if tie.ops <= group), key=span)
+        source = self.graph.op_of[tie.op].source
+        return (
+            f"stage {stage} has {shares[stage]:.0%} of the work: {len(group)} of its "
+            f"{len(stages[stage])} ops cannot be cut apart, mostly for {tie.op}"
+            f"{f' ({source})' if source else ''}: {tie.why}"
+        )
 
     @cached_property
     def kept(self) -> tuple[Op, ...]:
