@@ -67,7 +67,7 @@ def compile_program(arguments: argparse.Namespace) -> None:
         objective=Objective(arguments.objective),
         constraints=constraints_of(arguments),
         data_parallel=arguments.data_parallel,
-        optimizer=OptimizerKind(arguments.optimizer),
+        optimizer=OptimizerKind(arguments.optimizer) if arguments.optimizer else None,
         must_fit=arguments.memory is not None,
         search_s=arguments.search_time,
         in_place=not arguments.no_inplace,

@@ -34,6 +34,7 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.mixing_samples import refuse_mixing
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer, own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, Policy, RematChoice
@@ -79,7 +80,7 @@ class CompileOptions:
         objective: what the stages are to make short.
         constraints: what the stages are to keep to.
         data_parallel: replicas of the pipeline that are planned for.
-        optimizer: whose memory and time count.
+        optimizer: whose memory and time count; None for that of the user's file, else plain SGD.
         must_fit: refuse a plan that does not fit the memory of its devices.
         search_s: seconds after which no further setting is looked at.
         in_place: let ops write over what nobody needs any more (`passes.inplace`).
@@ -103,7 +104,7 @@ class CompileOptions:
     objective: Objective = Objective.STEP
     constraints: Constraints = NO_CONSTRAINTS
     data_parallel: int = 1
-    optimizer: OptimizerKind = OptimizerKind.SGD
+    optimizer: AnyOptimizer | None = None
     must_fit: bool = False
     search_s: float = SEARCH_SECONDS
     in_place: bool = True
@@ -133,7 +134,7 @@ class CompileOptions:
             self.batchnorm,
             self.precision,
             self.data_parallel,
-            self.optimizer,
+            self.optimizer or OptimizerKind.SGD,
             self.objective,
             self.in_place,
         )
@@ -270,8 +271,10 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
     graph, frontend = auto.choose(subject, options.frontend, options.precision)
     progress("planning")
+    options, words = _with_optimizer(options, graph, subject)
     bench = Workbench(graph, options.cluster, options.measured, options.constraints)
     made, frontier = plan_on(bench, options, progress)
+    made = dataclasses.replace(made, optimizer=words)
     if not options.per_microbatch:
         refuse_mixing(batch, made)
         refuse_apart(made)
@@ -349,6 +352,24 @@ def plan_as_asked(
     """
     bench = Workbench(graph, options.cluster, options.measured, options.constraints)
     return plan_on(bench, options, progress)
+
+
+def _with_optimizer(
+    options: CompileOptions, graph: Graph, subject: Subject
+) -> tuple[CompileOptions, str]:
+    """The options with the optimizer that counts, and which it is, in words for the plan."""
+    make = subject.make_optimizer
+    if graph.loss is None:
+        return options, ""
+    if options.optimizer is not None or make is None:
+        kind = options.policy.optimizer
+        name = kind.value if isinstance(kind, OptimizerKind) else str(kind)
+        own = " (make_optimizer() is there, and not counted)" if make is not None else ""
+        return options, name + own
+    found = own_optimizer(graph, make)
+    if isinstance(found, str):
+        return options, f"sgd: what make_optimizer() remembers is not known ({found})"
+    return dataclasses.replace(options, optimizer=found), str(found)
 
 
 def plan_on(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cut.graph import Facts, StageTable
 from gpipe_compiler.passes.footprint import held_bytes
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer
 from gpipe_compiler.plan import Stage
-from gpipe_compiler.runtime.spec import Crossing, OptimizerKind, Remat
+from gpipe_compiler.runtime.spec import Crossing, Remat
 from gpipe_compiler.simulate import StageTimes
 
 
@@ -18,7 +19,7 @@ def stage_of_cut(
     index: int,
     times: StageTimes,
     recompute: bool,
-    optimizer: OptimizerKind,
+    optimizer: AnyOptimizer,
 ) -> Stage:
     """One stage, with its times.
 

@@ -22,6 +22,7 @@ from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage
@@ -30,7 +31,7 @@ from gpipe_compiler.prediction import predict, shared
 from gpipe_compiler.recomputing import DeviceWays, runs, ways
 from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Remat
+from gpipe_compiler.runtime.spec import BatchNorm, Remat
 
 _WORTH_A_CUT = 1e-3
 """The share of a step from which on the sums of shared gradients are tried to be avoided."""
@@ -92,7 +93,7 @@ class Drafting:
     problem: CutProblem
     setting: Setting
     cluster: Cluster
-    optimizer: OptimizerKind
+    optimizer: AnyOptimizer
     costs: tuple[Costs, ...]
     work: int
     whole: frozenset[str]

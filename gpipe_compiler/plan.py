@@ -193,6 +193,7 @@ class Plan:
         precision: that which shapes, bytes and times are for.
         replicas: of the pipeline, which share every mini-batch.
         what_if: what could be done about memory; None where nobody has asked.
+        optimizer: whose memory and time count, in words; "" in inference and in older plans.
         tied: which op ties most of the work together, in words; "" where none does.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -217,6 +218,7 @@ class Plan:
     frontier: Frontier | None = None
     replicas: int = 1
     what_if: WhatIf | None = None
+    optimizer: str = ""
     tied: str = ""
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.passes.cut.setting import Objective
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 
 
@@ -50,7 +51,7 @@ class Policy:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     data_parallel: int = 1
-    optimizer: OptimizerKind = OptimizerKind.SGD
+    optimizer: AnyOptimizer = OptimizerKind.SGD
     objective: Objective = Objective.STEP
     in_place: bool = True
 

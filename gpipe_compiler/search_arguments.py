@@ -57,8 +57,7 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--optimizer",
         choices=[kind.value for kind in OptimizerKind],
-        default=OptimizerKind.SGD.value,
-        help="whose memory and time count (default %(default)s)",
+        help="whose memory and time count (default: the file's make_optimizer(), else sgd)",
     )
     group.add_argument(
         "--data-parallel",

@@ -93,6 +93,7 @@ def load(
             names=frozenset(name for name in _HOOKS if _offered(module, name) is not None),
         ),
         initial=initial,
+        make_optimizer=_offered(module, "make_optimizer") if training else None,
     )
     return _same_device(subject)
 

@@ -62,6 +62,7 @@ class Subject:
         training: whether a loss is traced at all; a model that has none is refused.
         loss: SUM_OF_SQUARES trains on that of the outputs, in place of any other loss.
         nearly_a_loss: what the user's file may mean by `loss_fn`, where that is not there.
+        make_optimizer: of the user's file, to see what its optimizer remembers.
         example: the real tensors of the call where `args`, `kwargs` and `target` were moved to meta
             because the model stands there; None everywhere else.
         initial: for a model on meta: by name, how its tensors got their numbers when it was built
@@ -80,6 +81,7 @@ class Subject:
     loss: LossChoice = LossChoice.MODEL
     nearly_a_loss: NearlyALoss | None = None
     hooks: Hooks | None = None
+    make_optimizer: Callable[..., object] | None = None
     example: Example | None = None
     initial: Mapping[str, Steps] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)

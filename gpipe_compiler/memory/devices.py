@@ -17,6 +17,7 @@ from gpipe_compiler.memory.holders import holders_at
 from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.memory.update import UpdateBytes, update_bytes
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.runtime.job import Work
@@ -25,7 +26,6 @@ from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
 from gpipe_compiler.runtime.spec import (
     Crossing,
     Leaf,
-    OptimizerKind,
     PipelineSpec,
     Remat,
     ScheduleKind,
@@ -62,7 +62,7 @@ class Layout:
     shared: Mapping[str, Sequence[int]]
     microbatches: int
     replicas: int
-    optimizer: OptimizerKind
+    optimizer: AnyOptimizer
     on_host: bool
 
     @cached_property
@@ -219,13 +219,13 @@ class Pipeline:
         own = list(self.jobs[device].stages)
         trained = _trained(self.graph, self.layout, own)
         layout = self.layout
-        return update_bytes(layout.optimizer, list(trained.values()), on_host=layout.on_host)
+        return update_bytes(layout.optimizer, trained, on_host=layout.on_host)
 
     def _state_bytes(self, device: int) -> dict[int, int]:
         """For every stage of a device, its weights and what the optimizer remembers of them."""
         found = {}
         for stage in self.jobs[device].stages:
-            trained = list(_trained(self.graph, self.layout, [stage]).values())
+            trained = _trained(self.graph, self.layout, [stage])
             weights = sum(self.graph.state[n].bytes for n in self.layout.stages[stage].state)
             remembered = 0
             if self.graph.loss is not None:

@@ -16,11 +16,12 @@ from gpipe_compiler.cluster import is_host
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.memory.curve import DeviceMemory
 from gpipe_compiler.memory.devices import Layout, device_memories
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.prediction import shared
-from gpipe_compiler.runtime.spec import OptimizerKind, Remat
+from gpipe_compiler.runtime.spec import Remat
 
 _ROUNDS = 3
 """Times that a cut is made again with other limits."""
@@ -130,7 +131,7 @@ def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: 
     )
 
 
-def layout_of(plan: Plan, optimizer: OptimizerKind) -> Layout:
+def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
     """That of a plan with its graph."""
     assert plan.graph is not None
     return Layout(
@@ -147,7 +148,7 @@ def layout_of(plan: Plan, optimizer: OptimizerKind) -> Layout:
     )
 
 
-def remeasured(plan: Plan, optimizer: OptimizerKind, rehearsals: Rehearsals | None = None) -> Plan:
+def remeasured(plan: Plan, optimizer: AnyOptimizer, rehearsals: Rehearsals | None = None) -> Plan:
     """A plan with its graph, told by the quick model so far, with what its devices truly take.
 
     Args:

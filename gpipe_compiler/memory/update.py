@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpipe_compiler.runtime.spec import OptimizerKind
-
-_COPIES = {
-    OptimizerKind.SGD: 0,
-    OptimizerKind.MOMENTUM: 1,
-    OptimizerKind.ADAM: 2,
-    OptimizerKind.ADAMW: 2,
-}
-"""How many numbers each optimizer remembers of every parameter."""
+from gpipe_compiler.passes.own_optimizer import (
+    AnyOptimizer,
+    OwnOptimizer,
+    copies_of,
+    remembered_bytes,
+)
 
 _STEP_BYTES = 4
 """Of the count of steps that Adam keeps for every parameter, a tensor of its own on the host."""
@@ -32,25 +29,21 @@ class UpdateBytes:
     temporary: int
 
 
-def copies_of(optimizer: OptimizerKind) -> int:
-    """How many numbers an optimizer remembers of every parameter."""
-    return _COPIES[optimizer]
-
-
 def update_bytes(
-    optimizer: OptimizerKind, parameters: Sequence[int], *, on_host: bool
+    optimizer: AnyOptimizer, parameters: Mapping[str, int], *, on_host: bool
 ) -> UpdateBytes:
-    """What an optimizer takes for parameters of so many bytes each.
+    """What an optimizer takes for parameters of so many bytes each, by name.
 
     Adam's step makes the root of its second moments and divides it: on the host parameter by
     parameter (torch.optim.adam._single_tensor_adam), where both are there for a moment; on a GPU
     for all parameters at once and in place (_multi_tensor_adam, which is the default there).
-    SGD, with momentum or without, writes in place.
+    SGD, with momentum or without, writes in place. One of the user's own that remembers as much as
+    Adam is taken to need as much besides.
     """
-    whole = sum(parameters)
-    remembered = copies_of(optimizer) * whole
+    remembered = sum(remembered_bytes(optimizer, *pair) for pair in parameters.items())
     if copies_of(optimizer) < 2:
         return UpdateBytes(remembered, 0)
     if not on_host:
-        return UpdateBytes(remembered, whole)
-    return UpdateBytes(remembered + _STEP_BYTES * len(parameters), 2 * max(parameters, default=0))
+        return UpdateBytes(remembered, sum(parameters.values()))
+    steps = 0 if isinstance(optimizer, OwnOptimizer) else _STEP_BYTES * len(parameters)
+    return UpdateBytes(remembered + steps, 2 * max(parameters.values(), default=0))

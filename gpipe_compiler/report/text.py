@@ -212,6 +212,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         *(sums if prediction.shared_sum_s > 0 else []),
         ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
         ("peak memory", _memory(plan)),
+        *([("optimizer", plan.optimizer)] if plan.optimizer else []),
         ("op times", plan.cost_source),
     ]
 

@@ -17,6 +17,7 @@ from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, 
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
+from gpipe_compiler.passes.own_optimizer import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
@@ -190,7 +191,7 @@ class Facts:
 def problem_of(
     facts: Facts,
     other_kinds: Sequence[Costs] = (),
-    optimizer: OptimizerKind = OptimizerKind.SGD,
+    optimizer: AnyOptimizer = OptimizerKind.SGD,
 ) -> CutProblem:
     """The cut problem of a graph. Its nodes are `facts.kept`, in this order.
 
@@ -228,7 +229,7 @@ def _seconds(costs: Costs, op: Op) -> tuple[float, float, float]:
     return cost.forward_s, cost.backward_s, cost.weight_s
 
 
-def _states(facts: Facts, optimizer: OptimizerKind) -> list[Kept]:
+def _states(facts: Facts, optimizer: AnyOptimizer) -> list[Kept]:
     """The parameters, buffers and constants, with the nodes that hold them."""
     graph = facts.graph
     users: dict[str, list[int]] = {}

@@ -1,0 +1,87 @@
+"""What a user's optimizer remembers, held against what it holds after a real step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.command_choices import Frontend
+from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.own_optimizer import OwnOptimizer, own_optimizer
+from gpipe_compiler.policy import Policy
+from gpipe_compiler.runtime.spec import OptimizerKind
+
+
+def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """With a momentum for matrices alone."""
+    matrices = [p for p in parameters if p.ndim > 1]
+    rest = [p for p in parameters if p.ndim < 2]
+    return torch.optim.SGD([{"params": matrices, "momentum": 0.9}, {"params": rest}], lr=0.1)
+
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "groups": groups,
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 4))
+    return trace(
+        layers,
+        torch.randn(8, 16),
+        target=torch.randn(8, 4),
+        loss_fn=nn.MSELoss(),
+        frontend=Frontend.FX,
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_an_optimizer_remembers_is_what_it_holds_after_a_step(graph: Graph, name: str) -> None:
+    found = own_optimizer(graph, MAKERS[name])
+
+    assert isinstance(found, OwnOptimizer)
+    real = {s.name: nn.Parameter(torch.ones(s.shape)) for s in graph.state.values()}
+    for parameter in real.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = MAKERS[name](list(real.values()))
+    optimizer.step()
+    assert found.remembered == {
+        path: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
+        for path, p in real.items()
+    }
+
+
+def test_the_plan_counts_it(graph: Graph) -> None:
+    """As the same optimizer counts that is named; what it holds for every stage is told."""
+    cluster = Cluster.of(DEFAULT_HOST, Link(1e9, 1e-6))
+
+    def held(optimizer: Any) -> list[int]:
+        made = plan(
+            graph, stages=2, microbatches=2, cluster=cluster, policy=Policy(optimizer=optimizer)
+        )
+        return [stage.state_bytes for stage in made.stages]
+
+    own = held(own_optimizer(graph, MAKERS["adamw"]))
+    named, plain = held(OptimizerKind.ADAMW), held(OptimizerKind.SGD)
+    for mine, theirs, least in zip(own, named, plain, strict=True):
+        assert theirs <= mine <= theirs + 100  # counts of steps
+        assert theirs == 2 * least
+
+
+def test_what_cannot_be_built_is_said(graph: Graph) -> None:
+    def broken(parameters: object) -> object:
+        raise RuntimeError("no such thing")
+
+    assert own_optimizer(graph, broken) == "RuntimeError: no such thing"
+    assert "no torch.optim.Optimizer" in str(own_optimizer(graph, lambda p: p))
