@@ -103,8 +103,10 @@ class Input:
         return tensor.shape[self.batch_dim]
 
     def part(self, tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-        """A view of so many samples of a tensor for this input; all of it where they share it."""
-        return tensor if self.batch_dim is None else tensor.narrow(self.batch_dim, start, size)
+        """A view of so many samples, or those that are left; all of what samples share."""
+        if self.batch_dim is None:
+            return tensor
+        return tensor.narrow(self.batch_dim, start, min(size, self.samples(tensor) - start))
 
 
 @dataclass(frozen=True, slots=True)
