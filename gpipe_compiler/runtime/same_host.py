@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import select
 import socket
@@ -18,7 +17,7 @@ import struct
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .memory_of_two import FreeNumbers, Segment
 
 _HEADER = struct.Struct("<qqq")
 """Tag, bytes, and the number of the segment that holds them.
@@ -42,35 +43,7 @@ INLINE_BYTES = 2048
 LARGEST_BYTES, MOST_BYTES, MOST_SEGMENTS = 16 * 2**20, 128 * 2**20, 256
 """Of a segment, and of all from one process to another. gloo takes what finds no room in them."""
 
-_ROOM = 64
-"""Bytes at the start of a segment; the first is 1 from when it is filled until it is read."""
-
-
-class _Segment:
-    """Memory of two processes, for one message at a time from the first to the second."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._memory = mmap.mmap(descriptor, _ROOM + size)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.size = size
-
-    @property
-    def filled(self) -> bool:
-        """Whether a message lies here that has not been read."""
-        return self._memory[0] != 0
-
-    def fill(self, payload: torch.Tensor) -> None:
-        """Write a message."""
-        self._bytes[_ROOM : _ROOM + payload.numel()].copy_(payload)
-        self._memory[0] = 1
-
-    def empty(self, buffer: torch.Tensor) -> None:
-        """Read the message."""
-        buffer.copy_(self._bytes[_ROOM : _ROOM + buffer.numel()])
-        self._memory[0] = 0
-
-
-_Content = _Segment | bytes | int
+_Content = Segment | bytes | int
 """A message: where it lies, itself, or the tag under which gloo brings it."""
 
 
@@ -114,53 +87,63 @@ class _Peer:
         connection.setblocking(False)
         self.connection = connection
         self.gone = False
-        self._out: list[_Segment] = []
+        self._out: list[Segment] = []
+        self._free: set[int] = set()
+        self._read = FreeNumbers(MOST_SEGMENTS)
         self._by_gloo = 0
-        self._in: list[_Segment] = []
+        self._in: list[Segment] = []
+        self._back = -1
         self._arrived: dict[int, deque[tuple[int, _Content]]] = defaultdict(deque)
 
-    def packet(self, payload: torch.Tensor, tag: int) -> tuple[bytes, int | None, int | None]:
+    def packet(self, payload: torch.Tensor, tag: int) -> tuple[bytes, list[int], int | None]:
         """What tells the other end of a message.
 
-        With the descriptor of memory that the other end does not know yet, and with the tag that
-        gloo is to send the message under, where there are such.
+        With the descriptors of what the other end does not know yet, and with the tag that gloo is
+        to send the message under, where there is one.
         """
         size = payload.numel()
         if size <= INLINE_BYTES:
             content = ctypes.string_at(payload.data_ptr(), size)
-            return _HEADER.pack(tag, size, _INLINE) + content, None, None
-        number, descriptor = self._segment(size)
+            return _HEADER.pack(tag, size, _INLINE) + content, [], None
+        number, descriptors = self._segment(size)
         if number is None:
             self._by_gloo += 1
             header = _HEADER.pack(tag, size, _BY_GLOO - self._by_gloo)
-            return header, None, _GLOO_TAG + self._by_gloo
-        self._out[number].fill(payload)
-        return _HEADER.pack(tag, size, number), descriptor, None
+            return header, [], _GLOO_TAG + self._by_gloo
+        self._free.discard(number)
+        self._out[number].bytes[:size].copy_(payload)
+        return _HEADER.pack(tag, size, number), descriptors, None
 
-    def _segment(self, size: int) -> tuple[int | None, int | None]:
-        """The number of a segment for so many bytes, with its descriptor where it is new."""
-        fitting = [n for n, s in enumerate(self._out) if s.size >= size and not s.filled]
+    def _segment(self, size: int) -> tuple[int | None, list[int]]:
+        """The number of a segment for so many bytes, with descriptors where it is new."""
+        if not (fitting := self._fitting(size)):
+            self._free.update(self._read.drained())
+            fitting = self._fitting(size)
         if fitting:
-            return min(fitting, key=lambda number: self._out[number].size), None
+            return min(fitting, key=lambda number: self._out[number].size), []
         # Of few sizes, so that messages of any size find room in what others have left.
         room = 1 << (size - 1).bit_length()
         held = sum(segment.size for segment in self._out)
         if room > LARGEST_BYTES or held + room > MOST_BYTES or len(self._out) == MOST_SEGMENTS:
-            return None, None
-        descriptor = -1
+            return None, []
+        number, descriptors = len(self._out), []
         try:
-            descriptor = os.memfd_create("pipeline", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, _ROOM + room)
-            self._out.append(_Segment(descriptor, room))
+            descriptors.append(os.memfd_create("pipeline", os.MFD_CLOEXEC))
+            os.ftruncate(descriptors[0], room)
+            if not self._out:
+                descriptors.append(self._read.opened())
+            self._out.append(Segment(number, descriptors[0], room))
         except OSError:  # too many open files, no memory left, or not allowed in this container
-            if descriptor >= 0:
+            for descriptor in descriptors:
                 os.close(descriptor)
-            return None, None
-        return len(self._out) - 1, descriptor
+            return None, []
+        return number, descriptors
 
-    def tell(self, packet: bytes, descriptor: int | None) -> bool:
+    def _fitting(self, size: int) -> list[int]:
+        return [number for number in self._free if self._out[number].size >= size]
+
+    def tell(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         """Send a packet, unless too many lie unread."""
-        descriptors = [] if descriptor is None else [descriptor]
         try:
             socket.send_fds(self.connection, [packet], descriptors)
         except BlockingIOError:
@@ -180,7 +163,7 @@ class _Peer:
             return False
         try:
             packet, descriptors, _, _ = socket.recv_fds(
-                self.connection, _HEADER.size + INLINE_BYTES, 1
+                self.connection, _HEADER.size + INLINE_BYTES, 2
             )
         except BlockingIOError:
             return False
@@ -190,10 +173,11 @@ class _Peer:
             self.gone = True
             return False
         tag, size, number = _HEADER.unpack_from(packet)
-        for descriptor in descriptors:
-            room = os.fstat(descriptor).st_size
-            self._in.append(_Segment(descriptor, room - _ROOM))
-            os.close(descriptor)
+        if descriptors:
+            memory, *back = descriptors
+            self._in.append(Segment(len(self._in), memory, os.fstat(memory).st_size))
+            os.close(memory)
+            self._back = back[0] if back else self._back
         content: _Content
         if number == _INLINE:
             content = packet[_HEADER.size :]
@@ -208,6 +192,23 @@ class _Peer:
             if not self.hear():
                 return False
         return True
+
+    def empty(self, segment: Segment, buffer: torch.Tensor) -> None:
+        """Read the message that lies in a segment, and give that back."""
+        buffer.copy_(segment.bytes[: buffer.numel()])
+        try:  # noqa: SIM105  # contextlib.suppress takes as long as the rest
+            os.write(self._back, segment.told)
+        except OSError:  # the other end is gone
+            pass
+
+    def close(self) -> None:
+        """Leave the other end."""
+        self.gone = True
+        self.connection.close()
+        self._read.close()
+        if self._back >= 0:
+            os.close(self._back)
+            self._back = -1
 
     def take(self, tag: int) -> tuple[int, _Content]:
         """The first message of this tag, which is here."""
@@ -242,13 +243,13 @@ class Peers:
             RuntimeError: when it is gone, or reads nothing for so long.
         """
         peer = self._peers[rank]
-        packet, descriptor, by_gloo = peer.packet(payload, tag)
+        packet, descriptors, by_gloo = peer.packet(payload, tag)
         end = time.monotonic() + timeout_s
         try:
-            while not peer.tell(packet, descriptor):
+            while not peer.tell(packet, descriptors):
                 self._look(end, writing=rank)
         finally:
-            if descriptor is not None:
+            for descriptor in descriptors:
                 os.close(descriptor)
         return Sent() if by_gloo is None else dist.isend(payload, rank, tag=by_gloo)
 
@@ -277,8 +278,8 @@ class Peers:
         size, content = peer.take(tag)
         if size != buffer.numel():
             raise RuntimeError(f"{size} bytes came in place of {buffer.numel()}")
-        if isinstance(content, _Segment):
-            content.empty(buffer)
+        if isinstance(content, Segment):
+            peer.empty(content, buffer)
         elif isinstance(content, int):
             left = timedelta(seconds=max(end - time.monotonic(), 1e-3))
             work = dist.irecv(buffer, rank, tag=content)
@@ -307,8 +308,7 @@ class Peers:
     def close(self) -> None:
         """Leave the others; what was written can still be read."""
         for peer in self._peers.values():
-            peer.gone = True
-            peer.connection.close()
+            peer.close()
 
 
 def join_peers(rank: int, size: int) -> Peers:

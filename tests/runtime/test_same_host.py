@@ -163,3 +163,17 @@ def test_another_length_is_told(ends):
     ends[0].send(bytes_of(4), 1, 0, 20.0)
     with pytest.raises(RuntimeError, match="4 bytes came in place of 3"):
         received(ends[1], 0, 0, 3)
+
+
+def test_closing_leaves_no_descriptor():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends = same_host.Peers({1: one}), same_host.Peers({0: other})
+        for seed in range(4):
+            ends[0].send(bytes_of(10_000, seed), 1, 0, 20.0)
+        for seed in range(4):
+            assert torch.equal(received(ends[1], 0, 0, 10_000), bytes_of(10_000, seed))
+        for end in ends:
+            end.close()
+    assert len(os.listdir("/proc/self/fd")) == before
