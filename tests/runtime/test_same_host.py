@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_another_length_is_told(ends):
 
 
 def test_closing_leaves_no_descriptor():
-    before = len(os.listdir("/proc/self/fd"))
+    before = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(3):
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends = same_host.Peers({1: one}), same_host.Peers({0: other})
@@ -176,4 +177,5 @@ def test_closing_leaves_no_descriptor():
             assert torch.equal(received(ends[1], 0, 0, 10_000), bytes_of(10_000, seed))
         for end in ends:
             end.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    del ends, end  # and with them the memory
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
