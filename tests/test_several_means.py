@@ -6,7 +6,11 @@ sizes than the example's, with padded targets, of which in some micro-batches no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.command_choices import Frontend
-from gpipe_compiler.compile import Compiled, CompileOptions
+from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.frontend.subject import Subject
 
@@ -26,6 +30,8 @@ CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX, cluster=CLUSTER)
 LENGTH, CLASSES, WIDTH = 5, 7, 6
 IGNORED = -100
+
+Values = Mapping[str, Tensor]
 
 
 class Tagger(nn.Module):
@@ -136,31 +142,103 @@ def subject(loss: LossOf, *, own: bool) -> Subject:
     return Subject(loss.__name__, model, example(), loss_fn=loss_fn, target=example()[1:])
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Compiled]:
-    def make(loss: LossOf) -> Compiled:
-        folder = tmp_path_factory.mktemp("several") / f"{loss.__name__}_x2"
-        return compile_subject(subject(loss, own=True), OPTIONS, folder)
+def plain(loss: LossOf, batches: Sequence[tuple[Tensor, ...]]) -> tuple[list[float], Values]:
+    """The losses, and the gradients of their mean, of the plain model on whole batches."""
+    model = subject(loss, own=True).model
+    losses = []
+    for given in batches:
+        value = model(*given)["loss"]
+        (value / len(batches)).backward()
+        losses.append(float(value.detach()))
+    return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    return make
+
+def close(found: Values, expected: Values) -> None:
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.usefixtures("in_process")
 def test_any_batch_trains_as_in_one_piece(loss: LossOf, tmp_path: Path) -> None:
-    """Loss and gradients, of batches of other sizes and other padding than the example."""
+    """Loss and gradients, of batches of other sizes and other padding than the example.
+
+    Two at a time, too; and the loss of an evaluation is that of all its batches as one.
+    """
     made = compile_subject(subject(loss, own=True), OPTIONS, tmp_path / "package")
     assert made.validation is not None
     assert made.validation.passed, str(made.validation)
     package = load_package(tmp_path / "package")
-    for samples in (8, 7, 3):
-        given = batch(samples, samples)
-        model = subject(loss, own=True).model
-        expected = model(*given)["loss"]
-        expected.backward()
+    given = [batch(samples, samples) for samples in (8, 7, 3)]
+    with package.Pipeline() as pipe:
+        for batches in ([given[0]], [given[1]], [given[2]], given):
+            pipe.zero_grad()
+            losses, gradients = plain(loss, batches)
+            found = [pipe.step(one, weight=1 / len(batches)) for one in batches]
+
+            assert [float(value) for value in found] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+            close({name: parameter.grad for name, parameter in pipe.named_parameters()}, gradients)
+        one = tuple(torch.cat(parts) for parts in zip(*given, strict=True))
+        (whole,), _ = plain(loss, [one])
+        runtime = f"{package.__name__}.runtime"
+        hooks = importlib.import_module(f"{runtime}.hooks").UserHooks
+        evaluate = importlib.import_module(f"{runtime}.evaluation").evaluate
+        found = evaluate(
+            pipe, hooks("model.py", eval_data=lambda: [(item, None) for item in given])
+        )
+        assert found.loss == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("frontend", [Frontend.EXPORT, Frontend.FX])
+@pytest.mark.usefixtures("in_process")
+def test_a_loss_function_and_a_model_that_returns_nothing_but_its_loss(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    options = dataclasses.replace(OPTIONS, frontend=frontend)
+    model = subject(two_heads, own=True).model
+    model.own = lambda *given: {"loss": two_heads(*given)}
+    alone = Subject("alone", model, example())
+    for number, given in enumerate((subject(two_heads, own=False), alone)):
+        folder = tmp_path / f"package_{number}"
+        made = compile_subject(given, options, folder)
+        assert made.validation is not None
+        assert made.validation.passed, str(made.validation)
+        package = load_package(folder)
+        x, *rest = batch(7, 1)
+        losses, gradients = plain(two_heads, [(x, *rest)])
         with package.Pipeline() as pipe:
-            found = pipe.step(given)
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
-            for name, parameter in pipe.named_parameters():
-                wanted = model.get_parameter(name).grad
-                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
+            found = pipe.step((x, *rest), None if number else tuple(rest))
+            assert float(found) == pytest.approx(losses[0], rel=1e-5)
+            close({n: p.grad for n, p in pipe.named_parameters()}, gradients)
+
+
+RANK = """
+import sys, torch
+sys.path[:0] = sys.argv[1].split(":")
+from package import Pipeline
+from test_several_means import batch
+with Pipeline(data_parallel=2) as pipe:
+    given = batch(9, 4)
+    loss = pipe.step(*pipe.shard(given))
+    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    if pipe.rank == 0:
+        torch.save((float(loss), found), sys.argv[2])
+"""
+
+
+def test_replicas_train_as_one(tmp_path: Path) -> None:
+    """In one of them nothing counts for the first micro-batch; each counts what it has."""
+    one_stage = dataclasses.replace(OPTIONS, stages=1, microbatches=2, validate=False)
+    compile_subject(subject(many, own=True), one_stage, tmp_path / "package")
+    (tmp_path / "rank.py").write_text(RANK)
+    here = Path(__file__).parent
+    paths = ":".join(map(str, (tmp_path, here, here / "helpers")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command += ["--nproc-per-node", "2", str(tmp_path / "rank.py"), paths, str(tmp_path / "found")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+    loss, gradients = torch.load(tmp_path / "found")
+
+    losses, expected = plain(many, [batch(9, 4)])
+    assert loss == pytest.approx(losses[0], rel=1e-5)
+    close(gradients, expected)
