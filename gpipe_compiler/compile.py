@@ -42,6 +42,7 @@ from gpipe_compiler.remedies import what_if
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
 from gpipe_compiler.search_space import Wish
+from gpipe_compiler.splitting import refuse_unsplit
 from gpipe_compiler.validate import (
     Validation,
     validate,
@@ -278,6 +279,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     if not options.per_microbatch:
         refuse_mixing(batch, made)
         refuse_apart(made)
+        refuse_unsplit(made)
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     if options.remedies:

@@ -16,8 +16,10 @@ import torch
 from gpipe_compiler.errors import SourceLocation, ValidationError
 from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.loss_additivity import never_additive
 from gpipe_compiler.passes.loss_weight import different_means
 from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import RELATIVE, ROUNDINGS
 
 _HINT = (
@@ -123,6 +125,24 @@ def explain(graph: Graph, losses: Losses) -> ValidationError:
         location=location,
         hint=_HINT,
     )
+
+
+def refuse_unsplit(plan: Plan) -> None:
+    """Refuses a plan whose loss is proven to be other than that of its micro-batches together.
+
+    Raises:
+        ValidationError: naming the line.
+    """
+    parts = plan.microbatches * plan.replicas
+    if plan.graph is None or plan.graph.loss is None or parts == 1:
+        return
+    found = never_additive(plan.graph)
+    if found is not None:
+        raise ValidationError(
+            f"the loss of a mini-batch is not that of its micro-batches put together: {found.what}",
+            location=found.op.source,
+            hint=_HINT,
+        )
 
 
 def cause_of(graph: Graph) -> tuple[str, SourceLocation | None] | None:

@@ -42,6 +42,8 @@ _OPERATORS: Mapping[Callable[..., object], str] = {
     operator.itruediv: "div",
     operator.neg: "neg",
     operator.pos: "clone",
+    operator.pow: "pow",
+    operator.getitem: "getitem",
 }
 
 _SAME = frozenset(

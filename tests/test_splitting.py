@@ -173,7 +173,7 @@ def centred(output: Any, _: object) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "cause", "line"),
     [
-        (root_of_mean, "no mean over samples", "mean().sqrt()"),
+        (root_of_mean, "takes the sqrt of a mean", "mean().sqrt()"),
         (centred, "no mean over samples", "middle).square()"),
     ],
 )
