@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -57,13 +59,20 @@ def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
 
 
 def random_arrays(spec: PipelineSpec, samples: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Arrays of the planned shapes, for so many samples."""
+    """Arrays of the planned shapes, for so many samples.
+
+    Raises:
+        UsageError: for more than this machine could hold.
+    """
     generator = np.random.default_rng(seed)
     arrays = {}
     for known in spec.inputs:
         shape = [samples if size is None else size for size in known.shape]
         if known.batched:
             shape[0] = samples
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if 8 * math.prod(shape) > memory:  # they are drawn in 64 bits
+            raise UsageError(f"a batch of {samples:,} samples is larger than this machine's memory")
         arrays[known.name] = random_array(generator, shape, known.dtype)
     return arrays
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ from .whole import Whole
 FAILED_CHECK = 3
 INTERRUPTED = 130
 _LOOK_S = 0.1
+_MOST = 2**31 - 1
 WARM_UP = 3
 
 
@@ -35,6 +37,9 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
         0 when done, 1 when a stage fails, 2 for wrong usage, 3 for a failed check. Ctrl-C ends the
         process, with 130.
     """
+    for stream in (sys.stdout, sys.stderr):  # of any encoding
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = parser_for(spec).parse_args(argv)
     codes: list[int] = []
     # ONNX Runtime does not survive a KeyboardInterrupt in the middle of a call. Python raises it in
@@ -66,7 +71,7 @@ def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> in
         )
         return int(arguments.work(pipe, folder, arguments))
     except (PipelineError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code if isinstance(error, PipelineError) else 1
     finally:
         if pipe is not None:
@@ -76,9 +81,10 @@ def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> in
 def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     """Of the commands of a package."""
     count = len(spec.devices)
+    named = _printable(spec.name).replace("%(", "% (")  # no place that argparse fills
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description=f"{spec.name} as a pipeline of {len(spec.stages)} stages on {count} devices, "
+        description=f"{named} as a pipeline of {len(spec.stages)} stages on {count} devices, "
         f"in ONNX Runtime. Under torchrun: --nproc-per-node {count}.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -110,7 +116,7 @@ def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
     )
     command.add_argument(
-        "--threads", type=_positive, default=1, metavar="N", help="of each stage (default 1)"
+        "--threads", type=_threads, default=1, metavar="N", help="of each stage (default 1)"
     )
     command.add_argument(
         "--microbatches", type=_positive, metavar="M", help="that a batch is split into"
@@ -122,7 +128,7 @@ def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         metavar="B",
         help="samples of random inputs (default %(default)s)",
     )
-    command.add_argument("--seed", type=int, default=0, help="of random inputs")
+    command.add_argument("--seed", type=_natural, default=0, help="of random inputs")
     command.add_argument(
         "--custom-ops",
         type=Path,
@@ -133,11 +139,29 @@ def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+def _natural(text: str, least: int = 0, most: int = _MOST) -> int:
+    try:
+        number = int(text)
+    except ValueError:  # of too many digits, too
+        number = -1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
     return number
+
+
+def _positive(text: str) -> int:
+    return _natural(text, 1)
+
+
+def _threads(text: str) -> int:
+    return _natural(text, 1, 1024)
+
+
+def _printable(text: str) -> str:
+    """Text without what commands a terminal: Python's escapes stand for that."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def _inputs(pipe: Pipeline, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
@@ -168,7 +192,7 @@ def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
     if pipe.rank:
         return 0
     for name, array in outputs.items():
-        print(f"{name}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
+        print(f"{_printable(name)}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
     if output is not None:
         write_arrays(output, outputs)
         print(f"outputs saved to {output}")
@@ -185,7 +209,7 @@ def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
     expected = _reference(spec, folder, arguments, inputs)
     kinds = {output.name: output.dtype for output in spec.outputs if output.dtype}
     rows = compare(expected, found, Closeness(spec.tolerance, spec.quantised, kinds))
-    print(format_rows(rows))
+    print(_printable(format_rows(rows)))
     if arguments.report is not None:
         arguments.report.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
     return FAILED_CHECK if any(row.fault for row in rows) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class DeviceChoice:
             UsageError: when there is none of that kind, or ONNX Runtime here cannot use it.
         """
         kind, _, number = text.strip().partition(":")
-        if kind not in _PROVIDERS or (number and not number.isdigit()):
+        if kind not in _PROVIDERS or (number and not re.fullmatch("[0-9]{1,6}", number)):
             raise UsageError(f"{text!r} is no device: write {', '.join(_PROVIDERS)}, or cuda:1")
         choice = cls(kind, int(number or 0))
         there = onnxruntime.get_available_providers()
