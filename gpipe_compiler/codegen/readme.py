@@ -43,6 +43,7 @@ def write_readme(
         replicas=plan.replicas,
         processes=device_counts(len(stages), plan.schedule),
         inputs=[f"`{source.name}`: {value_text(graph, source.name)}" for source in graph.inputs],
+        own_classes=bool(graph.classes),
     )
 
 

@@ -22,7 +22,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Joined, Precision, Remat
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Joined, OutputClass, Precision, Remat
 
 Item = TypeVar("Item")
 
@@ -42,7 +42,8 @@ def write_schedule(
     if plan.crossings:
         imports.torch()
     spec = _pipeline(plan, graph, stages, weight, imports)
-    used = {"Leaf", "LossSpec", "LossTerm", "Reduction", "Crossing", "Input", "Joined"}
+    used = {"Leaf", "LossSpec", "LossTerm", "Reduction", "Crossing", "Input"}
+    used |= {"Joined", "OutputClass"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
@@ -177,6 +178,8 @@ def _pipeline(
         "microbatch_size": name(str(plan.microbatch_size)),
         "orders": name("ORDERS"),
     }
+    if graph.classes:
+        options["classes"] = _all(graph.classes, _class)
     if plan.placement and plan.placement != tuple(range(len(stages))):
         options["placement"] = _numbers(plan.placement)
     if plan.seats and plan.seats != tuple(range(len(plan.orders))):
@@ -246,6 +249,13 @@ def _input(source: Input, imports: Imports) -> Expression:
 
 def _path(item: str | int) -> Expression:
     return _text(item) if isinstance(item, str) else name(str(item))
+
+
+def _class(known: OutputClass) -> Expression:
+    items = [tuple_of([_path(key) for key in known.path]), _text(known.module), _text(known.name)]
+    if known.fields:
+        items.append(_texts(known.fields))
+    return call("OutputClass", items)
 
 
 def _crossing(crossing: Crossing, imports: Imports) -> Expression:

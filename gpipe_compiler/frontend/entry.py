@@ -24,6 +24,7 @@ from gpipe_compiler.frontend.state import StateTable, isolated, state_table
 from gpipe_compiler.frontend.structure import (
     Slot,
     Template,
+    classes_in,
     describe,
     fill,
     map_tensors,
@@ -34,6 +35,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.spec import OutputClass
 
 _Dims: TypeAlias = Sequence[int | None]
 """The batch dimension of every tensor in a nest."""
@@ -58,6 +60,7 @@ class Entry(nn.Module):
         states: the original model's parameters and buffers; those of a loss module are not in it.
         structure: what the model returns, with the loss left out; slots number the list that
             `forward` returns after the loss.
+        classes: of the model's own, in what it returns.
         training: as for every module, whether it is in train mode.
         input_gradients: whether the model takes floating inputs that require gradients.
     """
@@ -85,6 +88,7 @@ class Entry(nn.Module):
         self.states = states
         self.full_structure: Template = None
         self.dropped: tuple[str, ...] = ()
+        self.classes: tuple[OutputClass, ...] = ()
         self.own_loss: int | None = None
         self.squares: tuple[int, ...] = ()
         self._reduction = Reduction.MEAN
@@ -137,6 +141,7 @@ class Entry(nn.Module):
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
         output, target = self._probe_output(count)
         self.full_structure, self.dropped = describe(output)
+        self.classes = tuple(classes_in(output))
         leaves = pick(output, self.full_structure)
         if not self.wants_loss:
             return

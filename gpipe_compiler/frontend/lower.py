@@ -81,6 +81,7 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         inputs=entry.signature.inputs,
         ops=tuple(ops),
         outputs=entry.outputs(leaves),
+        classes=entry.classes,
         state={**entry.states.states, **lowering.constants},
         modules=lowering.modules,
         batch_size=entry.signature.batch_size,

@@ -6,13 +6,14 @@ import collections
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from gpipe_compiler.runtime.nest import Path
+from gpipe_compiler.runtime.spec import OutputClass
 
 Template: TypeAlias = Any
 """Tuples, lists and dicts (nested) of `Slot` and constants."""
@@ -99,6 +100,20 @@ def describe(output: object) -> tuple[Template, tuple[str, ...]]:
 
     template = walk(output)
     return None if isinstance(template, _Dropped) else template, tuple(dropped)
+
+
+def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
+    """The classes of the model's own in what it returns; see `describe`."""
+    if isinstance(output, torch.Tensor):
+        return
+    cls, fields = type(output), _fields(output)
+    named = tuple(getattr(output, "_fields", ())) if hasattr(output, "_make") else ()
+    if named or (fields is not None and cls not in (dict, collections.OrderedDict)):
+        yield OutputClass(path, cls.__module__, cls.__qualname__, named)
+    if isinstance(output, tuple | list):
+        fields = dict(enumerate(output))
+    for key, item in (fields or {}).items():
+        yield from classes_in(item, (*path, key))
 
 
 def _fields(item: object) -> dict[Any, object] | None:

@@ -18,7 +18,7 @@ import torch
 
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.ops import ModuleSpec, Op
-from gpipe_compiler.runtime.spec import Input, Precision, Reduction, Steps
+from gpipe_compiler.runtime.spec import Input, OutputClass, Precision, Reduction, Steps
 
 
 class ValueKind(Enum):
@@ -181,6 +181,7 @@ class Graph:
     Attributes:
         outputs: what the model returns: tuples, lists and dicts with a `Ref` at every tensor; the
             loss stands apart in `loss` (also where the model itself returns it).
+        classes: of the model's own, in what it returns.
         values: by name; empty until `passes.shapes` has run, complete afterwards.
         batch_size: the batch size of the shapes in `values`.
         tensors: the model's own tensors by canonical state name (on meta for a meta model).
@@ -209,6 +210,7 @@ class Graph:
     held: frozenset[str] = frozenset()
     precision: Precision = Precision.FP32
     repeats: tuple[Stretch, ...] = ()
+    classes: tuple[OutputClass, ...] = ()
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
 

@@ -133,11 +133,14 @@ def _all_dense(tensors: Tensors) -> Tensors:
 
 
 def flat_tensors(structure: object) -> dict[str, torch.Tensor]:
-    """The tensors in a nest of tuples, lists and dicts, named by the way to them: `logits`, `0.1`.
+    """The tensors in a nest of tuples, lists, dicts and dataclasses, named by the way to them.
+
+    Such as `logits`, `0.1`.
 
     A structure that is itself a tensor is named `output`.
     """
-    return {".".join(map(str, path)) or "output": tensor for path, tensor in tensors_of(structure)}
+    found = tensors_of(structure, objects=True)
+    return {".".join(map(str, path)) or "output": tensor for path, tensor in found}
 
 
 def pack(tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from .errors import UsageError
 from .inputs import Inputs, batch_of, bind, passed_to, rebuild, split
 from .job import Job, RandomKey, Values, Work
 from .joint import joint_stages
+from .output_classes import as_returned
 from .programs import Prepared, prepare
 from .runners import Runner
 from .spec import BatchNorm, Joined, PipelineSpec, ScheduleKind
@@ -173,7 +174,8 @@ class Execution:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (asked.outputs and self._team.feeds):
             return result.loss, None
-        return result.loss, rebuild(self._spec.outputs, {**bound, **result.outputs})
+        outputs = rebuild(self._spec.outputs, {**bound, **result.outputs})
+        return result.loss, as_returned(outputs, self._spec.classes)
 
     def loss_weights(self, inputs: Inputs, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""

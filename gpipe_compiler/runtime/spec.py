@@ -154,6 +154,22 @@ class Joined(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class OutputClass:
+    """A class of the model's own that it returns.
+
+    Attributes:
+        path: the way to it in the structure that is returned.
+        module, name: where it is to be imported from.
+        fields: of a named tuple, in order; () for what holds its fields by name.
+    """
+
+    path: tuple[str | int, ...]
+    module: str
+    name: str
+    fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """The place of a tensor in the structure that the pipeline returns."""
 
@@ -278,6 +294,7 @@ class PipelineSpec:
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
         unlike: the precisions in which the model is another program than this one, and why.
+        classes: of the model's own, in what it returns.
     """
 
     name: str
@@ -297,3 +314,4 @@ class PipelineSpec:
     precision: Precision = Precision.FP32
     replicas: int = 1
     unlike: Mapping[Precision, str] = field(default_factory=dict)
+    classes: tuple[OutputClass, ...] = ()

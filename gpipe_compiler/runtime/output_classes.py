@@ -1,0 +1,80 @@
+"""Outputs in the model's own classes: named tuples, dataclasses, outputs of Hugging Face."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .nest import Path
+from .spec import OutputClass
+
+
+class Fields(dict[Any, Any]):
+    """What a class of the model's own holds, where that class cannot be imported.
+
+    A field is an attribute and an item.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def as_returned(nest: object, classes: Sequence[OutputClass]) -> object:
+    """The same nest with objects of the model's classes where it has them."""
+    return _walk(nest, {known.path: known for known in classes}, ()) if classes else nest
+
+
+def _walk(item: object, classes: Mapping[Path, OutputClass], path: Path) -> object:
+    made: object
+    match item:
+        case dict():
+            made = {key: _walk(value, classes, (*path, key)) for key, value in item.items()}
+        case list() | tuple():
+            made = type(item)(_walk(value, classes, (*path, i)) for i, value in enumerate(item))
+        case _:
+            return item
+    return made if path not in classes else _made(classes[path], made)
+
+
+def _made(known: OutputClass, held: Any) -> object:
+    cls: Any = _imported(known)
+    if known.fields:
+        if getattr(cls, "_fields", None) == known.fields:
+            return cls._make(held)
+        plain: Any = collections.namedtuple(known.name.split(".")[-1], known.fields)  # type: ignore[misc]  # made at run time
+        return plain(*held)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        try:
+            made = cls(**{**dict.fromkeys(_needed(cls)), **held})
+            if all(getattr(made, name) is value for name, value in held.items()):
+                return made
+        except Exception:  # noqa: BLE001  # whatever the user's class raises
+            return Fields(held)
+    return Fields(held)
+
+
+def _needed(cls: Any) -> list[str]:
+    """The fields that an object cannot be made without; those that are None are not known."""
+    missing = dataclasses.MISSING
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is missing and field.default_factory is missing
+    ]
+
+
+def _imported(known: OutputClass) -> object:
+    """The class, where it can be imported by its name."""
+    try:
+        found: object = importlib.import_module(known.module)
+        for name in known.name.split("."):
+            found = getattr(found, name)
+    except Exception:  # noqa: BLE001  # whatever the user's module raises
+        return None
+    return found

@@ -1,0 +1,61 @@
+"""What a model returns in classes of its own, its package returns in these."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from loading import load_package
+
+from gpipe_compiler.compile import CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.frontend.subject import Subject
+
+MODEL = Path(__file__).parent / "output_classes_model.py"
+
+
+@pytest.fixture
+def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Subject, Path]:
+    """A model of an importable module, and its package."""
+    (tmp_path / "answering_model.py").write_text(MODEL.read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "answering_model", raising=False)
+    import answering_model
+
+    torch.manual_seed(0)
+    given = Subject("answering", answering_model.Answering(), (torch.randn(8, 4),), training=False)
+    compile_subject(given, CompileOptions(2, 4, training=False), tmp_path / "out")
+    return given, tmp_path / "out"
+
+
+def test_objects_of_classes_that_can_be_imported(answering: tuple[Subject, Path]) -> None:
+    given, package = answering
+    x = torch.randn(7, 4)
+    with load_package(package).Pipeline() as pipe, torch.no_grad():
+        actual, expected = pipe(x), given.model.eval()(x)
+
+    assert type(actual) is type(expected)
+    assert type(actual.pair) is type(expected.pair)
+    assert actual.unused is None
+    torch.testing.assert_close(actual.rows, expected.rows)
+    torch.testing.assert_close(actual.total, expected.total)
+    torch.testing.assert_close(actual.pair, expected.pair)
+
+
+def test_plain_objects_with_the_same_fields_elsewhere(
+    answering: tuple[Subject, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, package = answering
+    expected = given.model.eval()(torch.ones(2, 4))
+    monkeypatch.setitem(sys.modules, "answering_model", None)
+
+    with load_package(package).Pipeline() as pipe:
+        actual = pipe(torch.ones(2, 4))
+
+    torch.testing.assert_close(actual.rows, expected.rows.detach())
+    torch.testing.assert_close(actual["total"], expected.total.detach())
+    assert actual.pair._fields == ("first", "rest")
+    torch.testing.assert_close(actual.pair.first, expected.pair.first.detach())
+    assert "where they can be imported" in (package / "README.md").read_text()
