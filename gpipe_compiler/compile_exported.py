@@ -20,7 +20,7 @@ from gpipe_compiler.compile import (
 )
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.batch_dims import find_batch_dims
+from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ValueKind
 from gpipe_compiler.mixing_samples import refuse_mixing
@@ -56,8 +56,11 @@ def compile_exported(
     if directory is not None:
         refuse_taken(directory, force=options.force)
     progress("tracing")
-    batch = find_batch_dims(subject)
-    subject = batch.subject
+    batch = Found(subject)
+    if options.microbatches != 1:
+        batch = find_batch_dims(subject)
+        subject = batch.subject
+        _refuse_other_dims(subject)
     graph, frontend = auto.choose(subject, options.frontend)
     if on_meta(graph):
         raise ModelError(
@@ -85,6 +88,18 @@ def compile_exported(
         raise left_aside(error, directory) from error
     held = found[0] if found else None
     return Compiled(frontend, made, placed, held, frontier=frontier, batch=batch.note)
+
+
+def _refuse_other_dims(subject: Subject) -> None:
+    """Raises ModelError where the batch is another dimension than 0: ONNX stages take no other."""
+    other = [f"{dim} of {name}" for name, dim in subject.batch_dims.items() if dim]
+    if other:
+        raise ModelError(
+            f"the batch is dimension {', '.join(other)}: packages for ONNX Runtime are cut along "
+            "dimension 0 only",
+            hint="compile with --microbatches 1 or with --target torch, or have build_model() "
+            "return a model that takes its samples in dimension 0",
+        )
 
 
 def _numbers(made: Plan) -> frozenset[str]:

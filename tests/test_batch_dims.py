@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.compile_exported import compile_exported
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
@@ -238,3 +239,13 @@ def test_samples_that_meet_are_refused_by_the_line_where_they_do(tmp_path: Path)
         assert way_out in raised.value.hint
     made(dataclasses.replace(subject, name="whole"), tmp_path, microbatches=1)
     made(dataclasses.replace(subject, name="parts"), tmp_path, microbatches=4, per_microbatch=True)
+
+
+def test_packages_for_onnxruntime_are_cut_along_dimension_0_only(tmp_path: Path) -> None:
+    subject = Subject("recurrent", Recurrent(), (x(),), training=False)
+    options = CompileOptions(2, 4, training=False, validate=False)
+
+    with pytest.raises(ModelError, match="the batch is dimension 1 of x") as raised:
+        compile_exported(subject, options, None)
+
+    assert "--microbatches 1" in raised.value.hint
