@@ -14,6 +14,7 @@ _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
 _INDEX = torch.ops.aten.index.Tensor
+_CTC = torch.ops.aten._ctc_loss
 _EMBEDDING = "EmbeddingBackward0"
 _FLOAT = 4
 _PAGE = 4096
@@ -26,7 +27,8 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
 
     The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
     the meta kernel takes to be empty. And the sparse gradient of an embedding has no rows for its
-    padding: how many that are depends on numbers, and the most are taken, all of them.
+    padding: how many that are depends on numbers, and the most are taken, all of them. What CTC
+    keeps for its backward goes with the longest target: so many as fit are taken.
 
     Args:
         known: what kernels return, as other modes have found out, and for further ones.
@@ -52,6 +54,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             (mask,) = args[1]
             with self:
                 return args[0].new_empty((mask.numel(), *args[0].shape[mask.dim() :]))
+        if func in (_CTC.default, _CTC.Tensor):
+            with self:
+                return _ctc_loss(*args[:2])
         key = self._forms.key(func, args, kwargs)
         if key is not None:
             returned = self._forms.known(key, args)
@@ -67,6 +72,12 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         with self:
             workspace = torch.empty(size, dtype=torch.uint8)
         return *returned[:_WORKSPACE], workspace, *returned[_WORKSPACE + 1 :]
+
+
+def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each sample, and what is kept of targets that are all as long as they can be."""
+    steps, samples, _ = scores.shape
+    return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
 
 
 def _node() -> str:

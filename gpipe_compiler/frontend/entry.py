@@ -348,6 +348,16 @@ def _check_scalar(loss: object, what: str) -> None:
     )
 
 
+_FREE = (
+    "the batch must be free to vary: dimension 0 of the inputs, unless another was found, or is "
+    "said with --batch-dim NAME=DIM"
+)
+_TARGETS_IN_A_ROW = (
+    "give the targets of CTC one row for each sample, padded to the longest: a single row of all "
+    "targets has no part for some of the samples"
+)
+
+
 def _user_call(
     what: str, function: Callable[..., Any], count: int, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
@@ -358,6 +368,5 @@ def _user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {error}",
             location=line_of(error),
-            hint="the batch must be free to vary: dimension 0 of the inputs, unless another was "
-            "found, or is said with --batch-dim NAME=DIM",
+            hint=_TARGETS_IN_A_ROW if "ctc_loss" in str(error) else _FREE,
         ) from error
