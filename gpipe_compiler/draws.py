@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from gpipe_compiler.ir import Graph
@@ -46,6 +47,8 @@ class Draws:
             tuple(name for name in drawing for _ in known[name]),
         )
 
-    def seeded(self, microbatch: int) -> SeededRandom:
-        """Around one call of the model, on one micro-batch."""
+    def seeded(self, microbatch: int) -> contextlib.AbstractContextManager[object]:
+        """Around one call of the model, on one micro-batch; nothing where it draws nothing."""
+        if not self.numbers:  # torch compiles nothing, flex attention neither, inside of a mode
+            return contextlib.nullcontext()
         return SeededRandom(self.seed, 0, microbatch, self.numbers, self.shared)

@@ -24,7 +24,6 @@ from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Kind, Tensors, flat_tensors
 from gpipe_compiler.runtime.inputs import even_sizes
-from gpipe_compiler.runtime.random import SeededRandom
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
 from gpipe_compiler.whole_draws import DrawsOfAll, DrawsOfOne
@@ -127,7 +126,11 @@ def with_terms(calls: Sequence[Call], graph: Graph, draws: Draws) -> list[Call]:
 
 
 def _terms(
-    graph: Graph, call: Call, seeded: SeededRandom, entry: Entry, precision: Precision
+    graph: Graph,
+    call: Call,
+    seeded: contextlib.AbstractContextManager[object],
+    entry: Entry,
+    precision: Precision,
 ) -> tuple[torch.Tensor, ...]:
     """The terms of a micro-batch's loss, by the graph. Buffers stay as they are; once only."""
     model = entry.model

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.flexible import in_the_open
 from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.frontend.modules import is_plain
 
@@ -139,6 +140,7 @@ class CastWatch(TorchFunctionMode):
             for name in _ASKS:
                 told = mock.patch.object(torch, name, self._asked(getattr(torch, name)))
                 stack.enter_context(told)
+            stack.enter_context(in_the_open())
             stack.enter_context(self)
             yield
 
@@ -151,6 +153,8 @@ class CastWatch(TorchFunctionMode):
     ) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # something in the model compiles itself
+            return func(*args, **kwargs)
         if func in _GRADIENT_HOOKS:
             if not self._trains:
                 return RemovableHandle(OrderedDict())

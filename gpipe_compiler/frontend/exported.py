@@ -71,11 +71,12 @@ def trace_export(subject: Subject, training: bool, precision: Precision = Precis
                 "cannot be traced there",
                 hint="build the model with its numbers, or compile with --precision fp32",
             )
-        return _lowered(_trace(entry, lower_dtype(precision)), entry, only_in(precision))
+        with ambient(lower_dtype(precision), kind_of(entry)):
+            return _lowered(_trace(entry, lower_dtype(precision)), entry, only_in(precision))
     trace = _trace(entry, None)
     if not trace.watch.looks:
         return _lowered(trace, entry, SAME)
-    found = account(entry)
+    found = account(entry, gradients=trace.gradients)
     if found.asked:
         trace = _trace(entry, torch.float32)
     return _lowered(trace, entry, found)
@@ -87,23 +88,40 @@ class _Trace:
 
     Attributes:
         lines: the user's lines that fixed a size.
+        gradients: whether it was traced as autograd would record it.
     """
 
     program: ExportedProgram
     recorder: CallRecorder
     watch: CastWatch
     lines: Sequence[SourceLocation]
+    gradients: bool
 
 
 def _trace(entry: Entry, autocast_to: torch.dtype | None) -> _Trace:
-    """The entry exported, under autocast to a type."""
+    """The entry exported, under autocast to a type.
+
+    What has no backward, and need have none, is traced without gradients.
+    """
+    try:
+        return _attempt(entry, autocast_to, gradients=True)
+    except TraceError:
+        if entry.wants_loss:
+            raise
+        with contextlib.suppress(TraceError):
+            return _attempt(entry, autocast_to, gradients=False)
+        raise
+
+
+def _attempt(entry: Entry, autocast_to: torch.dtype | None, *, gradients: bool) -> _Trace:
     recorder = CallRecorder()
     watch = CastWatch(entry, traced=True)
     with recorder.watching(entry.model, "model"), noting_fixed_sizes() as lines:
         numbers = NumbersOnMeta() if entry.states.on_meta else contextlib.nullcontext()
         momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
         with numbers, momentum, ambient(autocast_to, kind_of(entry)):
-            return _Trace(export(entry, watch), recorder, watch, lines)
+            program = export(entry, watch, gradients=gradients)
+            return _Trace(program, recorder, watch, lines, gradients)
 
 
 def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
@@ -128,7 +146,7 @@ def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
     return lower(module.graph, module, entry).replace(unlike=unlike)
 
 
-def export(entry: Entry, watch: CastWatch) -> ExportedProgram:
+def export(entry: Entry, watch: CastWatch, *, gradients: bool) -> ExportedProgram:
     """The entry in torch.export's training IR, the batch free to vary.
 
     Raises:
@@ -144,7 +162,7 @@ def export(entry: Entry, watch: CastWatch) -> ExportedProgram:
         with (
             tracing_quietly(),
             _user_lines(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(gradients),
             watch.watching(),
             activations_kept(),  # by itself a reentrant checkpoint is traced without gradients
         ):

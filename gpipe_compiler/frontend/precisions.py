@@ -101,22 +101,26 @@ def kind_of(entry: Entry) -> str:
     return "cpu" if device == "meta" else device
 
 
-def account(entry: Entry) -> Account:
-    """Holds the runs of an entry's model in all precisions against the one in fp32."""
-    plain = _run(entry, None)
+def account(entry: Entry, *, gradients: bool = True) -> Account:
+    """Holds the runs of an entry's model in all precisions against the one in fp32.
+
+    Args:
+        gradients: whether the runs are recorded by autograd.
+    """
+    plain = _run(entry, None, gradients)
     if plain is None:
         return Account(dict.fromkeys(_LOWER, "it cannot be run on tensors without numbers"))
     if not any(isinstance(event.function, str) for event in plain):
         return SAME
     base, asked = plain, False
     if any(event.function == "autocast" for event in plain):
-        answered = _run(entry, torch.float32)
+        answered = _run(entry, torch.float32, gradients)
         asked = answered is not None and _effective(answered) == _effective(plain)
         base = answered if asked and answered is not None else plain
     runs: dict[Precision, Sequence[Event]] = {}
     unlike: dict[Precision, str] = {}
     for precision in _LOWER:
-        run = _run(entry, lower_dtype(precision))
+        run = _run(entry, lower_dtype(precision), gradients)
         fault = "it cannot be run there" if run is None else _other_calls(base, run)
         if run is None or fault:
             unlike[precision] = fault
@@ -139,7 +143,7 @@ def account(entry: Entry) -> Account:
     return Account(unlike, tuple(follows), asked, tuple(event.key for event in base))
 
 
-def _run(entry: Entry, dtype: torch.dtype | None) -> list[Event] | None:
+def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Event] | None:
     """The events of a run under autocast to a type; None where the model cannot be run."""
     own, signature = entry.model, entry.signature
     samples = signature.samples(max(signature.batch_size, 2))
@@ -153,7 +157,7 @@ def _run(entry: Entry, dtype: torch.dtype | None) -> list[Event] | None:
             with contextlib.ExitStack() as around:
                 around.enter_context(quiet())
                 around.enter_context(torch.random.fork_rng())
-                around.enter_context(torch.enable_grad())
+                around.enter_context(torch.set_grad_enabled(gradients))
                 # A model may look whether it is exported.
                 for flag in ("_is_compiling_flag", "_is_exporting_flag"):
                     if hasattr(compiler, flag):

@@ -12,6 +12,8 @@ from gpipe_compiler.errors import ModelError, TraceError
 from gpipe_compiler.frontend.auto import choose
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.runtime.spec import Precision
 
 
 class Hooked(nn.Module):
@@ -58,6 +60,45 @@ def test_sparse_gradients_are_planned_for(layer):
     )
 
     assert len(plan(graph, stages=2, microbatches=2).stages) == 2
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_flex_attention_infers_as_torch_computes_it(precision):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(8, 16)
+            self.slope = nn.Parameter(torch.randn(2))
+            self.mask = flex.create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, 6, 6, device="cpu"
+            )
+
+        def forward(self, x):
+            queries, keys, values = (
+                self.project(x).view(-1, 6, 4, 4).transpose(1, 2).split([2, 1, 1], dim=1)
+            )
+            plain = flex.flex_attention(queries, keys, values, enable_gqa=True)
+            return plain + flex.flex_attention(
+                queries,
+                keys.expand(-1, 2, -1, -1),
+                values.expand(-1, 2, -1, -1),
+                score_mod=lambda score, b, h, i, j: score + self.slope[h] * (i - j),
+                block_mask=self.mask,
+            )
+
+    model = Attention().eval()
+    subject = Subject("m", model, (torch.randn(4, 6, 8),), training=False)
+    graph, _ = choose(subject, precision=precision)
+    x = torch.randn(5, 6, 8)
+    around = torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16)
+    with torch.no_grad(), around:
+        expected = model(x)
+        values = Interpreter(graph, graph.tensors, training=False).run({"x": x})
+
+    assert precision not in graph.unlike
+    torch.testing.assert_close(values[graph.outputs.name], expected, rtol=0, atol=1e-6)
 
 
 def test_observers_need_to_have_seen_a_batch():
