@@ -93,18 +93,27 @@ def _where(
 
 
 def _root(graph: Graph, parted: Collection[str], pending: list[str]) -> Op | None:
-    """The first of the parted ops, among those that values depend on, none of whose inputs is."""
+    """The first of the parted ops, among those that values depend on, none of whose inputs is.
+
+    One that makes a scalar is told last: it may be a mean that is put together by its weight.
+    """
     roots, seen = set(), set()
     while pending:
         op = graph.producer.get(pending.pop())
-        if op is None or op.name in seen or op.name not in parted:
+        if op is None or op.name in seen:
             continue
         seen.add(op.name)
+        # Scalars are followed in any case: they may agree by chance.
+        if op.name not in parted and any(graph.values[name].shape for name in op.outputs):
+            continue
         makers = (graph.producer.get(value) for value in op.inputs)
-        if not any(maker is not None and maker.name in parted for maker in makers):
+        above = any(maker is not None and maker.name in parted for maker in makers)
+        if op.name in parted and not above:
             roots.add(op.name)
         pending.extend(op.inputs)
-    return next((op for op in graph.ops if op.name in roots), None)
+    found = [op for op in graph.ops if op.name in roots]
+    sized = (op for op in found if any(graph.values[name].shape for name in op.outputs))
+    return next(sized, found[0] if found else None)
 
 
 def _interpreter(graph: Graph, entry: Entry) -> Interpreter:
