@@ -284,6 +284,7 @@ CASES = (
         features,
         sizes=(8,),
         manners=FP32_ONLY,
+        quick=True,
         expect=Refused(
             1,
             ("takes the samples of a batch together",),

@@ -225,6 +225,7 @@ CASES = (
         F.mse_loss,
         rows,
         options="--stages 4 --schedule zbv --devices 2xV100",
+        quick=True,
     ),
     simple(
         "rows_by_value",

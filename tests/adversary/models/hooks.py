@@ -199,6 +199,7 @@ CASES = (
     simple(
         "of_a_parameter",
         with_parameter_hook,
+        quick=True,
         expect=Refused(1, ("middle.weight", "hook"), ("Pipeline().named_parameters()",)),
     ),
     simple(
