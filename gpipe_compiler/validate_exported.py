@@ -98,7 +98,7 @@ def _check_apart(entry: Entry, plan: Plan, inputs: list[torch.Tensor], whole: Ar
             entry,
             graph,
             [
-                source.part(tensor, start, min(size, count - start))
+                source.part(tensor, start, size)
                 for source, tensor in zip(graph.inputs, inputs, strict=True)
             ],
         )

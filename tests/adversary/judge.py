@@ -322,9 +322,10 @@ class Judge:
         verdict.tensors(what, {"loss": loss}, {"loss": total.to(loss.dtype)}, self.forward / 4)
         if len(parts) == 1:
             self.returned(f"{what} output", output, plain)
-        asking = [t.grad for t in tensors_in(parts[0][0]) if t.requires_grad]
-        if asking and len(parts) == 1:
-            got = [t.grad for t in tensors_in(given) if t.requires_grad]
+        asks = [tensor.requires_grad for tensor in tensors_in(inputs)]
+        if any(asks) and len(parts) == 1:
+            asking = [t.grad for t, a in zip(tensors_in(parts[0][0]), asks, strict=True) if a]
+            got = [t.grad for t, a in zip(tensors_in(given), asks, strict=True) if a]
             verdict.tensors(what, _numbered(got), _numbered(asking), self.coarse)
         self._state(what, optimizer, own)
 
