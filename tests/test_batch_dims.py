@@ -74,6 +74,17 @@ class Centred(nn.Module):
         return self.last(y - centre)
 
 
+class Words(Encoder):
+    """Without positions: where all words are equal, time mixes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(self.words(tokens))
+
+
 class Noisy(nn.Module):
     """Draws in eval mode too, samples by themselves and numbers that all share."""
 
@@ -121,6 +132,7 @@ def found(model: nn.Module, *args: object, **rest: object) -> dict[str, int | No
             {"x": 1, "state_0": 1, "state_1": 1},
         ),
         (Attention(), (x(6, 6), torch.zeros(6, 6)), {"x": 1, "mask": None}),
+        (Words(), (torch.zeros(6, BATCH, dtype=torch.long),), {"tokens": 1}),
         (Noisy(), (torch.randn(BATCH, WIDTH),), {"x": 0}),
         (nn.Linear(WIDTH, 2), (torch.randn(1, WIDTH),), {"input_": 0}),
     ],

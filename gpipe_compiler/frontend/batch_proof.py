@@ -286,7 +286,12 @@ def _finite(tensor: torch.Tensor) -> bool:
 def _other_values(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """Values of the same type within the range of a tensor's own; about it where all are equal."""
     flat = tensor.detach().cpu().reshape(-1)
-    if tensor.dtype == torch.bool or tensor.is_complex() or not _finite(flat):
+    if not len(flat):
+        return tensor
+    if not tensor.is_floating_point() and not tensor.is_complex() and bool((flat == flat[0]).all()):
+        ends = min(int(flat[0]), 0), max(int(flat[0]), 1) + 1
+        made = torch.randint(*ends, flat.shape, generator=random)
+    elif tensor.dtype == torch.bool or tensor.is_complex() or not _finite(flat):
         made = flat[torch.randperm(len(flat), generator=random)]
     elif not tensor.is_floating_point():
         ends = int(flat.min()), int(flat.max()) + 1
