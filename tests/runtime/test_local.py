@@ -23,7 +23,7 @@ from torch import nn
 
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Input, Joined, Leaf, LossSpec, Reduction, StageSpec
 from gpipe_compiler.runtime.weights import save_weights
 
 
@@ -232,7 +232,7 @@ class Unused(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_value_without_a_gradient_makes_nobody_wait(schedule):
-    """Where autograd gives none, zeros are taken; scalars of the batch are averaged."""
+    """Where autograd gives none, zeros are taken; means and sums are those of the batch."""
     stages = [
         StageSpec(Frozen, ("x",), ("h", "average", "total"), {"scale": "scale"}),
         StageSpec(Unused, ("h", "x"), ("y",), states(Unused), ("y",)),
@@ -241,14 +241,18 @@ def test_a_value_without_a_gradient_makes_nobody_wait(schedule):
         dataclasses.replace(skip_spec().crossings[0], value="h", targets=(1,)),
         dataclasses.replace(skip_spec().crossings[0], value="x", targets=(1,), gradient=False),
     ]
-    outputs = (Leaf("average", None), Leaf("total", None), Leaf("x"))
+    outputs = (
+        Leaf("average", None, Joined.MEAN),
+        Leaf("total", None, Joined.SUM),
+        Leaf("x"),
+    )
     spec = spec_of(stages, crossings, [X], outputs, LossSpec("loss", Reduction.MEAN, True))
     x, _, _ = data_for("norm", 8)
     with Pipeline(spec, None, schedule=schedule) as pipe:
         _, (average, total, same) = pipe.step_with_outputs(x)
 
         assert_same(x.mean(), average)
-        assert_same(x[6:].sum(0), total)
+        assert_same(x.sum(0), total)
         assert torch.equal(x, same)
         gradients = dict(pipe.named_parameters())
         assert gradients["scale"].grad is None
