@@ -24,6 +24,14 @@ class Normed(nn.Module):
         return self.head(self.norm2(self.last(x)).relu().mean(-1))
 
 
+class PooledNormed(Normed):
+    """BatchNorm after a global pooling, which one sample cannot train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.first(x)).relu()
+        return self.head(self.norm2(self.last(x).mean(-1)).relu())
+
+
 class Frozen(Normed):
     """BatchNorm that stays in eval mode."""
 
@@ -230,7 +238,7 @@ CASES = (
     ),
     simple(
         "batchnorm_at_the_default",
-        Normed,
+        PooledNormed,
         signals,
         microbatches=None,
         reference="micro-batches",
