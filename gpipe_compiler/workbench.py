@@ -21,6 +21,7 @@ from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.stores import read_stores
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.policy import Policy
@@ -149,7 +150,8 @@ class Workbench:
         Raises:
             ModelError: naming the op that cannot run on so few samples.
         """
-        return check(weigh_loss(annotate(self.graph, samples, precision)), after="loss_weight")
+        graph = read_stores(annotate(self.graph, samples, precision))
+        return check(weigh_loss(graph), after="loss_weight")
 
     def plan(
         self,

@@ -1,0 +1,235 @@
+"""Reads of what was stored into a part of a tensor, made reads of the value that was stored.
+
+A loop that fills a tensor step by step and reads its own last step, `out[:, t] = f(out[:, t - 1])`,
+ties all its ops together, as what is written in place cannot be cut apart. Where all elements of a
+read come from one store, whose value nobody changes, the value itself is read: the same numbers,
+and only the stores stay together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref
+from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.runtime.spec import Precision
+
+_MOST_ELEMENTS = 2**24
+"""Of a tensor whose parts are followed."""
+
+_Read = tuple[str, str]
+"""An op, and a value that it reads."""
+
+_Stored = tuple[str, torch.dtype]
+"""The value that is in it, and the type in which."""
+
+
+def read_stores(graph: Graph) -> Graph:
+    """The annotated graph, reading what was stored instead of the parts it was stored into.
+
+    Only where that is so for the graph's samples and for twice as many, in every precision that a
+    package may run in. Where a value has another type in one of them, it is cast as by the store.
+    """
+    if not any(map(_target, graph.ops)):
+        return graph
+    found = effects(graph)
+    same: dict[_Read, _Stored] | None = None
+    cast: set[str] = set()
+    for precision in Precision:
+        for samples in (graph.batch_size, 2 * graph.batch_size):
+            run = _Following(graph.replace(precision=precision), found, samples)
+            reads = run.reads()
+            known = reads if same is None else same
+            same = {read: stored for read, stored in known.items() if reads.get(read) == stored}
+            cast |= {v for v, dtype in same.values() if run.tensors[v].dtype is not dtype}
+    same = same or {}
+    # A value that is cast before the store has its gradients added up in the type of the tensor.
+    types = {value: dtype for value, dtype in same.values() if value in cast}
+    if not same or any(types.get(value, dtype) is not dtype for value, dtype in same.values()):
+        return graph
+    ops: list[Op] = []
+    names = {name for op in graph.ops for name in (op.name, *op.outputs)}
+    casts: dict[str, str] = {}
+    for op in graph.ops:
+        renamed = {v: same[op.name, v][0] for v in op.inputs if (op.name, v) in same}
+        target = _target(op)
+        if target is not None and target[2] in types:
+            value = target[2]
+            if value not in casts:
+                wishes = (f"{value}_stored_{number}" for number in itertools.count(1))
+                casts[value] = next(wish for wish in wishes if wish not in names)
+                call = MethodCall("to", (Ref(value), types[value]))
+                ops.append(Op(casts[value], call, casts[value], source=op.source))
+            renamed[value] = value
+        renamed = {old: casts.get(new, new) for old, new in renamed.items()}
+        ops.append(reading(op, renamed) if renamed else op)
+    return annotate(_without_idle_views(graph, found, ops), graph.batch_size, graph.precision)
+
+
+def _target(op: Op) -> tuple[str, object, str] | None:
+    """The tensor that an op stores into, the index of the part or None, and the stored value."""
+    match op.call:
+        case MethodCall(method="copy_", args=(Ref(name=view), Ref(name=value)), kwargs=kwargs):
+            return None if kwargs else (view, None, value)
+        case FunctionCall(function=operator.setitem, args=(Ref(name=base), index, Ref(name=value))):
+            return base, index, value
+    return None
+
+
+def _without_idle_views(graph: Graph, found: Effects, ops: list[Op]) -> Graph:
+    """The graph of these ops, without those whose view of written memory nobody reads any more."""
+    ends = {*graph.output_values, *((graph.loss.value,) if graph.loss else ())}
+    while True:
+        read = {name for op in ops for name in op.inputs} | ends
+        idle = {
+            op.name
+            for op in ops
+            if op.outputs
+            and read.isdisjoint(op.outputs)
+            and op.name not in found.writes
+            and not found.written_values.isdisjoint(op.outputs)
+            and any(value in found.alias_set(op.outputs[0]) for value in op.inputs)
+        }
+        if not idle:
+            return graph.replace(ops=tuple(ops), values={})
+        ops = [op for op in ops if op.name not in idle]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A tensor as a part of its memory."""
+
+    key: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Part:
+        return cls(
+            storage_key(tensor),
+            int(tensor.storage_offset()),
+            tuple(map(int, tensor.shape)),
+            tuple(map(int, tensor.stride())),
+            tensor.dtype,
+        )
+
+    def among(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """These of all elements of the memory."""
+        strides = [step * elements.itemsize for step in self.stride]
+        return np.lib.stride_tricks.as_strided(elements[self.offset :], self.shape, strides)
+
+
+class _Following:
+    """One run, in which it is noted which store every element comes from."""
+
+    def __init__(self, graph: Graph, found: Effects, samples: int) -> None:
+        self.graph, self.found = graph, found
+        self.run = DryRun.of(graph, training=graph.loss is not None)
+        self.parts: dict[str, _Part] = {}
+        self.stores: dict[str, _Part] = {}
+        self.alive: list[Any] = []
+        environment: dict[str, Any] = self.run.run(samples, self._observe)
+        self.tensors = {n: v for n, v in environment.items() if isinstance(v, torch.Tensor)}
+        self.final = {name: _Part.of(tensor) for name, tensor in self.tensors.items()}
+        ops = (op for op in graph.ops if op.mode is Mode.ALWAYS)
+        self.targets = {op.name: target for op in ops if (target := _target(op)) is not None}
+
+    def _observe(self, op: Op, execute: Callable[[], Any]) -> Any:
+        returned = execute()
+        if isinstance(op.result, str) and isinstance(returned, torch.Tensor):
+            self.parts[op.result] = _Part.of(returned)
+            self.alive.append(returned)
+        return returned
+
+    def reads(self) -> Mapping[_Read, _Stored]:
+        """For every read that a single store accounts for, what it stored."""
+        found: dict[_Read, _Stored] = {}
+        owner: dict[int, npt.NDArray[np.int64]] = {}
+        stores: list[tuple[_Part, str]] = []
+        for op in self.graph.ops:
+            written = self.found.writes.get(op.name, frozenset())
+            for value in op.inputs if op.mode is Mode.ALWAYS else ():
+                part = self.final.get(value)
+                if part is None or part.key not in owner or value in written:
+                    continue
+                if any(self._key(name) == part.key for name in op.outputs):
+                    continue  # a view, which reads nothing yet
+                numbers = part.among(owner[part.key]).reshape(-1)
+                number = int(numbers[0]) if len(numbers) else -1
+                if number >= 0 and bool((numbers == number).all()) and stores[number][0] == part:
+                    found[op.name, value] = stores[number][1], part.dtype
+            keys = {self._key(name) for name in written} - {None}
+            stored = self._stored(op)
+            for key in keys:
+                if key in owner:
+                    owner[key][:] = -1 if stored is None or stored[0].key != key else owner[key]
+            if stored is not None and stored[0].key in keys:
+                part = stored[0]
+                elements = owner.get(part.key)
+                if elements is None:
+                    elements = self._elements(part.key)
+                if elements is not None:
+                    owner[part.key] = elements
+                    part.among(elements)[...] = len(stores)
+                    stores.append(stored)
+        return found
+
+    def _key(self, value: str) -> int | None:
+        part = self.final.get(value)
+        return None if part is None else part.key
+
+    def _elements(self, key: int) -> npt.NDArray[np.int64] | None:
+        """-1 for every element of a memory that may be followed: all see it as the same type."""
+        names = [name for name, part in self.final.items() if part.key == key]
+        dtypes = {self.final[name].dtype for name in names}
+        moved = any(self.parts.get(name, self.final[name]) != self.final[name] for name in names)
+        makers = [self.graph.producer.get(name) for name in names]
+        other = any(maker is None or maker.mode is not Mode.ALWAYS for maker in makers)
+        tensor = self.tensors[names[0]]
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if len(dtypes) > 1 or moved or other or count > _MOST_ELEMENTS:
+            return None
+        return np.full(count, -1, dtype=np.int64)
+
+    def _stored(self, op: Op) -> tuple[_Part, str] | None:
+        """The part that an op stores a value into as it is, and the value, which nobody changes."""
+        target = self.targets.get(op.name)
+        if target is None:
+            return None
+        name, index, value = target
+        tensor, given = self.tensors.get(name), self.tensors.get(value)
+        if tensor is None or given is None:
+            return None
+        if index is not None:
+            if any(isinstance(item, Ref) for item in _flat(index)):
+                return None
+            with self.run.mode:
+                tensor = tensor[index]  # type: ignore[index]  # as the model does
+        part = _Part.of(tensor)
+        changes = self.found.alias_set(value) & self.found.written_values
+        if changes or part.key != self._key(name) or tuple(given.shape) != part.shape:
+            return None
+        floating = given.dtype.is_floating_point and part.dtype.is_floating_point
+        return (part, value) if floating or given.dtype is part.dtype else None
+
+
+def _flat(index: object) -> list[object]:
+    match index:
+        case tuple() | list():
+            return [leaf for item in index for leaf in _flat(item)]
+        case slice():
+            return [index.start, index.stop, index.step]
+    return [index]
