@@ -22,8 +22,10 @@ from random_models import IGNORED, LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 from random_packages import Layout, device_counts, layouts
 from torch import Tensor, nn
 
+from gpipe_compiler.batch_statistics import MiniBatchStatistics
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.reference import MiniBatchStatistics, takes_whole_batch
 from gpipe_compiler.runtime.comparison import flat_tensors
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.random import SeededRandom
@@ -166,8 +168,7 @@ class PlainLoop:
         assert self.mixes or "batch_norm" not in kinds
         wide = next(model.parameters()).dtype is torch.float64
         self.whole = wide and not self.half and not kinds & SPLIT
-        exact = dataclasses.replace(plan, batchnorm=BatchNorm.EXACT)
-        joint = bool(kinds & MIXING) or takes_whole_batch(exact)
+        joint = bool(kinds & MIXING or mixing_ops(plan.graph) or effects(plan.graph).state_writes)
         self.takes_whole = self.batchnorm is BatchNorm.EXACT and joint
         self.step_number = 0
 
