@@ -2,7 +2,10 @@
 
 import sys
 
-from gpipe_compiler.cli import compile_command
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # The working directory, which `-m` puts first: a file there may be called torch.py.
+        sys.path.append(sys.path.pop(0))
+    from gpipe_compiler.cli import compile_command
+
     sys.exit(compile_command())

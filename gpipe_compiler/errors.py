@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from gpipe_compiler.runtime.wording import text_of
+
 
 class ExitCode(IntEnum):
     """The command's exit codes."""
@@ -31,10 +33,7 @@ class SourceLocation:
 
 def summary(error: BaseException) -> str:
     """The type of an error and the first line of its text, which the user's own class may lack."""
-    try:
-        text = str(error).strip().split("\n", 1)[0]
-    except Exception:  # whatever the `__str__` of the user's class raises
-        text = ""
+    text = text_of(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

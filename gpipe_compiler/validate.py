@@ -222,7 +222,7 @@ def run_check(directory: Path, options: Sequence[object], *, threads: int) -> No
     Raises:
         ValidationError: when the package cannot be run. Differences are not raised.
     """
-    command = [sys.executable, "-c", _ISOLATED, directory / "run.py", "check", *options]
+    command = [sys.executable, "-P", "-c", _ISOLATED, directory / "run.py", "check", *options]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["OMP_NUM_THREADS"] = str(threads)
     finished = subprocess.run(

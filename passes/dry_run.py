@@ -26,6 +26,7 @@ from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import autocast
+from gpipe_compiler.runtime.wording import said
 
 RunOp = Callable[[], Any]
 Observer = Callable[[Op, RunOp], Any]
@@ -230,6 +231,6 @@ def _refusal(op: Op, batch_size: int, error: Exception) -> ModelError:
             problem = f"{op.name} makes a Python number of the values of a tensor ({error.func})"
             hint = "keep it a tensor: x.max() in place of x.max().item()"
         case _:
-            problem = f"{op.name} fails on {batch_size} samples: {type(error).__name__}: {error}"
+            problem = f"{op.name} fails on {batch_size} samples: {said(error)}"
             hint = "every stage runs micro-batches: the model has to accept that many samples"
     return ModelError(problem, location=op.source, hint=hint)

@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_compiler.ir import Graph, State
 from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.runtime.spec import OptimizerKind
+from gpipe_compiler.runtime.wording import said
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def own_optimizer(graph: Graph, make: Callable[..., object]) -> OwnOptimizer | s
             return f"it makes {type(optimizer).__name__}, which is no torch.optim.Optimizer"
         optimizer.step()
     except Exception as error:  # noqa: BLE001  # whatever the user's code raises
-        return f"{type(error).__name__}: {error}"
+        return said(error)
     remembered = {
         name: sum(t.numel() * t.element_size() for t in tensors_in(optimizer.state[parameter]))
         for name, parameter in parameters.items()

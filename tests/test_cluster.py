@@ -34,7 +34,8 @@ from gpipe_compiler.cluster import (
 )
 from gpipe_compiler.cluster.catalogue import plain
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.plan import Plan, Prediction
+from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 SLOW, FAST = Link(1e9, 1e-3), Link(2e9, 0.0, "wire")
@@ -340,14 +341,16 @@ def clusters(draw: st.DrawFn) -> Cluster:
         tuple((*pair, draw(links)) for pair in special),
         draw(st.booleans()),
         draw(st.booleans()),
+        draw(st.none() | st.integers(1, len(there))),
     )
 
 
 @given(clusters())
 def test_any_cluster_goes_through_the_json_of_a_plan(cluster: Cluster) -> None:
-    nothing = Prediction(0.0, 0.0, 0.0, 0.0, True, ())
-    kind = ScheduleKind.GPIPE
-    plan = Plan("model", (), (), kind, 1, 1, False, (), cluster, "guessed", nothing)
+    nothing = Prediction(0.0, 0.0, 0.0, 0.0, True, (0,))
+    stage = Stage(0, ("op",), (), (), (), (), 0.0, 0.0, 0, 0, 0, 0, 0)
+    orders, kind = (parse_order("0F0"),), ScheduleKind.GPIPE
+    plan = Plan("model", (stage,), (), kind, 1, 1, False, orders, cluster, "guessed", nothing)
 
     read = Plan.from_json(plan.to_json())
 

@@ -34,6 +34,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.wording import text_of
 
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 """A step into a list of modules, as dynamo writes paths."""
@@ -273,7 +274,7 @@ def _tidy(graph: fx.Graph) -> None:
 
 def _explained(error: Exception) -> TraceError:
     """The error in the words of the user's program: dynamo prints the user's lines itself."""
-    text = str(error)
+    text = text_of(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     where = line_of_trace(text) or line_of(error)

@@ -35,6 +35,7 @@ from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.runtime.comparison import dense
 from gpipe_compiler.runtime.nest import tensors_of
 from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.wording import text_of
 
 _SEED = 20260
 _GRADIENT = "gradient of "
@@ -159,7 +160,7 @@ def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[
             if len(batches) == 1 and not entry.input_gradients:
                 raise ModelError(
                     f"the model raises {type(error).__name__} in a training step with a batch of "
-                    f"{batch} samples made from the example inputs: {error}",
+                    f"{batch} samples made from the example inputs: {text_of(error)}",
                     location=line_of(error),
                     hint="it must run by itself before it can be compiled",
                 ) from error

@@ -36,6 +36,7 @@ from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import OutputClass
+from gpipe_compiler.runtime.wording import text_of
 
 _Dims: TypeAlias = Sequence[int | None]
 """The batch dimension of every tensor in a nest."""
@@ -224,7 +225,7 @@ class Entry(nn.Module):
             isolated(self.model)(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(
-                f"the model raises {type(error).__name__} on the example inputs: {error}",
+                f"the model raises {type(error).__name__} on the example inputs: {text_of(error)}",
                 location=line_of(error),
                 hint="it must run by itself before it can be compiled",
             ) from error
@@ -366,7 +367,7 @@ def _user_call(
     except Exception as error:  # whatever the user's code raises
         raise ModelError(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
-            f"example inputs: {error}",
+            f"example inputs: {text_of(error)}",
             location=line_of(error),
-            hint=_TARGETS_IN_A_ROW if "ctc_loss" in str(error) else _FREE,
+            hint=_TARGETS_IN_A_ROW if "ctc_loss" in text_of(error) else _FREE,
         ) from error

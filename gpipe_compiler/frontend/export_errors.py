@@ -18,6 +18,7 @@ from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, line_of, location
 from gpipe_compiler.runtime.nest import Path
+from gpipe_compiler.runtime.wording import text_of
 
 _OTHER_FRONTENDS = "try another frontend (--frontend fx, --frontend dynamo)"
 
@@ -65,7 +66,7 @@ def explained(error: Exception) -> TraceError:
     """The error that tells the user which construct cannot be traced, and where."""
     where = line_of(error)
     code = f" at `{where.code}`" if where and where.code else ""
-    text = str(error)
+    text = text_of(error)
     called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
     haystack = f"{where.code if where else ''}\n{text}\n{called}"
     for cause in _CAUSES:

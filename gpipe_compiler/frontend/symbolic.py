@@ -28,6 +28,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.wording import said
 
 _FACTORIES = (
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli"),
@@ -280,7 +281,7 @@ def _explained(error: Exception) -> TraceError:
     where: SourceLocation | None = line_of(error)
     code = f" in `{where.code}`" if where and where.code else ""
     return TraceError(
-        f"torch.fx cannot trace the model{code}: {type(error).__name__}: {error}",
+        f"torch.fx cannot trace the model{code}: {said(error)}",
         location=where,
         hint="a value computed from the input is used where Python needs a number or a list: "
         "let torch.export trace it (--frontend export), or compute it from fixed numbers",

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
+from gpipe_compiler.runtime.wording import text_of
 
 T = TypeVar("T")
 
@@ -183,7 +184,9 @@ def located(what: str, home: Path) -> Iterator[None]:
         ) from error
     except ImportError as error:
         raise ModelError(
-            f"{what} fails: {error}", location=user_line(error, home), hint=_import_hint(error)
+            f"{what} fails: {text_of(error)}",
+            location=user_line(error, home),
+            hint=_import_hint(error),
         ) from error
     except Exception as error:  # the user's code may raise anything
         raise ModelError(
@@ -194,7 +197,7 @@ def located(what: str, home: Path) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or "(no message)"
+    return text_of(error).strip().partition("\n")[0] or "(no message)"
 
 
 def _syntax_error(error: SyntaxError) -> ModelError:

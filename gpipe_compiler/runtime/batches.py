@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from .errors import AgreedError, PipelineError, UsageError
 from .progress import Progress, RandomState
+from .wording import said
 
 Located = TypeVar("Located", UsageError, AgreedError)
 
@@ -166,7 +167,7 @@ class Batches:
     def _failed(self, error: Exception) -> PipelineError:
         return PipelineError(
             f"{self.source.name} failed at batch {self.taken + 1} of pass {self.passes + 1}: "
-            f"{type(error).__name__}: {error}"
+            f"{said(error)}"
         )
 
 

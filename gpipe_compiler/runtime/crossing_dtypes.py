@@ -17,6 +17,7 @@ from .errors import PipelineError
 from .precision import lower_dtype
 from .spec import PipelineSpec, Precision, StageSpec
 from .weights import put
+from .wording import said
 
 
 def crossing_dtypes(
@@ -91,7 +92,7 @@ class _FakeRun:
             if self.precision is not self.spec.precision:
                 raise PipelineError(
                     f"the types of the values that stage {number} sends cannot be told for "
-                    f"precision {self.precision.value}: {type(error).__name__}: {error}",
+                    f"precision {self.precision.value}: {said(error)}",
                     hint=f"compile with --precision {self.precision.value}",
                 ) from error
             return {name: self._planned(name) for name in stage.outputs if name in self.crossings}

@@ -19,6 +19,7 @@ from .schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
 from .stage_run import Kept, StageRun
 from .transport import Endpoint
 from .wiring import Need, Part, StageWiring, Step
+from .wording import said
 
 _WORDS = {
     Phase.FORWARD: "forward",
@@ -156,8 +157,7 @@ class _Run:
         except Exception as error:  # whatever the model's code raises
             what = f"micro-batch {m} ({action})" if stage.joint is None else "the mini-batch"
             raise StageError(
-                f"stage {action.stage}, {_WORDS[action.phase]} of {what}: "
-                f"{type(error).__name__}: {error}"
+                f"stage {action.stage}, {_WORDS[action.phase]} of {what}: {said(error)}"
             ) from error
 
     def _forward(self, stage: StageWiring, batch: Batch, step: Step) -> None:

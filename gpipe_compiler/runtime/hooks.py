@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import PipelineError
+from .wording import said
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Result = TypeVar("Result")
@@ -94,7 +95,7 @@ class UserHooks:
         return made
 
     def _failed(self, name: str, error: Exception) -> PipelineError:
-        return PipelineError(f"{name}() of {self.name} failed: {type(error).__name__}: {error}")
+        return PipelineError(f"{name}() of {self.name} failed: {said(error)}")
 
 
 def _import(source: str) -> ModuleType:
@@ -120,6 +121,4 @@ def _import(source: str) -> ModuleType:
     except PipelineError:
         raise
     except Exception as error:  # whatever the user's file raises
-        raise PipelineError(
-            f"importing {source} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise PipelineError(f"importing {source} failed: {said(error)}") from error

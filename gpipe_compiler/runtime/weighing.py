@@ -17,6 +17,7 @@ from .errors import UsageError
 from .job import Values
 from .spec import LossTerm, PipelineSpec, Reduction
 from .weights import Weights, build_stage
+from .wording import said
 
 Counts: TypeAlias = tuple[float, ...]
 """What each term of the loss is a mean over, a number of samples, of tokens, ...; 1 for a sum."""
@@ -62,7 +63,7 @@ class Scales:
                 found = self.module(*(part[name].cpu() for name in names))
         except Exception as error:  # whatever the model's code raises
             raise UsageError(
-                f"what the loss is a mean over cannot be counted: {type(error).__name__}: {error}",
+                f"what the loss is a mean over cannot be counted: {said(error)}",
                 hint=f"look at the values of {', '.join(names)}, such as labels out of range",
             ) from error
         return tuple(map(float, terms_of(found)))

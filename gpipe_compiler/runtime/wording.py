@@ -17,6 +17,20 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; "" where the `__str__` of its class raises, as a user's own may."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  # whatever that raises
+        return ""
+
+
+def said(error: BaseException) -> str:
+    """The type of an error, and what it says."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def printable(text: str) -> str:
     """Text on one line, as it is but for what does not print: Python's escapes stand for that.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -372,3 +374,63 @@ class TestForReal:
         assert "error: model.py:6: " in said
         assert "RuntimeError" in said
         assert "Traceback" not in said
+
+
+SPEECHLESS = """
+import torch
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        raise Speechless
+
+def build_model():
+    return Model()
+
+def at_once():
+    raise Speechless
+
+def example_inputs():
+    return torch.randn(8, 4)
+"""
+
+
+@pytest.mark.parametrize("factory", ["", ":at_once"])
+def test_an_error_that_cannot_say_what_it_is(
+    workplace: Path, capsys: Printed, factory: str
+) -> None:
+    """Its class stands for it, with the line that raises it."""
+    (workplace / "mute.py").write_text(SPEECHLESS)
+
+    code = cli.compile_command([f"mute.py{factory}", "--stages", "2", "--mode", "infer"])
+
+    assert code == 1
+    assert "Speechless" in (told := capsys.readouterr().err)
+    assert "mute.py:" in told
+    assert "Traceback" not in told
+
+
+def test_a_file_called_torch_is_a_model_like_any_other(tmp_path: Path) -> None:
+    """Neither the compiler nor the package that it checks takes it for PyTorch."""
+    text = (
+        "import torch\n"
+        "def build_model():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "def example_inputs():\n"
+        "    return torch.randn(8, 4)\n"
+    )
+    (tmp_path / "torch.py").write_text(text)
+    words = ["-m", "gpipe_compiler", "torch.py", "--stages", "2", "--mode", "infer"]
+    done = subprocess.run(
+        [sys.executable, *words], check=False, cwd=tmp_path, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "validated" in done.stdout
