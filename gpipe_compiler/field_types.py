@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -13,6 +12,9 @@ import torch
 
 LARGEST = 2**62
 """Whole numbers in a file are smaller: bytes, counts, places."""
+
+LARGEST_FLOAT = 1e100
+"""Other numbers are: seconds, bytes and operations a second; products of two do not overflow."""
 
 
 def check_fields(item: Any, where: str = "") -> None:
@@ -45,7 +47,7 @@ def _fits(value: Any, kind: Any, where: str) -> bool:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return isinstance(value, tuple) and _all(value, args[0], where)
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value) and abs(value) < LARGEST
+        return type(value) in (int, float) and abs(value) < LARGEST_FLOAT
     if kind is int:
         return type(value) is int and abs(value) < LARGEST
     if not isinstance(value, kind if kind is not None else type(None)):

@@ -315,7 +315,7 @@ links = st.builds(
 devices = st.builds(
     Device,
     st.text(max_size=5),
-    st.floats(min_value=1.0),
+    st.floats(min_value=1.0, max_value=1e30),
     st.floats(min_value=1.0, max_value=1e15),
     st.integers(min_value=1),
     st.floats(min_value=0.0, max_value=1.0),
