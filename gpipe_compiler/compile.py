@@ -32,6 +32,7 @@ from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.mixing_samples import refuse_mixing
+from gpipe_compiler.one_piece import in_one_piece
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.own_optimizer import AnyOptimizer, own_optimizer
@@ -280,6 +281,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         refuse_mixing(batch, made)
         refuse_apart(made)
         refuse_unsplit(made)
+        progress("looking whether micro-batches give what the batch does")
+        made = in_one_piece(batch, made, seed=options.seed, run=options.validate)
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     if options.remedies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ class Answer:
     total: Tensor
     pair: Pair
     unused: Tensor | None
+    ordered: OrderedDict[str, Tensor | None]
+    counted: defaultdict[str, Tensor]
 
 
 class Answering(nn.Module):
@@ -28,4 +31,7 @@ class Answering(nn.Module):
 
     def forward(self, x: Tensor) -> Answer:
         y = self.last(self.first(x).tanh())
-        return Answer(y, y.sum(0), Pair(y * 2, [y + 1]), None)
+        counted = defaultdict(Tensor, {"rows": y + 2})
+        return Answer(
+            y, y.sum(0), Pair(y * 2, [y + 1]), None, OrderedDict(b=y - 1, a=None), counted
+        )

@@ -42,6 +42,13 @@ def test_objects_of_classes_that_can_be_imported(answering: tuple[Subject, Path]
     torch.testing.assert_close(actual.rows, expected.rows)
     torch.testing.assert_close(actual.total, expected.total)
     torch.testing.assert_close(actual.pair, expected.pair)
+    for name in ("ordered", "counted"):
+        found, wanted = getattr(actual, name), getattr(expected, name)
+        assert type(found) is type(wanted)
+        assert list(found) == list(wanted)
+    assert actual.ordered["a"] is None
+    torch.testing.assert_close(actual.ordered["b"], expected.ordered["b"])
+    torch.testing.assert_close(actual.counted["rows"], expected.counted["rows"])
 
 
 def test_plain_objects_with_the_same_fields_elsewhere(

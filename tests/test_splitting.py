@@ -159,6 +159,16 @@ def test_one_micro_batch_gives_every_loss(tmp_path: Path) -> None:
     assert made.validation.passed
     (note,) = made.validation.notes
     assert "second batch" in note
+    assert made.directory is not None
+    pipeline = load_package(made.directory).Pipeline
+    pipeline().close()
+    for parts in ({"microbatches": 4}, {"data_parallel": 2}):
+        with pytest.raises(Exception, match="pairs samples with one another") as raised:
+            pipeline(**parts)
+        assert type(raised.value).__name__ == "UsageError"
+        assert f"test_splitting.py:{here('output[0] @ output[1].T')}" in str(raised.value)
+        assert "microbatches=1" in str(raised.value)
+        assert "--per-microbatch" in str(raised.value)
 
 
 def root_of_mean(output: Any, _: object) -> Tensor:

@@ -204,6 +204,8 @@ def _pipeline(
             [(name(f"Precision.{other.name}"), _text(why)) for other, why in _unlike(plan).items()],
             exploded=True,
         )
+    if graph.whole_batch:
+        options["whole_batch"] = _text(graph.whole_batch)
     return _call("PipelineSpec", options, exploded=True)
 
 

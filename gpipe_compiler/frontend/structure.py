@@ -108,7 +108,7 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
         return
     cls, fields = type(output), _fields(output)
     named = tuple(getattr(output, "_fields", ())) if hasattr(output, "_make") else ()
-    if named or (fields is not None and cls not in (dict, collections.OrderedDict)):
+    if named or (fields is not None and cls is not dict):
         yield OutputClass(path, cls.__module__, cls.__qualname__, named)
     if isinstance(output, tuple | list):
         fields = dict(enumerate(output))
@@ -119,7 +119,7 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
 def _fields(item: object) -> dict[Any, object] | None:
     """What a dict or a dataclass holds, None for anything else."""
     if isinstance(item, Mapping):
-        plain = type(item) in (dict, collections.OrderedDict)
+        plain = not dataclasses.is_dataclass(item)
         return {key: value for key, value in item.items() if plain or value is not None}
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         pairs = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}

@@ -192,6 +192,7 @@ class Graph:
         precision: under which the analyses run the ops; that of `values`.
         paths: every name of a module of the model to the first name of the same module.
         unlike: the precisions in which the model is another program than this graph, and why.
+        whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
     """
@@ -212,6 +213,7 @@ class Graph:
     repeats: tuple[Stretch, ...] = ()
     classes: tuple[OutputClass, ...] = ()
     unlike: Mapping[Precision, str] = field(default_factory=dict)
+    whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def aliases_of(self, path: str) -> tuple[str, ...]:

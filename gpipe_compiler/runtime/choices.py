@@ -145,6 +145,20 @@ def there(device: torch.device) -> torch.device:
     return device
 
 
+def refuse_parts(spec: PipelineSpec, parts: int) -> None:
+    """Makes sure that a mini-batch is not split where its parts do not give what it does.
+
+    Raises:
+        UsageError: saying why.
+    """
+    if parts > 1 and spec.whole_batch:
+        raise UsageError(
+            f"{spec.name} takes a mini-batch in one piece, not in {parts}: {spec.whole_batch}",
+            hint="run it with microbatches=1 (--microbatches 1) and data_parallel=1, or accept at "
+            "compile time with --per-microbatch that every micro-batch is taken by itself",
+        )
+
+
 def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
     """Make sure that numbers which a caller chooses fit where they go.
 

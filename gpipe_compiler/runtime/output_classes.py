@@ -56,7 +56,18 @@ def _made(known: OutputClass, held: Any) -> object:
                 return made
         except Exception:  # noqa: BLE001  # whatever the user's class raises
             return Fields(held)
-    return Fields(held)
+    return Fields(held) if cls is None else _mapping(cls, held)
+
+
+def _mapping(cls: Any, held: Mapping[Any, Any]) -> object:
+    """A mapping of a class that is made empty and then filled, as those of Python are."""
+    try:
+        made = cls()
+        made.update(held)
+        same = all(made[key] is value for key, value in held.items())
+        return made if same and len(made) == len(held) else Fields(held)
+    except Exception:  # noqa: BLE001  # whatever the user's class raises
+        return Fields(held)
 
 
 def _needed(cls: Any) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .assembly import make_reducer, make_runner, make_scaler
-from .choices import TransportKind, check_numbers, chosen, manner
+from .choices import TransportKind, check_numbers, chosen, manner, refuse_parts
 from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
 from .execution import Asked, Execution, Programs
@@ -87,6 +87,7 @@ class Pipeline:
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
         self.manner = manner(spec, batchnorm, precision, remat)
         check_numbers(seed, self.microbatches, timeout_s)
+        refuse_parts(spec, self.microbatches * data_parallel)
         wait_s = min(timeout_s, LONGEST_WAIT_S)
         self._team = Team.gather(spec, self.schedule, devices, transport, data_parallel, wait_s)
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))

@@ -294,6 +294,7 @@ class PipelineSpec:
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
         unlike: the precisions in which the model is another program than this one, and why.
+        whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
     """
 
@@ -314,4 +315,5 @@ class PipelineSpec:
     precision: Precision = Precision.FP32
     replicas: int = 1
     unlike: Mapping[Precision, str] = field(default_factory=dict)
+    whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()

@@ -4,11 +4,9 @@ TARGETS = "the batch dimension of a target is not found out where it is not that
 
 KNOWN_OPEN: dict[str, str] = {
     "outputs.batch_size": "a number of samples that is Python's own is that of a micro-batch",
-    "outputs.ordered_dict": "comes back as a dict",
     **dict.fromkeys(
         ("layouts.last_is_batch", "layouts.stays_folded", "layouts.transposed_out"), TARGETS
     ),
-    "losses.root_in_one_piece": "compiled for one micro-batch, runs in others without a word",
     "casts.own_autocast": "its 16-bit gradients are held to the tolerance of fp32",
     "attention.encoder_in_bf16": "torch's fused layer in eval mode gives bf16, the stages fp32",
 }
