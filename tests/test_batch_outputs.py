@@ -171,3 +171,32 @@ def test_batchnorm_after_global_pooling_trains_by_default(tmp_path: Path) -> Non
 
     assert made.plan.microbatches == 4
     assert made.plan.microbatch_size == 2
+
+
+def test_numbers_of_samples_are_those_of_the_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Reducing(lambda y: {"rows": y, "of": (len(y), y.numel(), y.shape[1], "rows", True)})
+    subject = Subject("numbers", model, (torch.randn(BATCH, WIDTH),), training=False)
+    options = CompileOptions(2, 4, training=False, validate=False)
+    made = compile_subject(subject, options, tmp_path / "out")
+    assert made.directory is not None
+
+    for microbatches in (1, 4):
+        with load_package(made.directory).Pipeline(microbatches=microbatches) as pipe:
+            for samples in (1, 7, 8, 11):
+                x = torch.randn(samples, WIDTH)
+                assert pipe(x)["of"] == model.eval()(x)["of"]
+
+
+@pytest.mark.parametrize(
+    "number", [lambda y: len(y) + 1, lambda y: len(y) // 2, lambda y: y.sum().item()]
+)
+def test_numbers_that_differ_in_another_way_are_refused(number: Callable[[Tensor], object]) -> None:
+    model = Reducing(lambda y: (y, number(y)))
+
+    with pytest.raises(ModelError, match=r"output\[1\] is no tensor and differs") as raised:
+        trace(model, torch.randn(BATCH, WIDTH), training=False)
+
+    assert raised.value.location is not None
+    assert raised.value.location.file == __file__
+    assert "return it as a tensor" in raised.value.hint

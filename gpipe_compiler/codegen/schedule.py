@@ -22,7 +22,15 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Joined, OutputClass, Precision, Remat
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    Crossing,
+    Joined,
+    OutputClass,
+    Precision,
+    Remat,
+    Samples,
+)
 
 Item = TypeVar("Item")
 
@@ -43,7 +51,7 @@ def write_schedule(
         imports.torch()
     spec = _pipeline(plan, graph, stages, weight, imports)
     used = {"Leaf", "LossSpec", "LossTerm", "Reduction", "Crossing", "Input"}
-    used |= {"Joined", "OutputClass"}
+    used |= {"Joined", "OutputClass", "Samples"}
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
@@ -289,6 +297,8 @@ def _outputs(graph: Graph, imports: Imports) -> Expression:
                 if way is not Joined.SAME:
                     options.append(name(f"joined=Joined.{way.name}"))
                 return call("Leaf", [_text(value), *options])
+            case Samples(factor=factor):
+                return call("Samples", [name(str(factor))])
             case ByMode():
                 raise EmitError(
                     "the model returns one thing in train mode and another in eval mode",

@@ -7,6 +7,7 @@ list of tensors, first the loss where there is one, then the tensors of the mode
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
+from gpipe_compiler.frontend.sample_numbers import has_numbers, with_numbers
 from gpipe_compiler.frontend.signature import Signature, read_signature
 from gpipe_compiler.frontend.state import StateTable, isolated, state_table
 from gpipe_compiler.frontend.structure import (
@@ -33,6 +35,7 @@ from gpipe_compiler.frontend.structure import (
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
+from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import OutputClass
@@ -142,6 +145,7 @@ class Entry(nn.Module):
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
         output, target = self._probe_output(count)
         self.full_structure, self.dropped = describe(output)
+        self._find_numbers(count)
         self.classes = tuple(classes_in(output))
         leaves = pick(output, self.full_structure)
         if not self.wants_loss:
@@ -169,6 +173,17 @@ class Entry(nn.Module):
                 "train",
                 hint="offer loss_fn(output, target), or compile with --mode infer",
             )
+
+    def _find_numbers(self, count: int) -> None:
+        """Tells numbers in the structure that go with the samples, by other batches than that."""
+        if not has_numbers(self.full_structure):
+            return
+        others = {}
+        for samples in (count + 1, 2 * count):
+            with contextlib.suppress(ModelError):
+                others[samples] = describe(self._probe_output(samples)[0])[0]
+        where = definition(type(self.model).forward)
+        self.full_structure = with_numbers(self.full_structure, count, others, where)
 
     def _dims(self, leaves: Sequence[torch.Tensor], count: int) -> tuple[_Dims, _Dims]:
         """The batch dimensions of the model's outputs for so many samples, and of the targets.

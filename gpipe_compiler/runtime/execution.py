@@ -174,7 +174,7 @@ class Execution:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (asked.outputs and self._team.feeds):
             return result.loss, None
-        outputs = rebuild(self._spec.outputs, {**bound, **result.outputs})
+        outputs = rebuild(self._spec.outputs, {**bound, **result.outputs}, sum(call.sizes))
         return result.loss, as_returned(outputs, self._spec.classes)
 
     def loss_weights(self, inputs: Inputs, target: object) -> Counts:

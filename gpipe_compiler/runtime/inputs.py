@@ -10,7 +10,7 @@ import torch
 from .errors import UsageError
 from .job import Values
 from .nest import tensors_of
-from .spec import Input, Joined, Leaf, PipelineSpec, Structure
+from .spec import Input, Joined, Leaf, PipelineSpec, Samples, Structure
 
 Inputs: TypeAlias = object
 """A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict)."""
@@ -165,17 +165,19 @@ def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> 
     )
 
 
-def rebuild(structure: Structure, values: Mapping[str, torch.Tensor]) -> object:
-    """The structure that the pipeline returns, with a tensor at every leaf."""
+def rebuild(structure: Structure, values: Mapping[str, torch.Tensor], samples: int) -> object:
+    """The structure that the pipeline returns for so many samples, with a tensor at every leaf."""
     match structure:
         case Leaf(value=value):
             return values[value]
+        case Samples(factor=factor):
+            return factor * samples
         case dict():
-            return {key: rebuild(item, values) for key, item in structure.items()}
+            return {key: rebuild(item, values, samples) for key, item in structure.items()}
         case list():
-            return [rebuild(item, values) for item in structure]
+            return [rebuild(item, values, samples) for item in structure]
         case tuple():
-            return tuple(rebuild(item, values) for item in structure)
+            return tuple(rebuild(item, values, samples) for item in structure)
         case _:
             return structure
 

@@ -178,11 +178,18 @@ class Leaf:
     joined: Joined = Joined.SAME
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The place of a number in that structure: so many for each sample of the mini-batch."""
+
+    factor: int
+
+
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
 """How a tensor of a model without weights gets its first numbers; see `initial.py`."""
 
 Structure: TypeAlias = Any
-"""Tuples, lists and dicts (nested) of `Leaf` and constants."""
+"""Tuples, lists and dicts (nested) of `Leaf`, `Samples` and constants."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         leaf.value: join(leaf, [values[leaf.value] for values in evaluated], sizes)
         for leaf in output_leaves(spec.outputs)
     }
-    results: Tensors = {Kind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs))}
+    results: Tensors = {Kind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sum(sizes)))}
     if spec.loss is None:
         return results
     if pipe.manner.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):

@@ -3,7 +3,6 @@
 TARGETS = "the batch dimension of a target is not found out where it is not that of the output"
 
 KNOWN_OPEN: dict[str, str] = {
-    "outputs.batch_size": "a number of samples that is Python's own is that of a micro-batch",
     **dict.fromkeys(
         ("layouts.last_is_batch", "layouts.stays_folded", "layouts.transposed_out"), TARGETS
     ),

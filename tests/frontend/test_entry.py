@@ -99,7 +99,7 @@ def test_samples_cut_or_repeat_the_example(have, want):
         (lambda y: Pair(y, 1), ("o", 1)),
         (lambda y: Record(logits=y), {"logits": "o"}),
         (lambda y: Record(logits=y, cache=object()), {"logits": "o"}),
-        (lambda y: collections.UserDict(a=y, b=None), {"a": "o"}),
+        (lambda y: collections.UserDict(a=y, b=None), {"a": "o", "b": None}),
     ],
 )
 def test_outputs_become_plain_tuples_lists_and_dicts(returns, structure):
