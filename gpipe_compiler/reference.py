@@ -2,12 +2,14 @@
 
 Outputs, loss, gradients, buffers and weights are those of the mini-batch in one piece. Where the
 user chose otherwise they are those of the plain loop of micro-batches: BatchNorm over micro-batches
-in training, and `--per-microbatch`. So they are in 16 bits, where both round at the same places; in
-32 bits the loop is then held against the whole.
+in training, and `--per-microbatch`. So they are where anything is computed in 16 bits, by
+`--precision` or by the model itself: there both round at the same places. The loop is then held
+against the whole without this rounding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.lower_types import lower_types, without_lower
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.mixing import batchnorm_ops, mixing_ops
 from gpipe_compiler.plain_run import (
@@ -96,6 +99,7 @@ class _Work:
     Attributes:
         shares: the weights of the micro-batches' losses.
         accepted: whether micro-batches need not come to what the mini-batch does.
+        rounded: a type to whose rounding they may differ; None for that of each tensor's own.
     """
 
     subject: Subject
@@ -104,11 +108,17 @@ class _Work:
     shares: Shares
     seed: int
     accepted: bool
+    rounded: torch.dtype | None = None
 
     @property
     def graph(self) -> Graph:
         assert self.plan.graph is not None
         return self.plan.graph
+
+    @property
+    def _lower(self) -> bool:
+        """Whether 16 bits are computed in, so that micro-batches round otherwise than the whole."""
+        return self.plan.precision is not Precision.FP32 or bool(lower_types(self.graph))
 
     def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
         """The outputs in eval mode, and notes."""
@@ -122,7 +132,7 @@ class _Work:
         except ApartError as problem:
             error = self._apart(problem)
         notes = self._accept(error)
-        if alike and self.plan.precision is Precision.FP32:
+        if alike and not self._lower:
             return {Kind.OUTPUT: found.whole.outputs}, notes
         entry = self._entry(training=False)
         calls = self._calls(entry, draws)
@@ -138,7 +148,6 @@ class _Work:
             noted: whether what is accepted is noted already.
         """
         draws = Draws.of(self.graph, self.seed, training=True)
-        lower = self.plan.precision is not Precision.FP32
         if noted:
             return self._loop(draws, self.plan.precision), ()
         touchy = mixing_ops(self.graph) | frozenset(effects(self.graph).state_writes)
@@ -150,10 +159,10 @@ class _Work:
             return self._loop(draws, self.plan.precision), (self._normalises(layers),)
         try:
             for whole, flat in self._wholes(draws):
-                if not (flat or touchy or lower or self.accepted):
+                if not (flat or touchy or self._lower or self.accepted):
                     return whole, ()
-                if _steps_alike(self._loop(draws, Precision.FP32), whole):
-                    return (self._loop(draws, self.plan.precision) if lower else whole), ()
+                if self._steps_alike(self._loop(draws, Precision.FP32), whole):
+                    return (self._loop(draws, self.plan.precision) if self._lower else whole), ()
         except ApartError as problem:
             error: ValidationError | None = self._apart(problem)
             if problem.inside:
@@ -182,7 +191,7 @@ class _Work:
         entry = self._entry(training=False)
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, Precision.FP32)
-        found = _Both(parts[0], parts, self.batch.sizes, self.shares)
+        found = _Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
         for inner in (False, True) if len(parts) > 1 else ():
             call = all_at_once(self.batch, draws, calls[0], inner=inner)
             (whole,) = evaluate(entry, [call], Precision.FP32)
@@ -223,10 +232,21 @@ class _Work:
     def _trains_alike(self) -> bool:
         draws = Draws.of(self.graph, self.seed, training=True)
         loop = self._loop(draws, Precision.FP32)
-        return any(_steps_alike(loop, whole) for whole, _ in self._wholes(draws))
+        return any(self._steps_alike(loop, whole) for whole, _ in self._wholes(draws))
+
+    def _steps_alike(self, loop: Tensors, whole: Tensors) -> bool:
+        """Whether two training steps are but for rounding. What is not finite tells nothing."""
+        if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
+            return True
+        rows = compare(_rounded(loop, self.rounded), _rounded(whole, self.rounded))
+        return all(row.passed for row in rows)
 
     def _in_double(self, check: Callable[[_Work], bool]) -> bool:
-        """Whether a check holds in 64 bits: what fails in 32 bits alone is rounding."""
+        """Whether a check holds in 64 bits: what fails in fewer bits alone is rounding.
+
+        Where a model that computes in 16 bits by itself does not run in 64, their rounding is
+        allowed.
+        """
         subject = dataclasses.replace(
             self.subject,
             model=_doubled(self.subject.model),
@@ -236,10 +256,13 @@ class _Work:
             loss_fn=_doubled(self.subject.loss_fn),
         )
         batch = dataclasses.replace(self.batch, inputs=tuple(map(_double, self.batch.inputs)))
+        own = lower_types(self.graph)
         try:
-            return check(dataclasses.replace(self, subject=subject, batch=batch))
+            with without_lower() if own else contextlib.nullcontext():
+                return check(dataclasses.replace(self, subject=subject, batch=batch))
         except Exception:  # whatever the model's code raises in a type that it does not expect
-            return False
+            coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+            return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
 
     def _unlike(self, found: _Both, draws: Draws) -> ValidationError:
         losses, outputs = found.losses, found.unlike
@@ -284,6 +307,7 @@ class _Both:
     parts: Sequence[Outputs]
     sizes: Sequence[int]
     shares: Shares
+    rounded: torch.dtype | None
 
     @property
     def losses(self) -> Losses | None:
@@ -291,14 +315,15 @@ class _Both:
         if self.whole.loss is None or not self.shares:
             return None
         terms = tuple(part.terms for part in self.parts)
-        return Losses(self.whole.loss, terms, tuple(self.shares))
+        return Losses(_to(self.whole.loss, self.rounded), terms, tuple(self.shares))
 
     @property
     def unlike(self) -> tuple[str, ...]:
         """The names of the outputs that differ, beyond rounding."""
         if len(self.parts) == 1:
             return ()
-        whole, made = self.whole.outputs, _joined(self.parts, self.sizes, self.whole)
+        made = _joined(self.parts, self.sizes, self.whole)
+        whole = {name: _to(tensor, self.rounded) for name, tensor in self.whole.outputs.items()}
         rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
         if all(row.passed for row in rows):
             return ()
@@ -335,11 +360,16 @@ def _joined(
     return found
 
 
-def _steps_alike(loop: Tensors, whole: Tensors) -> bool:
-    """Whether two training steps are alike but for rounding. What is not finite tells nothing."""
-    if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
-        return True
-    return all(row.passed for row in compare(loop, whole))
+def _rounded(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    return {
+        kind: {name: _to(tensor, dtype) for name, tensor in group.items()}
+        for kind, group in tensors.items()
+    }
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """In a type that is rounded to, where there is one and the tensor has fractions."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

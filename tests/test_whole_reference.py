@@ -64,6 +64,30 @@ class Ordered(Two):
         return self.last(h)
 
 
+class OwnAutocast(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            h = self.first(x)
+        return self.last(torch.stack([h, h.tanh().bfloat16()]).float().sum(0))
+
+
+class AutocastAverage(Two):
+    """Takes off an average over the batch in 16 bits, in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            h = self.first(x)
+            if self.training:
+                h = h - h.mean(0)  # over samples in 16 bits
+        return self.last(h.float())
+
+
+class Casts(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).half() * 3
+        return self.last(h.tanh().to(torch.bfloat16).float())
+
+
 class Normed(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -148,3 +172,18 @@ def test_16_bits_are_the_whole_batch_s_too(tmp_path: Path) -> None:
     assert made.validation.passed
     with pytest.raises(ValidationError, match="gives another result for a micro-batch"):
         compiled(Average(), tmp_path / "other", precision=Precision.BF16)
+
+
+@pytest.mark.parametrize("model", [OwnAutocast, Casts])
+def test_16_bits_of_the_model_s_own_round_as_in_micro_batches(
+    model: type[nn.Module], tmp_path: Path
+) -> None:
+    made = compiled(model(), tmp_path)
+
+    assert made.validation is not None
+    assert made.validation.passed
+
+
+def test_16_bits_of_the_model_s_own_hide_no_departure(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="what the model makes of the mini-batch"):
+        compiled(AutocastAverage(), tmp_path)

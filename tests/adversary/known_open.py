@@ -6,6 +6,5 @@ KNOWN_OPEN: dict[str, str] = {
     **dict.fromkeys(
         ("layouts.last_is_batch", "layouts.stays_folded", "layouts.transposed_out"), TARGETS
     ),
-    "casts.own_autocast": "its 16-bit gradients are held to the tolerance of fp32",
     "attention.encoder_in_bf16": "torch's fused layer in eval mode gives bf16, the stages fp32",
 }

@@ -1,0 +1,54 @@
+"""The 16-bit types that a model computes in by itself, and the model without them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from gpipe_compiler.ir import Autocast, Graph, Op, RegionCall
+
+_LOWER = frozenset({torch.bfloat16, torch.float16})
+
+
+def lower_types(graph: Graph) -> frozenset[torch.dtype]:
+    """Those of its values, parameters and buffers, and those of its autocast regions."""
+    held = {item.dtype for items in (graph.values, graph.state) for item in items.values()}
+    return frozenset(_LOWER & {*held, *_of_regions(graph.ops)})
+
+
+def _of_regions(ops: Sequence[Op]) -> Iterator[torch.dtype]:
+    for op in ops:
+        call = op.call
+        if isinstance(call, RegionCall):
+            context = call.context
+            if isinstance(context, Autocast) and context.enabled:
+                yield context.dtype or torch.get_autocast_dtype(context.device_type)
+            yield from _of_regions(call.body.ops)
+
+
+@contextlib.contextmanager
+def without_lower() -> Iterator[None]:
+    """Around a model in 64 bits: what it casts to 16 bits stays in 64, and autocast is off."""
+    with torch._C._DisableAutocast(), _Widened():  # type: ignore[no-untyped-call]  # torch's own base
+        yield
+
+
+class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
+    """Every op that is to make 16 bits makes 64."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """What the op returns."""
+        wide, named = tree_map(_widened, (tuple(args), kwargs or {}))
+        return func(*wide, **named)
+
+
+def _widened(argument: Any) -> Any:
+    is_lower = isinstance(argument, torch.dtype) and argument in _LOWER
+    return torch.float64 if is_lower else argument
