@@ -137,8 +137,9 @@ class _Work:
         entry = self._entry(training=False)
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, self.plan.precision)
-        # For its shapes alone.
-        whole = evaluate(entry, [Call(self.batch.whole(), draws.seeded(0))], Precision.FP32)[0]
+        # For its shapes, and what has no batch dimension.
+        call = Call(self.batch.whole(), draws.seeded(0))
+        (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
         return {Kind.OUTPUT: _joined(parts, self.batch.sizes, whole)}, notes
 
     def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:

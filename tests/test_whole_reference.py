@@ -82,6 +82,12 @@ class AutocastAverage(Two):
         return self.last(h.float())
 
 
+class WithMean(Two):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.mean()
+
+
 class Casts(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).half() * 3
@@ -97,10 +103,14 @@ class Normed(Two):
         return self.last(self.norm(self.first(x)).tanh())
 
 
+def loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0] if isinstance(output, tuple) else output, target)
+
+
 def compiled(model: nn.Module, folder: Path, **options: object) -> Compiled:
     torch.manual_seed(0)
     subject = Subject(
-        "model", model, (torch.randn(8, 6),), target=torch.randint(3, (8,)), loss_fn=F.cross_entropy
+        "model", model, (torch.randn(8, 6),), target=torch.randint(3, (8,)), loss_fn=loss
     )
     chosen = dataclasses.replace(OPTIONS, **options)  # type: ignore[arg-type]  # as the tests give them
     return compile_subject(subject, chosen, folder / "model_x2")
@@ -187,3 +197,13 @@ def test_16_bits_of_the_model_s_own_round_as_in_micro_batches(
 def test_16_bits_of_the_model_s_own_hide_no_departure(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="what the model makes of the mini-batch"):
         compiled(AutocastAverage(), tmp_path)
+
+
+@pytest.mark.parametrize(("model", "microbatches"), [(Two, 1), (WithMean, 1), (WithMean, 4)])
+def test_outputs_that_do_not_grow_with_the_batch_are_in_16_bits_too(
+    model: type[nn.Module], microbatches: int, tmp_path: Path
+) -> None:
+    made = compiled(model(), tmp_path, precision=Precision.BF16, microbatches=microbatches)
+
+    assert made.validation is not None
+    assert made.validation.passed
