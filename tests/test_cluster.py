@@ -317,7 +317,7 @@ devices = st.builds(
     st.text(max_size=5),
     st.floats(min_value=1.0, max_value=1e30),
     st.floats(min_value=1.0, max_value=1e15),
-    st.integers(min_value=1),
+    st.integers(1, 2**60),
     st.floats(min_value=0.0, max_value=1.0),
     st.none() | st.floats(min_value=1.0, max_value=1e18),
     st.none() | st.floats(min_value=1.0, max_value=1e18),
