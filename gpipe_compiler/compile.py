@@ -35,7 +35,8 @@ from gpipe_compiler.mixing_samples import refuse_mixing
 from gpipe_compiler.one_piece import in_one_piece
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cut.setting import Objective
-from gpipe_compiler.passes.own_optimizer import AnyOptimizer, own_optimizer
+from gpipe_compiler.passes.optimizer_state import AnyOptimizer
+from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, Policy, RematChoice

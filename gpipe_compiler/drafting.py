@@ -22,7 +22,7 @@ from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.mixing import mixing_ops
-from gpipe_compiler.passes.own_optimizer import AnyOptimizer
+from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage

@@ -7,7 +7,7 @@ from enum import Enum
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.passes.cut.setting import Objective
-from gpipe_compiler.passes.own_optimizer import AnyOptimizer
+from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 
 

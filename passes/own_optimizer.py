@@ -3,34 +3,15 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph, State
 from gpipe_compiler.passes.dry_run import tensors_in
-from gpipe_compiler.runtime.spec import OptimizerKind
+from gpipe_compiler.passes.optimizer_state import OwnOptimizer
 from gpipe_compiler.runtime.wording import said
-
-
-@dataclass(frozen=True)
-class OwnOptimizer:
-    """The optimizer that `make_optimizer()` makes.
-
-    Attributes:
-        name: of its class.
-        remembered: bytes that it keeps of every trained parameter from step to step.
-        copies: the same in numbers for each number of a parameter, on average.
-    """
-
-    name: str
-    remembered: Mapping[str, int] = field(hash=False)
-    copies: float
-
-    def __str__(self) -> str:
-        return f"{self.name} of make_optimizer(), remembers {self.copies:.3g} times the parameters"
 
 
 def own_optimizer(graph: Graph, make: Callable[..., object]) -> OwnOptimizer | str:
@@ -56,25 +37,3 @@ def _parameter(state: State) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(state.shape, dtype=state.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     return parameter
-
-
-AnyOptimizer = OptimizerKind | OwnOptimizer
-
-_COPIES = {
-    OptimizerKind.SGD: 0,
-    OptimizerKind.MOMENTUM: 1,
-    OptimizerKind.ADAM: 2,
-    OptimizerKind.ADAMW: 2,
-}
-
-
-def copies_of(optimizer: AnyOptimizer) -> float:
-    """How many numbers an optimizer remembers of each number of a parameter, on average."""
-    return _COPIES[optimizer] if isinstance(optimizer, OptimizerKind) else optimizer.copies
-
-
-def remembered_bytes(optimizer: AnyOptimizer, parameter: str, size: int) -> int:
-    """Bytes that an optimizer remembers of a parameter of so many."""
-    if isinstance(optimizer, OptimizerKind):
-        return _COPIES[optimizer] * size
-    return optimizer.remembered.get(parameter, 0)

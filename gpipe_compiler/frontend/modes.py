@@ -60,7 +60,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         loss = Loss(value.name, loss.reduction)
     unlike = {**evaluation.unlike, **train.unlike}
     if not merging.different:
-        return train.replace(unlike=unlike)
+        return train if unlike == train.unlike else train.replace(unlike=unlike)
     ops, outputs = always_contiguous((*ops, *merging.selections), outputs)
     ops, outputs = unify_queries(ops, outputs)
     merged = train.replace(

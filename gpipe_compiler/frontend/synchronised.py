@@ -8,7 +8,7 @@ traced; `--batchnorm` says what it normalises over.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,26 +31,28 @@ def turned_into_batchnorm(model: nn.Module) -> Iterator[None]:
     layers: dict[str, nn.Module] = {
         path: module for path, module in model.named_modules() if type(module) is nn.SyncBatchNorm
     }
-    seen: dict[str, set[type[nn.Module]]] = {path: set() for path in layers}
-    hooks = [
-        module.register_forward_pre_hook(_noting(seen[path])) for path, module in layers.items()
-    ]
+    seen = {path: _Kinds() for path in layers}
+    hooks = [module.register_forward_pre_hook(seen[path]) for path, module in layers.items()]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
     for path, module in layers.items():
-        if len(seen[path]) == 1:
-            (module.__class__,) = seen[path]
+        if len(seen[path].kinds) == 1:
+            (module.__class__,) = seen[path].kinds
             del module.process_group
 
 
-def _noting(seen: set[type[nn.Module]]) -> Callable[[nn.Module, Any], None]:
+class _Kinds:
     """A hook that notes which BatchNorm takes what a layer is given; copies of it note it too."""
 
-    def hook(module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], torch.Tensor) and args[0].ndim in _BY_DIMENSIONS:
-            seen.add(_BY_DIMENSIONS[args[0].ndim])
+    def __init__(self) -> None:
+        self.kinds: set[type[nn.Module]] = set()
 
-    return hook
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and args[0].ndim in _BY_DIMENSIONS:
+            self.kinds.add(_BY_DIMENSIONS[args[0].ndim])
+
+    def __deepcopy__(self, memo: object) -> _Kinds:
+        return self

@@ -17,7 +17,7 @@ from gpipe_compiler.memory.holders import holders_at
 from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.memory.update import UpdateBytes, update_bytes
-from gpipe_compiler.passes.own_optimizer import AnyOptimizer
+from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.runtime.job import Work

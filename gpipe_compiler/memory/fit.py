@@ -16,7 +16,7 @@ from gpipe_compiler.cluster import is_host
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.memory.curve import DeviceMemory
 from gpipe_compiler.memory.devices import Layout, device_memories
-from gpipe_compiler.passes.own_optimizer import AnyOptimizer
+from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.policy import RematChoice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpipe_compiler.passes.own_optimizer import (
+from gpipe_compiler.passes.optimizer_state import (
     AnyOptimizer,
     OwnOptimizer,
     copies_of,

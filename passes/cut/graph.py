@@ -17,7 +17,7 @@ from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, 
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.own_optimizer import AnyOptimizer
+from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind

@@ -150,16 +150,15 @@ class _Stage:
         roots = [root.edge for root in graph.outputs.values()]
         gradients = [self.watch.adopt(forms[name]) for name in graph.outputs]
         heard.arriving = self._numbers(dict(zip(graph.outputs, gradients, strict=True)))
-        for loss in graph.losses:
-            if loss is not None:
-                roots.append(loss.edge)
-                gradients.append(torch.full_like(loss.like, 1.0) * 1.0)
+        losses = [loss for loss in graph.losses if loss is not None]
+        roots.extend(loss.edge for loss in losses)
+        gradients.extend(torch.full_like(loss.like, 1.0) * 1.0 for loss in losses)
         self.watch.sums.walk(roots)
         self.watch.follow_nodes()
         sent = run.backward(0, roots, gradients, graph.leaves)
         heard.sent_back = self._numbers(sent)
         self.watch.rest()
-        del graph, roots, gradients, sent
+        del graph, losses, roots, gradients, sent
         heard.backward = self.watch.take()
         if self.wiring.split:
             self.watch.follow_nodes()

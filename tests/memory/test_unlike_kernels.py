@@ -65,7 +65,7 @@ def peaks(
     options = CompileOptions(1, microbatches, ScheduleKind.GPIPE, remat, validate=False)
     package = folder / f"unlike_{folder.name}"
     made = compile(subject, options, package)
-    live, _ = count(Case(str(package), batch, options.optimizer.value))
+    live, _ = count(Case(str(package), batch, options.policy.optimizer.value))
     return made.plan.prediction.device_bytes[0], live
 
 

@@ -13,7 +13,8 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.own_optimizer import OwnOptimizer, own_optimizer
+from gpipe_compiler.passes.optimizer_state import OwnOptimizer
+from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.spec import OptimizerKind
 

@@ -77,11 +77,11 @@ class Real:
 
     def backward(self) -> None:
         roots = [root.edge for root in self.graph.outputs.values()]
-        if self.graph.loss is not None:
-            roots.append(self.graph.loss.edge)
-            self.gradients.append(torch.full_like(self.graph.loss.like, 1.0) * 1.0)
+        losses = [loss for loss in self.graph.losses if loss is not None]
+        roots.extend(loss.edge for loss in losses)
+        self.gradients.extend(torch.full_like(loss.like, 1.0) * 1.0 for loss in losses)
         sent = self.run.backward(0, roots, self.gradients, self.graph.leaves)
-        del self.graph, self.gradients, roots, sent
+        del self.graph, self.gradients, losses, roots, sent
 
     def weight(self) -> None:
         self.run.weight(0)

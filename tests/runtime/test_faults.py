@@ -25,7 +25,7 @@ from gpipe_compiler.runtime.spec import Leaf, StageSpec
         (torch.ones(8, WIDTH), torch.ones(4, WIDTH), "x has 8 samples, target has 4"),
         ((torch.ones(8, 6), torch.ones(8)), torch.ones(8, 6), "takes no positional argument 1"),
         (("text",), torch.ones(8, WIDTH), "positional argument 0 is str"),
-        (torch.tensor(1.0), torch.ones(8, WIDTH), "has no dimension to split"),
+        (torch.tensor(1.0), torch.ones(8, WIDTH), "no dimension 0 to split"),
     ],
 )
 def test_wrong_inputs_are_refused(inputs, target, message):
