@@ -155,7 +155,7 @@ class Entry(nn.Module):
                 return
             dims = self._dims(leaves, count)
             if any(leaf.is_meta for leaf in leaves):
-                count, (output, target) = 2, self._stand_ins((output, target), dims)
+                count, (output, target) = 2, self._stand_ins((output, target), count, dims)
             self._probe_loss_function(output, target, count, dims)
             return
         self.own_loss = _own_loss(self.full_structure)
@@ -188,22 +188,32 @@ class Entry(nn.Module):
     def _dims(self, leaves: Sequence[torch.Tensor], count: int) -> tuple[_Dims, _Dims]:
         """The batch dimensions of the model's outputs for so many samples, and of the targets.
 
-        Where that of every input is 0, outputs with so many rows have theirs there too.
+        Where that of every input is 0, outputs with so many rows, and no other dimension of that
+        size, have theirs there too.
         """
         inputs = self.signature.inputs
         of_target = [source.batch_dim for source in inputs if source.path[0] == "target"]
-        if not any(source.batch_dim for source in inputs):
-            return [0 if x.ndim and x.shape[0] == count else None for x in leaves], of_target
-        more = pick(self._probe_output(count + 1)[0], self.full_structure)
+        first = [0 if x.ndim and x.shape[0] == count else None for x in leaves]
+        elsewhere = any(source.batch_dim for source in inputs)
+        if not elsewhere and all(not x.ndim or _only_first(x, count) for x in leaves):
+            return first, of_target
+        try:
+            more = pick(self._probe_output(count + 1)[0], self.full_structure)
+        except (ModelError, LookupError, AttributeError, TypeError):  # or another structure
+            if elsewhere:
+                raise
+            return first, of_target
         pairs = zip(leaves, more, strict=True)
         return [row_dim(pair, (count, count + 1)) for pair in pairs], of_target
 
-    def _stand_ins(self, trees: tuple[Any, Any], dims: tuple[_Dims, _Dims]) -> tuple[Any, Any]:
+    def _stand_ins(
+        self, trees: tuple[Any, Any], count: int, dims: tuple[_Dims, _Dims]
+    ) -> tuple[Any, Any]:
         """Two samples of output and target with made-up numbers, on which a loss can be tried.
 
         Where they would take too much memory, they stay on meta.
         """
-        output, target = (_samples_of(*pair, 0, 2) for pair in zip(trees, dims, strict=True))
+        output, target = (_samples_of(*pair, count, 0, 2) for pair in zip(trees, dims, strict=True))
         leaves = pick(output, self.full_structure)
         if max((leaf.numel() for leaf in leaves), default=0) > _LARGEST_STAND_IN:
             return output, map_tensors(_on_meta, target)
@@ -252,7 +262,8 @@ class Entry(nn.Module):
 
         def loss(first: int, last: int) -> torch.Tensor:
             part, of_target = (
-                _samples_of(*pair, first, last) for pair in zip((output, target), dims, strict=True)
+                _samples_of(*pair, count, first, last)
+                for pair in zip((output, target), dims, strict=True)
             )
             with torch.random.fork_rng(), torch.no_grad():
                 value = _user_call("loss_fn", self.loss_fn, last - first, (part, of_target), {})
@@ -300,13 +311,25 @@ def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Ent
     return Entry(subject, signature, states, training, reduces=reduces)
 
 
-def _samples_of(tree: object, dims: _Dims, first: int, last: int) -> object:
-    """Some of the samples of a nest of tensors; what has no batch dimension stays whole."""
+def _only_first(tensor: torch.Tensor, count: int) -> bool:
+    """Whether dimension 0 has this size, and no other has."""
+    return tensor.shape[0] == count and count not in tensor.shape[1:]
+
+
+def _samples_of(tree: object, dims: _Dims, count: int, first: int, last: int) -> object:
+    """Some of the samples of a nest of tensors; what has no batch dimension stays whole.
+
+    Args:
+        count: samples in the nest, each of one row or of several.
+    """
     order = iter(dims)
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         dim = next(order)
-        return tensor if dim is None else tensor.narrow(dim, first, last - first)
+        if dim is None:
+            return tensor
+        rows = tensor.shape[dim] // count
+        return tensor.narrow(dim, first * rows, (last - first) * rows)
 
     return map_tensors(part, tree)
 

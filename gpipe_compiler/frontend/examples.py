@@ -155,7 +155,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
         raise ModelError(
             f"{what} holds no tensor",
             location=location,
-            hint="a pipeline splits tensors along dimension 0, so there has to be one",
+            hint="a pipeline splits tensors into samples, so there has to be one",
         )
 
 
@@ -186,15 +186,16 @@ def check_batch(call: Call, target: object, origin: str, location: SourceLocatio
 
     Raises:
         ModelError: when all inputs agree on dimension 0, all targets agree on theirs, and the one
-            is neither a multiple of the other (a target may be flattened over time steps) nor the
-            size of another dimension of an input.
+            is not a multiple of the other (a target may be flattened over time steps), and no
+            dimension of a target is as large as one of an input.
     """
     sizes = {tensor.shape[0] for tensor in tensors(call) if tensor.ndim}
     target_sizes = {tensor.shape[0] for tensor in tensors(target) if tensor.ndim}
     if len(sizes) != 1 or len(target_sizes) != 1:
         return
     samples, targets = sizes.pop(), target_sizes.pop()
-    if targets % samples and not any(targets in tensor.shape for tensor in tensors(call)):
+    possible = {size for tensor in tensors(call) for size in tensor.shape}
+    if targets % samples and not any(possible & {*tensor.shape} for tensor in tensors(target)):
         raise ModelError(
             f"{origin} has {targets} targets, but the example has {samples} samples",
             location=location,

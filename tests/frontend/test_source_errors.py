@@ -101,7 +101,7 @@ BAD_FILES = {
     "example without tensors": (
         "def example_inputs():\n    return 3, None\n",
         "model.py:6: example_inputs() holds no tensor\n"
-        "  hint: a pipeline splits tensors along dimension 0, so there has to be one",
+        "  hint: a pipeline splits tensors into samples, so there has to be one",
     ),
     "example of an array": (
         "def example_inputs():\n    import numpy\n    return (numpy.ones(3),)\n",
