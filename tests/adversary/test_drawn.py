@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from adversary.drawn import LOSSES, SCHEDULES, STEPS, Recipe, drawn_case
 from adversary.judging import JudgeProcess, compiled
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 QUICK, MANY = 4, 60
@@ -66,7 +66,7 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.
 
 
 @pytest.mark.usefixtures("validating")
-@settings(max_examples=QUICK, suppress_health_check=QUIET)
+@settings(max_examples=QUICK, suppress_health_check=QUIET, phases=[Phase.generate])
 @given(recipes())
 def test_a_few_drawn(judge: JudgeProcess, recipe: Recipe) -> None:
     is_exact(recipe, judge)
