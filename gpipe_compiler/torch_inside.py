@@ -33,12 +33,12 @@ USED: Mapping[str, tuple[str, ...]] = {
         "FakeTensorMode",
         "in_kernel_invocation_manager",
     ),
-    "torch.ops.aten": ("_cudnn_rnn", "_to_copy"),
+    "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
-    "torch.utils._pytree": ("tree_leaves",),
+    "torch.utils._pytree": ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
 }
 """Names by what holds them. Beside them stands what is looked for where it is used: dynamo's, and
 torch.export's passes (`frontend/captured.py`); checkpoints (`frontend/recompute.py`)."""
