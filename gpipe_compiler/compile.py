@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.exploring import explore
 from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.batch_dims import find_batch_dims
+from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.frontier import Frontier
@@ -40,6 +41,7 @@ from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.reference import reference_of
 from gpipe_compiler.remedies import what_if
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
@@ -283,7 +285,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         refuse_apart(made)
         refuse_unsplit(made)
         progress("looking whether micro-batches give what the batch does")
-        made = in_one_piece(batch, made, seed=options.seed, run=options.validate)
+        made = in_one_piece(made, partial(_refuse_parts, batch, options))
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     if options.remedies:
@@ -322,6 +324,14 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         raise left_aside(error, directory) from error
     held = found[0] if found else None
     return Compiled(frontend, made, placed, held, refused, frontier, batch.note)
+
+
+def _refuse_parts(found: Found, options: CompileOptions, plan: Plan) -> None:
+    """Raises ModelError or ValidationError where micro-batches do not give what the batch does."""
+    refuse_mixing(found, plan)
+    refuse_unsplit(plan)
+    if options.validate:
+        reference_of(found.subject, plan, options.seed)
 
 
 def _validated(

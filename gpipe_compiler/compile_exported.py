@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 from gpipe_compiler.batch_outputs import check_rows
@@ -24,7 +25,9 @@ from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ValueKind
 from gpipe_compiler.mixing_samples import refuse_mixing
+from gpipe_compiler.one_piece import in_one_piece
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.reference import reference_of
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate import Validation
@@ -56,11 +59,11 @@ def compile_exported(
     if directory is not None:
         refuse_taken(directory, force=options.force)
     progress("tracing")
-    batch = Found(subject)
+    found = find_batch_dims(subject)
     if options.microbatches != 1:
-        batch = find_batch_dims(subject)
-        subject = batch.subject
-        _refuse_other_dims(subject)
+        _refuse_other_dims(found)
+    batch = Found(subject) if _other_dims(found) else found
+    subject = batch.subject
     graph, frontend = auto.choose(subject, options.frontend)
     if on_meta(graph):
         raise ModelError(
@@ -69,30 +72,49 @@ def compile_exported(
         )
     progress("planning")
     made, frontier = plan_as_asked(graph, options, progress)
-    refuse_mixing(batch, made)
-    check_rows(made, _numbers(made))
+    _refuse_parts(found, made)
+    made = in_one_piece(made, partial(_refuse_parts, found, validate=options.validate))
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
-    found: list[Validation] = []
+    validations: list[Validation] = []
 
     def hold(folder: Path) -> None:
         if options.validate:
             progress("validating the package against the model")
-            found.append(validate_exported(subject, made, folder))
-            write_report(made, folder / "report.html", found[0])
-            refuse_failed(found[0])
+            validations.append(validate_exported(subject, made, folder))
+            write_report(made, folder / "report.html", validations[0])
+            refuse_failed(validations[0])
 
     try:
         placed = emit_exported(made, directory, force=options.force, progress=progress, check=hold)
     except ValidationError as error:
         raise left_aside(error, directory) from error
-    held = found[0] if found else None
+    held = validations[0] if validations else None
     return Compiled(frontend, made, placed, held, frontier=frontier, batch=batch.note)
 
 
-def _refuse_other_dims(subject: Subject) -> None:
+def _refuse_parts(found: Found, plan: Plan, *, validate: bool = False) -> None:
+    """Raises ModelError or ValidationError where micro-batches do not give what the batch does.
+
+    Args:
+        validate: whether to compare numbers, too: the model in plain PyTorch.
+    """
+    if plan.microbatches == 1:
+        return
+    _refuse_other_dims(found)
+    refuse_mixing(found, plan)
+    check_rows(plan, _numbers(plan))
+    if validate:
+        reference_of(found.subject, plan, seed=0)
+
+
+def _other_dims(found: Found) -> list[str]:
+    return [f"{dim} of {name}" for name, dim in found.subject.batch_dims.items() if dim]
+
+
+def _refuse_other_dims(found: Found) -> None:
     """Raises ModelError where the batch is another dimension than 0: ONNX stages take no other."""
-    other = [f"{dim} of {name}" for name, dim in subject.batch_dims.items() if dim]
+    other = _other_dims(found)
     if other:
         raise ModelError(
             f"the batch is dimension {', '.join(other)}: packages for ONNX Runtime are cut along "

@@ -30,16 +30,18 @@ from gpipe_compiler.frontend.onnx.graph import graph_of, unshaped
 from gpipe_compiler.frontend.onnx.reading import OnnxModel, read_model
 from gpipe_compiler.frontend.onnx.sizes import InputSizes, input_sizes
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.one_piece import in_one_piece
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import on_kinds
 from gpipe_compiler.passes.onnx_constants import node_of
 from gpipe_compiler.passes.onnx_cost import onnx_rooflines
 from gpipe_compiler.passes.onnx_facts import onnx_facts
 from gpipe_compiler.passes.onnx_measure import onnx_measured
+from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate import Validation
-from gpipe_compiler.validate_onnx import random_inputs, validate_onnx
+from gpipe_compiler.validate_onnx import random_inputs, refuse_meeting, validate_onnx
 from gpipe_compiler.workbench import MICROBATCHES_PER_STAGE, Prepared, Workbench
 
 
@@ -80,8 +82,14 @@ def compile_onnx(
         made, frontier = plan_on(bench, options, progress)
     except PlanError as error:
         raise _explained(error, bench.graph) from error
-    assert made.graph is not None
-    check_rows(made, {op.name for op in made.graph.ops if node_of(op).op_type in _SHAPES})
+    _refuse_parts(made)
+
+    def refuse(halved: Plan) -> None:
+        _refuse_parts(halved)
+        if options.validate and not sizes.fixed:
+            refuse_meeting(model, sizes, halved, seed=options.seed)
+
+    made = in_one_piece(made, refuse)
     if directory is None:
         return Compiled(None, made, None, None, frontier=frontier)
     found: list[Validation] = []
@@ -106,6 +114,12 @@ def compile_onnx(
     except ValidationError as error:
         raise left_aside(error, directory) from error
     return Compiled(None, made, placed, found[0] if found else None, frontier=frontier)
+
+
+def _refuse_parts(plan: Plan) -> None:
+    """Raises ModelError for outputs that have no rows for the samples of micro-batches."""
+    assert plan.graph is not None
+    check_rows(plan, {op.name for op in plan.graph.ops if node_of(op).op_type in _SHAPES})
 
 
 def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:

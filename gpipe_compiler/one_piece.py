@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, ValidationError
-from gpipe_compiler.frontend.batch_dims import Found
-from gpipe_compiler.mixing_samples import refuse_mixing
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.reference import reference_of
-from gpipe_compiler.splitting import refuse_unsplit
 
 _LEAST = 4
 """Samples that are tried, so that both micro-batches have two, as BatchNorm needs."""
 
 
-def in_one_piece(found: Found, plan: Plan, *, seed: int, run: bool) -> Plan:
+def in_one_piece(plan: Plan, refuse: Callable[[Plan], None]) -> Plan:
     """The plan whose graph says why its package takes mini-batches whole, where it must.
 
     It must where a plan with two micro-batches would be refused. Where that is not known, because
     the model does not run on half of its example, nothing is said.
 
     Args:
-        run: whether to compare numbers, too: the model in plain PyTorch.
+        refuse: raises ModelError or ValidationError for a plan with several micro-batches that do
+            not give what the mini-batch does.
 
     Raises:
         ModelError, ValidationError: for a plan with replicas, each of which takes a part.
@@ -32,10 +30,7 @@ def in_one_piece(found: Found, plan: Plan, *, seed: int, run: bool) -> Plan:
     samples = max(_LEAST, plan.batch_size // 2 * 2)
     halved = dataclasses.replace(plan, microbatches=2, batch_size=samples, replicas=1)
     try:
-        refuse_mixing(found, halved)
-        refuse_unsplit(halved)
-        if run:
-            reference_of(found.subject, halved, seed)
+        refuse(halved)
     except (ModelError, ValidationError) as error:
         if plan.training and plan.replicas > 1:
             raise

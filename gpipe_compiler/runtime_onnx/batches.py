@@ -67,9 +67,18 @@ def sizes_of(spec: PipelineSpec, samples: int, microbatches: int | None) -> tupl
         microbatches: None for micro-batches of the planned size, of which the last may be smaller.
 
     Raises:
-        UsageError: for none, or where the model takes only micro-batches of one size.
+        UsageError: for none, or where the model takes only micro-batches of one size, or the batch
+            in one piece.
     """
     size = spec.microbatch_size
+    if spec.whole_batch:
+        parts = samples // size if spec.fixed else 1
+        if parts > 1 or microbatches not in (None, 1):
+            raise UsageError(
+                f"{spec.name} takes a mini-batch in one piece, not in {microbatches or parts}: "
+                f"{spec.whole_batch}"
+            )
+        microbatches = 1
     if spec.fixed:
         if samples % size or microbatches not in (None, samples // size):
             raise UsageError(

@@ -73,6 +73,7 @@ class PipelineSpec:
         microbatch_size: samples in a micro-batch, as planned.
         fixed: whether micro-batches can be of no other size.
         quantised: whether nodes round to integers, so that last places may show in full.
+        whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         tolerance: by how much of its largest entry an output may differ from the whole model's.
     """
 
@@ -88,4 +89,5 @@ class PipelineSpec:
     microbatch_size: int
     fixed: bool = False
     quantised: bool = False
+    whole_batch: str = ""
     tolerance: float = 1e-4

@@ -83,6 +83,8 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         options["fixed"] = name("True")
     if traits.close.quantised:
         options["quantised"] = name("True")
+    if graph.whole_batch:
+        options["whole_batch"] = _text(graph.whole_batch)
     if traits.close.tolerance != Closeness().tolerance:
         options["tolerance"] = name(f"{traits.close.tolerance:.3g}")
     items = [value.prefixed(f"{key}=") for key, value in options.items()]
