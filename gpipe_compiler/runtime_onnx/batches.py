@@ -76,7 +76,8 @@ def sizes_of(spec: PipelineSpec, samples: int, microbatches: int | None) -> tupl
         if parts > 1 or microbatches not in (None, 1):
             raise UsageError(
                 f"{spec.name} takes a mini-batch in one piece, not in {microbatches or parts}: "
-                f"{spec.whole_batch}"
+                f"{spec.whole_batch}; leave the number of micro-batches out"
+                + (f", and give it {size} samples" if spec.fixed else "")
             )
         microbatches = 1
     if spec.fixed:
