@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.departure import HINT, departure
 from gpipe_compiler.draws import Draws
@@ -29,7 +30,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.lower_types import lower_types, without_lower
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.mixing import batchnorm_ops, mixing_ops
+from gpipe_compiler.passes.mixing import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.plain_run import (
     Batch,
     Call,
@@ -44,7 +45,7 @@ from gpipe_compiler.plain_run import (
     with_terms,
 )
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import Kind, Tensors, compare
+from gpipe_compiler.runtime.comparison import Kind, Tensors, compare, dense
 from gpipe_compiler.runtime.inputs import join
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
 from gpipe_compiler.splitting import Losses, cause_of, explain, loss_shares
@@ -99,6 +100,7 @@ class _Work:
     Attributes:
         shares: the weights of the micro-batches' losses.
         accepted: whether micro-batches need not come to what the mini-batch does.
+        frozen: whether BatchNorm normalises by its running statistics in training, too.
         rounded: a type to whose rounding they may differ; None for that of each tensor's own.
     """
 
@@ -108,6 +110,7 @@ class _Work:
     shares: Shares
     seed: int
     accepted: bool
+    frozen: bool = False
     rounded: torch.dtype | None = None
 
     @property
@@ -157,6 +160,8 @@ class _Work:
             return train_step(self._entry(training=True), [call], self.plan.precision), ()
         layers = touchy & batchnorm_ops(self.graph, self.subject.model)
         if layers:
+            if not self.accepted and made_in_batchnorm(self.graph, self.subject.model, layers):
+                dataclasses.replace(self, frozen=True).refuse_beside(touchy - layers)
             return self._loop(draws, self.plan.precision), (self._normalises(layers),)
         try:
             for whole, flat in self._wholes(draws):
@@ -175,21 +180,55 @@ class _Work:
                 error = departure(self.graph, self._entry(training=True), self.batch, draws)
         return self._loop(draws, self.plan.precision), self._accept(error)
 
+    def refuse_beside(self, others: Collection[str]) -> None:
+        """Refuses what takes the samples of a batch together in training, frozen BatchNorm apart.
+
+        Args:
+            others: the ops that are known to mix samples or to write, BatchNorm's own apart.
+
+        Raises:
+            ValidationError: naming the first of these.
+        """
+        assert self.graph.loss is not None
+        if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
+            return
+        check = _Work._trains_alike if others else _Work._forwards_alike
+        try:
+            if check(self) or self._in_double(check):
+                return
+        except ApartError as problem:
+            if problem.inside:
+                return
+            raise self._apart(problem) from problem
+        op = next((op for op in self.graph.ops if op.name in others), None)
+        what = "something" if op is None else op.name
+        raise ValidationError(
+            f"what the model makes of the mini-batch in training is not what its "
+            f"{len(self.batch.sizes)} micro-batches come to, BatchNorm apart: {what} takes the "
+            "samples of a batch together, or writes for each micro-batch",
+            location=None if op is None else op.source,
+            hint=HINT,
+        )
+
     def _entry(self, *, training: bool) -> Entry:
-        return make_entry(self.subject, training, reduces=False)
+        entry = make_entry(self.subject, training, reduces=False)
+        for module in entry.model.modules() if self.frozen else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return entry
 
     def _calls(self, entry: Entry, draws: Draws) -> list[Call]:
         """A call for each micro-batch."""
         calls = one_by_one(self.batch, entry.signature, draws, self.shares)
         return with_terms(calls, self.graph, draws) if self.plan.training else calls
 
-    def _both(self, draws: Draws) -> _Both:
-        """The micro-batches and the whole, in eval mode and 32 bits.
+    def _both(self, draws: Draws, *, training: bool = False) -> _Both:
+        """The micro-batches and the whole, without gradients and in 32 bits.
 
         Raises:
             ApartError: where what is drawn for the whole is not drawn for micro-batches.
         """
-        entry = self._entry(training=False)
+        entry = self._entry(training=training)
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, Precision.FP32)
         found = _Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
@@ -203,6 +242,12 @@ class _Work:
 
     def _evaluates_alike(self) -> bool:
         return self._both(Draws.of(self.graph, self.seed, training=False)).alike
+
+    def _forwards_alike(self) -> bool:
+        """Whether a forward in training is. What is not finite tells nothing."""
+        found = self._both(Draws.of(self.graph, self.seed, training=True), training=True)
+        tensors = [*found.whole.outputs.values(), *found.whole.terms]
+        return found.alike or not all(bool(dense(t).isfinite().all()) for t in tensors)
 
     def _wholes(self, draws: Draws) -> Iterator[tuple[Tensors, bool]]:
         """Steps on the mini-batch in one piece and in 32 bits, and whether a draw is flattened.
@@ -227,7 +272,7 @@ class _Work:
         """A step micro-batch by micro-batch."""
         entry = self._entry(training=True)
         calls = self._calls(entry, draws)
-        deferred = self.plan.batchnorm is BatchNorm.DEFERRED
+        deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
         return train_step(entry, calls, precision, deferred=deferred)
 
     def _trains_alike(self) -> bool:

@@ -5,7 +5,7 @@ BatchNorm in train mode is one; so are a mean over the batch and a product of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +46,23 @@ def batchnorm_ops(graph: Graph, model: nn.Module) -> frozenset[str]:
     Args:
         model: which the graph was traced from; it tells the layers, subclasses included.
     """
-    layers = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
     run = DryRun.of(shortest(graph), training=graph.loss is not None)
     kernels = per_op(graph, _kernels(run, graph.batch_size))
     return frozenset(
         op.name
         for op in graph.ops
         if any("batch_norm" in kernel.name for kernel in kernels.get(op.name, ()))
-        or any(path in layers for path in _paths(op))
-    )
+    ) | _made_in_layers(graph, model)
+
+
+def made_in_batchnorm(graph: Graph, model: nn.Module, ops: Collection[str]) -> bool:
+    """Whether all of these ops are made in BatchNorm layers of the model."""
+    return _made_in_layers(graph, model).issuperset(ops)
+
+
+def _made_in_layers(graph: Graph, model: nn.Module) -> frozenset[str]:
+    layers = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return frozenset(op.name for op in graph.ops if any(path in layers for path in _paths(op)))
 
 
 def _paths(op: Op) -> Iterator[str]:

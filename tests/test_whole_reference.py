@@ -103,6 +103,44 @@ class Normed(Two):
         return self.last(self.norm(self.first(x)).tanh())
 
 
+class NormedAverage(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x)).tanh()
+        if self.training:
+            h = h - h.mean(0)  # beside BatchNorm
+        return self.last(h)
+
+
+class NormedOrdered(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x)).tanh()
+        return self.last(h + h.cumsum(0) if self.training else h)
+
+
+class NormedCalls(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state.add_(1)  # of calls, beside BatchNorm
+        return super().forward(x)
+
+
+class NormedSamples(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state.add_(x.shape[0])
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class NormedByFunction(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        h = (
+            F.batch_norm(self.first(x), None, None, training=True)
+            if self.training
+            else x @ self.first.weight.T
+        )
+        return self.last(self.norm(h).tanh())
+
+
 def loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
     return F.cross_entropy(output[0] if isinstance(output, tuple) else output, target)
 
@@ -172,6 +210,37 @@ def test_batchnorm_over_micro_batches_is_said(tmp_path: Path) -> None:
     note = made.validation.notes[0]
     assert "--batchnorm micro" in note
     assert f"{Path(__file__).name}:{line_of('self.norm(self.first')}" in note
+
+
+@pytest.mark.parametrize("batchnorm", [BatchNorm.MICRO, BatchNorm.DEFERRED])
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (NormedAverage, "# beside BatchNorm"),
+        (NormedOrdered, ""),
+        (NormedCalls, "# of calls, beside BatchNorm"),
+    ],
+)
+def test_nothing_hides_beside_batchnorm(
+    model: type[nn.Module], line: str, batchnorm: BatchNorm, tmp_path: Path
+) -> None:
+    with pytest.raises(ValidationError, match="BatchNorm apart") as caught:
+        compiled(model(), tmp_path, batchnorm=batchnorm, microbatches=2)
+
+    assert "--per-microbatch" in caught.value.hint
+    if line:
+        assert caught.value.location is not None
+        assert caught.value.location.line == line_of(line)
+
+
+@pytest.mark.parametrize("model", [NormedSamples, NormedByFunction])
+def test_what_samples_come_to_stands_beside_batchnorm(
+    model: type[nn.Module], tmp_path: Path
+) -> None:
+    made = compiled(model(), tmp_path, microbatches=2)
+
+    assert made.validation is not None
+    assert made.validation.passed
 
 
 def test_16_bits_are_the_whole_batch_s_too(tmp_path: Path) -> None:
