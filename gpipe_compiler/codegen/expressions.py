@@ -50,8 +50,8 @@ class Writer:
 
     Attributes:
         variables: for every value, the variable that holds it, or the expression that makes it.
-        states: for every parameter, buffer and constant, where the stage keeps it (`self.scale`).
-        modules: for every module path, the stage's attribute.
+        states: for every parameter, buffer and constant, the expression for it (`self.scale`).
+        modules: for every module path, the expression for it (`self.layers["2"].conv1`).
         anchor: a tensor of the method; a device that was fixed by tracing becomes its device.
     """
 
@@ -74,8 +74,7 @@ class Writer:
                 receiver = self.argument(made.args[0]).within(Binding.ATOM)
                 return call(f"{receiver}.{made.method}", self.arguments(made.args[1:], made.kwargs))
             case ModuleCall():
-                attribute = self.modules[made.module]
-                return call(f"self.{attribute}", self.arguments(made.args, made.kwargs))
+                return call(self.modules[made.module], self.arguments(made.args, made.kwargs))
 
     def arguments(
         self, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.comments import call_path, value_text
-from gpipe_compiler.codegen.constructors import state_of, state_table
+from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
@@ -33,14 +33,14 @@ class WeightSource:
         text: the source of `loss_weight.py`.
         inputs: inputs of the pipeline, in the order of arguments.
         outputs: what it counts.
-        state: its own state names to the model's.
+        renamed: whether some of its own state names are no names of the model.
         initial: by the model's names, how the state of a model without weights begins.
     """
 
     text: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    state: Mapping[str, str]
+    renamed: bool
     initial: Mapping[str, Steps]
 
 
@@ -60,7 +60,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     ops = tuple({op.name: op for weight in weights for op in weight.ops}.values())
     inputs = tuple(dict.fromkeys(name for weight in weights for name in weight.inputs))
     values = tuple(weight.value for weight in weights)
-    state = state_of(graph, ops, (), imports)
+    state = state_of(graph, ops, imports)
     method = Method(ops, inputs, values, batch_sizes=frozenset())
     body = write_body(graph, method, Writer(imports, state.places, state.modules))
     sources = {source.name: source for source in graph.inputs}
@@ -79,12 +79,15 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         title=_title(plan.name, terms),
         imports=imports.lines(),
         class_name=CLASS,
+        base=state.root.cls.__name__,
         constructor=state.lines,
         methods=[method_text("forward", body, returned, described)],
-        state=state_table(state) if state.originals else [],
+        renamed=renamed_table(state),
+        writes=(),
+        segments=(),
         initial=initial_lines(initial, imports),
     )
-    return WeightSource(text, inputs, values, state.originals, initial)
+    return WeightSource(text, inputs, values, bool(state.renamed), initial)
 
 
 def _title(name: str, terms: Sequence[LossTerm]) -> str:

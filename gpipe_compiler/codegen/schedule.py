@@ -223,8 +223,9 @@ def _stage(stage: StageSource, remat: Remat) -> Expression:
         "module": name(f"{module}.{stage.class_name}"),
         "inputs": _texts(stage.inputs),
         "outputs": _texts(stage.outputs),
-        "state": name(f"{module}.STATE"),
     }
+    if stage.renamed:
+        options["renamed"] = name(f"{module}.RENAMED")
     if stage.loss_inputs:
         options["loss_inputs"] = _texts(stage.loss_inputs)
     randoms = {
@@ -353,8 +354,8 @@ def _weight(weight: WeightSource) -> Expression:
         "inputs": _texts(weight.inputs),
         "outputs": _texts(weight.outputs),
     }
-    if weight.state:
-        options["state"] = name(f"{loss_weight.MODULE}.STATE")
+    if weight.renamed:
+        options["renamed"] = name(f"{loss_weight.MODULE}.RENAMED")
     if weight.initial:
         options["initial"] = name(f"{loss_weight.MODULE}.INITIAL")
     return _call("StageSpec", options, exploded=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gpipe_compiler.codegen.body import Body, write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.constructors import ATTRIBUTES, state_of, state_table
+from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts, Randoms
 from gpipe_compiler.codegen.imports import Imports
@@ -16,6 +16,7 @@ from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
+from gpipe_compiler.codegen.nested import OF_STAGE
 from gpipe_compiler.codegen.segments import buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind, ValueKind
@@ -37,7 +38,8 @@ class StageSource:
     Attributes:
         text: the source of `stage_<index>.py`.
         inputs, outputs, loss_inputs: values in the order of arguments and results.
-        state: the stage's own state names to the model's.
+        state: the stage's own state names to the canonical ones of the model.
+        renamed: whether some of the former are no names of the model.
         random_ops: the random aten ops that it runs in training.
         random_in_eval: those that it runs in eval mode.
         initial: by the model's names, how the state of a model without weights begins.
@@ -54,6 +56,7 @@ class StageSource:
     outputs: tuple[str, ...]
     loss_inputs: tuple[str, ...]
     state: Mapping[str, str]
+    renamed: bool
     random_ops: Randoms
     random_in_eval: Randoms
     initial: Mapping[str, Steps]
@@ -84,9 +87,8 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     imports = Imports()
     imports.from_torch("nn")
     ops = [op for method in (whole, *losses) for op in method.ops]
-    state = state_of(graph, ops, stage.state, imports)
-    taken = {own.partition(".")[0] for own in (*state.originals, *state.modules.values())}
-    forward, segments = split_off(facts, stage, whole, ATTRIBUTES | taken)
+    state = state_of(graph, ops, imports, stage.state, methods=(LOSS,) if losses else ())
+    forward, segments = split_off(facts, stage, whole, OF_STAGE | state.attributes)
     methods = {FORWARD: forward}
     methods |= {segment.name: segment.method for segment in segments}
     methods |= dict(zip((LOSS,), losses, strict=False))
@@ -105,9 +107,10 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         title=_title(plan, stage, ops),
         imports=imports.lines(),
         class_name=f"Stage{stage.index}",
+        base=state.root.cls.__name__,
         constructor=state.lines,
         methods=[_method_lines(plan, graph, stage, item) for item in written],
-        state=state_table(state),
+        renamed=renamed_table(state),
         writes=_writes_lines(writes),
         segments=_segments_lines(held),
         initial=initial_lines(initial, imports),
@@ -120,6 +123,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         outputs=outputs,
         loss_inputs=losses[0].arguments if losses else (),
         state=state.originals,
+        renamed=bool(state.renamed),
         random_ops=facts.random_ops(ops, training=True),
         random_in_eval=facts.random_ops(ops, training=False),
         initial=initial,

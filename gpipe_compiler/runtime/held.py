@@ -32,7 +32,7 @@ class HeldStages:
         hidden = canonical_first(self.shared)
         seen: set[str] = set()
         for index, module in self.modules.items():
-            names = self.spec.stages[index].state
+            names = self.spec.stages[index].renamed
             for own, parameter in module.named_parameters():
                 name = names.get(own, own)
                 if id(parameter) not in hidden and name not in seen:
@@ -58,7 +58,7 @@ class HeldStages:
         """The buffers under the model's own names, each once."""
         seen: set[str] = set()
         for index, module in self.modules.items():
-            names = self.spec.stages[index].state
+            names = self.spec.stages[index].renamed
             for own, buffer in module.named_buffers():
                 name = names.get(own, own)
                 if name not in seen:

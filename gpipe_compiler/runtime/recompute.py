@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .weights import submodule
+
 Copies = tuple[torch.Tensor, ...]
 """Copies of a stage's written buffers, one for each place that holds one."""
 
@@ -36,7 +38,7 @@ class WrittenBuffers:
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         held = dict(module.named_buffers(remove_duplicate=False))
         split = [name.rpartition(".") for name in names if name in held]
-        self._places = tuple((module.get_submodule(path), key) for path, _, key in split)
+        self._places = tuple((submodule(module, path), key) for path, _, key in split)
 
     def copies(self) -> Copies:
         """The values of now. Names of one tensor get one copy."""

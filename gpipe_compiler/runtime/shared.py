@@ -114,7 +114,7 @@ def shared_parameters(
             parameter
             for index in sorted(modules)
             for own, parameter in modules[index].named_parameters()
-            if spec.stages[index].state.get(own, own) == name
+            if spec.stages[index].renamed.get(own, own) == name
         ]
         if owners and owners[0].requires_grad:
             shared = SharedParameter(name, owners)
@@ -137,8 +137,8 @@ def trainable_shared(
         first = stages[0]
         if first not in cache:
             cache[first] = kinds(first)
-        own_names = [own for own, model in spec.stages[first].state.items() if model == name]
-        if any(cache[first].get(own, False) for own in own_names):
+        renamed = spec.stages[first].renamed
+        if any(trained and renamed.get(own, own) == name for own, trained in cache[first].items()):
             result[name] = stages
     return result
 
@@ -149,7 +149,7 @@ def alias_buffers(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> None:
     first: dict[tuple[str, torch.device], torch.Tensor] = {}
     for index in sorted(modules):
         for own, buffer in modules[index].named_buffers():
-            name = spec.stages[index].state.get(own, own)
+            name = spec.stages[index].renamed.get(own, own)
             if name in names:
                 first.setdefault((name, buffer.device), buffer)
                 buffer.data = first[name, buffer.device].data

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -192,6 +194,18 @@ Structure: TypeAlias = Any
 """Tuples, lists and dicts (nested) of `Leaf`, `Samples` and constants."""
 
 
+@cache
+def _own_names(module: type[torch.nn.Module]) -> tuple[str, ...]:
+    """The names of the parameters and buffers of a stage, constructed without memory."""
+    import torch
+
+    with torch.device("meta"):
+        made = module()
+    parameters = made.named_parameters(remove_duplicate=False)
+    buffers = made.named_buffers(remove_duplicate=False)
+    return tuple(name for name, _ in (*parameters, *buffers))
+
+
 @dataclass(frozen=True, slots=True)
 class StageSpec:
     """How the engine calls one stage, and what the stage's state is called in the model.
@@ -202,8 +216,8 @@ class StageSpec:
 
     Attributes:
         module: the class of the stage, constructed without arguments.
-        state: the stage's own state names (`layer1_0_conv1.weight`) to the model's
-            (`layer1.0.conv1.weight`).
+        renamed: those of the stage's own state names that are not the model's first for the
+            tensor, to that; a `PipelineSpec` adds further names of tied parameters.
         random_ops: for each random op of one forward (then of `loss`), in the order the stage runs
             them, its number in the whole model.
         random_in_eval: the same of those that run in eval mode.
@@ -221,7 +235,7 @@ class StageSpec:
     module: type[torch.nn.Module]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    state: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     loss_inputs: tuple[str, ...] = ()
     random_ops: tuple[int, ...] = ()
     random_in_eval: tuple[int, ...] = ()
@@ -232,6 +246,12 @@ class StageSpec:
     mixes: bool = False
     remat: Remat = Remat.NONE
     segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def state(self) -> Mapping[str, str]:
+        """The stage's own state names to the model's canonical ones."""
+        names = _own_names(self.module)  # type: ignore[arg-type]  # a class can be hashed
+        return {own: self.renamed.get(own, own) for own in names}
 
     def randoms(self, *, training: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of the random ops that run in a mode, and of those that are shared."""
@@ -324,3 +344,16 @@ class PipelineSpec:
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Tells the stages the further names of tied parameters."""
+        if not self.aliases:
+            return
+        stages = tuple(self._with_aliases(stage) for stage in self.stages)
+        object.__setattr__(self, "stages", stages)
+        if self.loss is not None and self.loss.weight is not None:
+            weight = self._with_aliases(self.loss.weight)
+            object.__setattr__(self, "loss", dataclasses.replace(self.loss, weight=weight))
+
+    def _with_aliases(self, stage: StageSpec) -> StageSpec:
+        return dataclasses.replace(stage, renamed={**self.aliases, **stage.renamed})

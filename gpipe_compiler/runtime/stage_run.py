@@ -95,7 +95,7 @@ class StageRun:
         self._written = WrittenBuffers(module, stage.spec.writes)
         self._deferred: DeferredStatistics | None = None
         if manner.batchnorm is BatchNorm.DEFERRED:
-            self._deferred = DeferredStatistics(module, stage.spec.state)
+            self._deferred = DeferredStatistics(module, stage.spec.renamed)
         trains = any(parameter.requires_grad for parameter in module.parameters())
         gradients = trains or any(need.gradient for need in stage.needs)
         self._recomputes = gradients and manner.remat[stage.index] is Remat.FULL

@@ -105,7 +105,7 @@ class _Row:
         if self.manner.batchnorm is BatchNorm.DEFERRED:
             pairs = zip(self.modules, self.spec.stages, strict=True)
             deferred = {
-                index: DeferredStatistics(module, stage.state)
+                index: DeferredStatistics(module, stage.renamed)
                 for index, (module, stage) in enumerate(pairs)
             }
         scale = LOSS_SCALE if self.manner.precision is Precision.FP16 else 1.0
@@ -128,14 +128,14 @@ class _Row:
         buffers: Values = {}
         for stage, module in zip(self.spec.stages, self.modules, strict=True):
             for own, parameter in module.named_parameters():
-                name = stage.state.get(own, own)
+                name = stage.renamed.get(own, own)
                 if parameter.requires_grad:
                     parameters[name] = parameter.detach()
                 if parameter.grad is not None:
                     gradient = parameter.grad / scale
                     known = gradients.get(name)
                     gradients[name] = gradient if known is None else known + gradient
-            buffers.update({stage.state.get(own, own): b for own, b in module.named_buffers()})
+            buffers.update({stage.renamed.get(own, own): b for own, b in module.named_buffers()})
         return {
             Kind.GRADIENT: gradients,
             Kind.BUFFER: buffers,

@@ -15,7 +15,7 @@ def named_tensors(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> dict[
     """What `state_dict()` of the model would hold of these stages, tied names included."""
     state: dict[str, torch.Tensor] = {}
     for index, module in modules.items():
-        names = spec.stages[index].state
+        names = spec.stages[index].renamed
         for own, tensor in module.state_dict().items():
             state.setdefault(names.get(own, own), tensor)
     for alias, name in spec.aliases.items():
@@ -40,7 +40,7 @@ def copy_into(
     problems = []
     copies = []
     for index, module in modules.items():
-        names = spec.stages[index].state
+        names = spec.stages[index].renamed
         for own, tensor in module.state_dict().items():
             name = names.get(own, own)
             if name not in canonical:

@@ -72,7 +72,7 @@ class Scales:
         """Take over what a state of the model says of its own state."""
         if self.module is None or self.loss is None or self.loss.weight is None:
             return
-        names = self.loss.weight.state
+        names = self.loss.weight.renamed
         for own, tensor in self.module.state_dict().items():
             if names.get(own, own) in state:
                 tensor.copy_(state[names.get(own, own)])

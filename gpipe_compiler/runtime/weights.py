@@ -146,20 +146,20 @@ def build_stage(
     with torch.device("meta"):
         module = spec.module()
     own_names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if any(spec.state.get(own, own) not in stored for own in own_names):
+    if any(spec.renamed.get(own, own) not in stored for own in own_names):
         # Something is computed by the constructor: let it.
         with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
             module = spec.module()
     new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
     for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.state.get(own, own)
+        name = spec.renamed.get(own, own)
         if name not in stored:
             raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
         if name not in new:
             new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
         _replace(module, own, name, parameter, new[name])
     for own, buffer in list(module.named_buffers(remove_duplicate=False)):
-        name = spec.state.get(own, own)
+        name = spec.renamed.get(own, own)
         if name in stored:
             _replace(module, own, name, buffer, stored[name])
     return module
@@ -179,11 +179,18 @@ def _replace(
 def put(module: nn.Module, own: str, tensor: torch.Tensor) -> None:
     """Let a tensor take the place of the module's parameter or buffer of this name."""
     path, _, attribute = own.rpartition(".")
-    holder = module.get_submodule(path)
+    holder = submodule(module, path)
     if isinstance(tensor, nn.Parameter):
         setattr(holder, attribute, tensor)  # a recurrent module takes note of it, too
     else:
         holder._buffers[attribute] = tensor
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at a path, also where a method of the one around it has the same name."""
+    for name in path.split(".") if path else ():
+        module = module._modules[name]  # type: ignore[assignment]  # there is one
+    return module
 
 
 def parameter_kinds(spec: StageSpec) -> dict[str, bool]:
@@ -201,13 +208,13 @@ def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         module = _unfilled(spec, device, seed)
         seen: set[int] = set()
         for own, tensor in (*module.named_parameters(), *module.named_buffers()):
-            name = spec.state.get(own, own)
+            name = spec.renamed.get(own, own)
             if name in spec.initial and id(tensor) not in seen:
                 seen.add(id(tensor))
                 replay(tensor, name, spec.initial[name], seed)
     first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
     for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.state.get(own, own)
+        name = spec.renamed.get(own, own)
         _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
     return module
 
@@ -218,7 +225,7 @@ def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         module = spec.module()
     parameters = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
-    if all(spec.state.get(own, own) in spec.initial for own, _ in (*parameters, *buffers)):
+    if all(spec.renamed.get(own, own) in spec.initial for own, _ in (*parameters, *buffers)):
         # Nothing is computed by the constructor: memory is all that is missing.
         new: dict[int, torch.Tensor] = {}
         for own, tensor in (*parameters, *buffers):
@@ -240,7 +247,7 @@ def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         ]
         if own_names:
             first = f"{path}.{own_names[0]}" if path else own_names[0]
-            torch.manual_seed(seed_of(spec.state.get(first, first), seed))
+            torch.manual_seed(seed_of(spec.renamed.get(first, first), seed))
             _reset(holder, path, spec, seed)
     return module
 
@@ -254,7 +261,7 @@ def _reset(holder: nn.Module, path: str, spec: StageSpec, seed: int) -> None:
     for own, parameter in holder._parameters.items():
         if parameter is None or not parameter.is_floating_point():
             continue
-        name = spec.state.get(f"{path}.{own}" if path else own, own)
+        name = spec.renamed.get(f"{path}.{own}" if path else own, own)
         torch.manual_seed(seed_of(name, seed))
         with torch.no_grad():
             if parameter.dim() > 1:

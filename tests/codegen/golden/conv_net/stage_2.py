@@ -7,10 +7,9 @@ from torch import Tensor, nn
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # blocks.1
-        self.blocks_1_bn2 = nn.BatchNorm2d(4)
-        self.blocks_1_relu = nn.ReLU(inplace=True)
-
+        self.blocks = nn.ModuleDict({"1": nn.Module()})
+        self.blocks["1"].bn2 = nn.BatchNorm2d(4)
+        self.blocks["1"].relu = nn.ReLU(inplace=True)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
@@ -25,9 +24,9 @@ class Stage2(nn.Module):
             head: (B, 5) float32, for the caller.
         """
         # blocks.1 (models.py:27-29)
-        out = self.blocks_1_bn2(blocks_1_conv2)  # (B, 4, 8, 8)
+        out = self.blocks["1"].bn2(blocks_1_conv2)  # (B, 4, 8, 8)
         out += blocks_0_relu_1
-        blocks_1_relu_1 = self.blocks_1_relu(out)
+        blocks_1_relu_1 = self.blocks["1"].relu(out)
 
         # models.py:43-44
         x = self.pool(blocks_1_relu_1).flatten(1)  # (B, 4)
@@ -46,20 +45,9 @@ class Stage2(nn.Module):
         return loss
 
 
-# The module's own names of its state, and the model's.
-STATE = {
-    "blocks_1_bn2.weight": "blocks.1.bn2.weight",
-    "blocks_1_bn2.bias": "blocks.1.bn2.bias",
-    "blocks_1_bn2.running_mean": "blocks.1.bn2.running_mean",
-    "blocks_1_bn2.running_var": "blocks.1.bn2.running_var",
-    "blocks_1_bn2.num_batches_tracked": "blocks.1.bn2.num_batches_tracked",
-    "head.weight": "head.weight",
-    "head.bias": "head.bias",
-}
-
 # Buffers, by the stage's own names, that a forward in train mode writes to.
 WRITES = (
-    "blocks_1_bn2.running_mean",
-    "blocks_1_bn2.running_var",
-    "blocks_1_bn2.num_batches_tracked",
+    "blocks.1.bn2.running_mean",
+    "blocks.1.bn2.running_var",
+    "blocks.1.bn2.num_batches_tracked",
 )

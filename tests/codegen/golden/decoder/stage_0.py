@@ -10,11 +10,10 @@ class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(11, 8)
+        self.attentions = nn.ModuleDict({"0": nn.Module()})
+        self.attentions["0"].qkv = nn.Linear(8, 24)
+        self.attentions["0"].register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
         self.wpe = nn.Parameter(torch.empty(6, 8))
-
-        # attentions.0
-        self.attentions_0_qkv = nn.Linear(8, 24)
-        self.register_buffer("attentions_0_mask", torch.empty(6, 6, dtype=torch.bool))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -32,22 +31,12 @@ class Stage0(nn.Module):
 
         # attentions.0 (models.py:58-65)
         batch, length, dim = add.shape
-        q, k, v = self.attentions_0_qkv(add).chunk(3, dim=-1)
+        q, k, v = self.attentions["0"].qkv(add).chunk(3, dim=-1)
         floor_div = dim // 2
         q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
         k = k.view(batch, length, 2, floor_div).transpose(1, 2)
         transpose_2 = v.view(batch, length, 2, floor_div).transpose(1, 2)
         scores = q @ k.transpose(-2, -1) / floor_div**0.5  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.attentions_0_mask[:length, :length], -math.inf)
+        scores = scores.masked_fill(~self.attentions["0"].mask[:length, :length], -math.inf)
         softmax = scores.softmax(dim=-1)
         return add, transpose_2, softmax
-
-
-# The module's own names of its state, and the model's.
-STATE = {
-    "wte.weight": "wte.weight",
-    "attentions_0_qkv.weight": "attentions.0.qkv.weight",
-    "attentions_0_qkv.bias": "attentions.0.qkv.bias",
-    "wpe": "wpe",
-    "attentions_0_mask": "attentions.0.mask",
-}

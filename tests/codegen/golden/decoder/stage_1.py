@@ -7,11 +7,9 @@ from torch import Tensor, nn
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # attentions.0
-        self.attentions_0_out = nn.Linear(8, 8)
-
-        # attentions.1
-        self.attentions_1_qkv = nn.Linear(8, 24)
+        self.attentions = nn.ModuleDict({"0": nn.Module(), "1": nn.Module()})
+        self.attentions["0"].out = nn.Linear(8, 8)
+        self.attentions["1"].qkv = nn.Linear(8, 24)
 
     def forward(self, softmax: Tensor, transpose_2: Tensor, add: Tensor) -> tuple[Tensor, ...]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -31,7 +29,7 @@ class Stage1(nn.Module):
         batch, length, dim = add.shape
         mixed = F.dropout(softmax, p=0.0, training=self.training) @ transpose_2  # (B, 2, 6, 4)
         mixed = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
-        attentions_0_out = self.attentions_0_out(mixed)
+        attentions_0_out = self.attentions["0"].out(mixed)
 
         # models.py:84
         add_1 = add + attentions_0_out
@@ -39,19 +37,10 @@ class Stage1(nn.Module):
 
         # attentions.1 (models.py:58-63)
         batch, length, dim = add_1.shape
-        q, k, v = self.attentions_1_qkv(add_1).chunk(3, dim=-1)
+        q, k, v = self.attentions["1"].qkv(add_1).chunk(3, dim=-1)
         floor_div_4 = dim // 2
         transpose_5 = q.view(batch, length, 2, floor_div_4).transpose(1, 2)  # (B, 2, 6, 4)
         k = k.view(batch, length, 2, floor_div_4).transpose(1, 2)
         transpose_7 = v.view(batch, length, 2, floor_div_4).transpose(1, 2)
         transpose_8 = k.transpose(-2, -1)  # (B, 2, 4, 6)
         return add_1, transpose_5, transpose_7, transpose_8
-
-
-# The module's own names of its state, and the model's.
-STATE = {
-    "attentions_0_out.weight": "attentions.0.out.weight",
-    "attentions_0_out.bias": "attentions.0.out.bias",
-    "attentions_1_qkv.weight": "attentions.1.qkv.weight",
-    "attentions_1_qkv.bias": "attentions.1.qkv.bias",
-}

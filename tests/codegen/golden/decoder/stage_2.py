@@ -10,10 +10,9 @@ from torch import Tensor, nn
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # attentions.1
-        self.register_buffer("attentions_1_mask", torch.empty(6, 6, dtype=torch.bool))
-        self.attentions_1_out = nn.Linear(8, 8)
-
+        self.attentions = nn.ModuleDict({"1": nn.Module()})
+        self.attentions["1"].out = nn.Linear(8, 8)
+        self.attentions["1"].register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
         self.norm = nn.LayerNorm(8)
         self.lm_head = nn.Linear(8, 11, bias=False)
 
@@ -35,11 +34,11 @@ class Stage2(nn.Module):
         batch, length, dim = add_1.shape
         q = dim // 2
         scores = transpose_5 @ transpose_8 / q**0.5  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.attentions_1_mask[:length, :length], -math.inf)
+        scores = scores.masked_fill(~self.attentions["1"].mask[:length, :length], -math.inf)
         scores = scores.softmax(dim=-1)
         mixed = F.dropout(scores, p=0.0, training=self.training) @ transpose_7  # (B, 2, 6, 4)
         mixed = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
-        attentions_1_out = self.attentions_1_out(mixed)
+        attentions_1_out = self.attentions["1"].out(mixed)
 
         # models.py:84-85
         x = add_1 + attentions_1_out
@@ -57,14 +56,3 @@ class Stage2(nn.Module):
         # models.py:208
         loss = F.cross_entropy(lm_head.flatten(0, -2), target.flatten())
         return loss
-
-
-# The module's own names of its state, and the model's.
-STATE = {
-    "attentions_1_out.weight": "attentions.1.out.weight",
-    "attentions_1_out.bias": "attentions.1.out.bias",
-    "norm.weight": "norm.weight",
-    "norm.bias": "norm.bias",
-    "lm_head.weight": "wte.weight",
-    "attentions_1_mask": "attentions.1.mask",
-}

@@ -8,31 +8,24 @@ from torch import Tensor, nn
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # blocks.1.attention
-        self.blocks_1_attention_out = nn.Linear(32, 32)
-
-        # blocks.1
-        self.blocks_1_noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.blocks_1_narrow = nn.Linear(32, 32)
-        self.blocks_1_scale = nn.Parameter(torch.empty(32))
-
-        # blocks.2
-        self.blocks_2_norm = nn.LayerNorm(32)
-
-        # blocks.2.attention
-        self.blocks_2_attention_qkv = nn.Linear(32, 96)
-        self.register_buffer("blocks_2_attention_cos", torch.zeros(8, 16))
-        self.register_buffer("blocks_2_attention_sin", torch.zeros(8, 16))
-        self.register_buffer(
-            "blocks_2_attention_mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False
+        self.blocks = nn.ModuleDict({"1": nn.Module(), "2": nn.Module()})
+        self.blocks["1"].attention = nn.Module()
+        self.blocks["1"].attention.out = nn.Linear(32, 32)
+        self.blocks["1"].narrow = nn.Linear(32, 32)
+        self.blocks["1"].noise = nn.Parameter(torch.empty(1, 1, 32))
+        self.blocks["1"].scale = nn.Parameter(torch.empty(32))
+        self.blocks["2"].norm = nn.LayerNorm(32)
+        self.blocks["2"].attention = nn.Module()
+        self.blocks["2"].attention.qkv = nn.Linear(32, 96)
+        self.blocks["2"].attention.out = nn.Linear(32, 32)
+        self.blocks["2"].attention.register_buffer("cos", torch.zeros(8, 16))
+        self.blocks["2"].attention.register_buffer("sin", torch.zeros(8, 16))
+        self.blocks["2"].attention.register_buffer(
+            "mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False
         )
-        self.blocks_2_attention_out = nn.Linear(32, 32)
-
-        # blocks.2
-        self.blocks_2_noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.blocks_2_narrow = nn.Linear(32, 32)
-        self.blocks_2_scale = nn.Parameter(torch.empty(32))
-
+        self.blocks["2"].narrow = nn.Linear(32, 32)
+        self.blocks["2"].noise = nn.Parameter(torch.empty(1, 1, 32))
+        self.blocks["2"].scale = nn.Parameter(torch.empty(32))
         self.batch_norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(32, 400, bias=False)
 
@@ -50,48 +43,50 @@ class Stage1(nn.Module):
         batch = matmul_3.shape[0]
 
         # blocks.1.attention (meta_decoder.py:44)
-        blocks_1_attention_out = self.blocks_1_attention_out(
+        blocks_1_attention_out = self.blocks["1"].attention.out(
             matmul_3.transpose(1, 2).reshape(batch, 8, 32)
         )
 
         # blocks.1 (meta_decoder.py:58)
-        blocks_1_attention_out = blocks_1_attention_out + self.blocks_1_noise
-        add_9 = add_5 + self.blocks_1_scale * self.blocks_1_narrow(F.gelu(blocks_1_attention_out))
+        blocks_1_attention_out = blocks_1_attention_out + self.blocks["1"].noise
+        mul_9 = self.blocks["1"].scale * self.blocks["1"].narrow(F.gelu(blocks_1_attention_out))
+        mul_9 = add_5 + mul_9
 
         # blocks.2 (meta_decoder.py:58)
-        blocks_2_norm = self.blocks_2_norm(add_9)
+        blocks_2_norm = self.blocks["2"].norm(mul_9)
 
         # blocks.2.attention (meta_decoder.py:33-44)
-        qkv = self.blocks_2_attention_qkv(blocks_2_norm).view(batch, 8, 3, 2, 16)
+        qkv = self.blocks["2"].attention.qkv(blocks_2_norm).view(batch, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         scale = torch.sqrt(torch.full([], 16.0, device=matmul_3.device))
         first, second = query.chunk(2, -1)
-        mul_10 = query * self.blocks_2_attention_cos  # (B, 2, 8, 16)
-        mul_11 = torch.cat([-second, first], -1) * self.blocks_2_attention_sin
+        mul_10 = query * self.blocks["2"].attention.cos  # (B, 2, 8, 16)
+        mul_11 = torch.cat([-second, first], -1) * self.blocks["2"].attention.sin
         mul_10 = mul_10 + mul_11
         del mul_11
         first, second = key.chunk(2, -1)
-        mul_12 = key * self.blocks_2_attention_cos
-        mul_13 = torch.cat([-second, first], -1) * self.blocks_2_attention_sin
+        mul_12 = key * self.blocks["2"].attention.cos
+        mul_13 = torch.cat([-second, first], -1) * self.blocks["2"].attention.sin
         mul_12 = mul_12 + mul_13
         del mul_13
         mul_10 = mul_10 @ mul_12.transpose(-1, -2)  # (B, 2, 8, 8)
         del mul_12
         scores = mul_10 / scale
         del mul_10
-        scores.masked_fill_(~self.blocks_2_attention_mask, -1000000000.0)
+        scores.masked_fill_(~self.blocks["2"].attention.mask, -1000000000.0)
         scores = F.softmax(scores, dim=-1)
         mixed = scores @ value  # (B, 2, 8, 16)
         del qkv, query, key, value, first, second
         mixed = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
-        blocks_2_attention_out = self.blocks_2_attention_out(mixed)
+        blocks_2_attention_out = self.blocks["2"].attention.out(mixed)
 
         # blocks.2 (meta_decoder.py:58)
-        blocks_2_attention_out = blocks_2_attention_out + self.blocks_2_noise
-        add_13 = add_9 + self.blocks_2_scale * self.blocks_2_narrow(F.gelu(blocks_2_attention_out))
+        blocks_2_attention_out = blocks_2_attention_out + self.blocks["2"].noise
+        mul_14 = self.blocks["2"].scale * self.blocks["2"].narrow(F.gelu(blocks_2_attention_out))
+        mul_14 = mul_9 + mul_14
 
         # meta_decoder.py:80
-        head = self.head(self.batch_norm(add_13))  # (B, 8, 400)
+        head = self.head(self.batch_norm(mul_14))  # (B, 8, 400)
         return head
 
     def loss(self, head: Tensor, target: Tensor) -> Tensor:
@@ -106,35 +101,6 @@ class Stage1(nn.Module):
         return loss
 
 
-# The module's own names of its state, and the model's.
-STATE = {
-    "blocks_1_attention_out.weight": "blocks.1.attention.out.weight",
-    "blocks_1_attention_out.bias": "blocks.1.attention.out.bias",
-    "blocks_1_narrow.weight": "blocks.1.narrow.weight",
-    "blocks_1_narrow.bias": "blocks.1.narrow.bias",
-    "blocks_2_norm.weight": "blocks.2.norm.weight",
-    "blocks_2_norm.bias": "blocks.2.norm.bias",
-    "blocks_2_attention_qkv.weight": "blocks.2.attention.qkv.weight",
-    "blocks_2_attention_qkv.bias": "blocks.2.attention.qkv.bias",
-    "blocks_2_attention_out.weight": "blocks.2.attention.out.weight",
-    "blocks_2_attention_out.bias": "blocks.2.attention.out.bias",
-    "blocks_2_narrow.weight": "blocks.2.narrow.weight",
-    "blocks_2_narrow.bias": "blocks.2.narrow.bias",
-    "batch_norm.weight": "batch_norm.weight",
-    "batch_norm.bias": "batch_norm.bias",
-    "batch_norm.running_mean": "batch_norm.running_mean",
-    "batch_norm.running_var": "batch_norm.running_var",
-    "batch_norm.num_batches_tracked": "batch_norm.num_batches_tracked",
-    "head.weight": "tokens.weight",
-    "blocks_1_noise": "blocks.1.noise",
-    "blocks_1_scale": "blocks.1.scale",
-    "blocks_2_attention_cos": "blocks.2.attention.cos",
-    "blocks_2_attention_sin": "blocks.2.attention.sin",
-    "blocks_2_attention_mask": "blocks.2.attention.mask",
-    "blocks_2_noise": "blocks.2.noise",
-    "blocks_2_scale": "blocks.2.scale",
-}
-
 # Buffers, by the stage's own names, that a forward in train mode writes to.
 WRITES = (
     "batch_norm.running_mean",
@@ -144,6 +110,25 @@ WRITES = (
 
 # How the state begins where there are no weights yet (runtime/initial.py), by the model's names.
 INITIAL = {
+    **dict.fromkeys(
+        ("blocks.1.noise", "blocks.2.noise"),
+        (
+            ("seed", "blocks.0.noise"),
+            ("empty", (1, 1, 32), ("dtype=", torch.float32)),
+            ("normal_", "%1", 0.0, 1.0),
+            ("mul", "%1", 0.02),
+            ("copy_", "self", "%3"),
+        ),
+    ),
+    **dict.fromkeys(
+        ("blocks.1.scale", "blocks.2.scale"),
+        (
+            ("empty", (32,), ("dtype=", torch.float32)),
+            ("fill_", "%0", 1.0),
+            ("mul", "%0", 0.1),
+            ("copy_", "self", "%2"),
+        ),
+    ),
     **dict.fromkeys(
         ("blocks.1.attention.out.weight", "blocks.2.attention.out.weight"),
         (
@@ -168,36 +153,6 @@ INITIAL = {
     ),
     "blocks.2.norm.weight": (("fill_", 1.0),),
     "blocks.2.norm.bias": (("zero_",),),
-    "blocks.2.attention.qkv.weight": (
-        ("seed", "blocks.0.attention.qkv.weight"),
-        ("orthogonal_", 1),
-    ),
-    "blocks.2.attention.qkv.bias": (("zero_",),),
-    "batch_norm.weight": (("fill_", 1.0),),
-    "batch_norm.bias": (("zero_",),),
-    "batch_norm.running_mean": (("zero_",),),
-    "batch_norm.running_var": (("fill_", 1.0),),
-    "batch_norm.num_batches_tracked": (("zero_",),),
-    "tokens.weight": (("normal_", 0.0, 1.0), ("at", (0,), "zero_")),
-    **dict.fromkeys(
-        ("blocks.1.noise", "blocks.2.noise"),
-        (
-            ("seed", "blocks.0.noise"),
-            ("empty", (1, 1, 32), ("dtype=", torch.float32)),
-            ("normal_", "%1", 0.0, 1.0),
-            ("mul", "%1", 0.02),
-            ("copy_", "self", "%3"),
-        ),
-    ),
-    **dict.fromkeys(
-        ("blocks.1.scale", "blocks.2.scale"),
-        (
-            ("empty", (32,), ("dtype=", torch.float32)),
-            ("fill_", "%0", 1.0),
-            ("mul", "%0", 0.1),
-            ("copy_", "self", "%2"),
-        ),
-    ),
     "blocks.2.attention.cos": (
         ("arange", 0, 16, 2, ("dtype=", torch.int64)),
         ("_to_copy", "%0", ("dtype=", torch.float32)),
@@ -234,4 +189,15 @@ INITIAL = {
         ("tril", "%0"),
         ("copy_", "self", "%2"),
     ),
+    "blocks.2.attention.qkv.weight": (
+        ("seed", "blocks.0.attention.qkv.weight"),
+        ("orthogonal_", 1),
+    ),
+    "blocks.2.attention.qkv.bias": (("zero_",),),
+    "batch_norm.weight": (("fill_", 1.0),),
+    "batch_norm.bias": (("zero_",),),
+    "batch_norm.running_mean": (("zero_",),),
+    "batch_norm.running_var": (("fill_", 1.0),),
+    "batch_norm.num_batches_tracked": (("zero_",),),
+    "tokens.weight": (("normal_", 0.0, 1.0), ("at", (0,), "zero_")),
 }

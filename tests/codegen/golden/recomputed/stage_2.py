@@ -8,10 +8,9 @@ from torch.utils.checkpoint import checkpoint
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # blocks.1
-        self.blocks_1_bn2 = nn.BatchNorm2d(4)
-        self.blocks_1_relu = nn.ReLU(inplace=True)
-
+        self.blocks = nn.ModuleDict({"1": nn.Module()})
+        self.blocks["1"].bn2 = nn.BatchNorm2d(4)
+        self.blocks["1"].relu = nn.ReLU(inplace=True)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
@@ -37,9 +36,9 @@ class Stage2(nn.Module):
     def segment_1(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
         # blocks.1 (models.py:27-29)
-        out = self.blocks_1_bn2(blocks_1_conv2)  # (B, 4, 8, 8)
+        out = self.blocks["1"].bn2(blocks_1_conv2)  # (B, 4, 8, 8)
         out += blocks_0_relu_1
-        blocks_1_relu_1 = self.blocks_1_relu(out)
+        blocks_1_relu_1 = self.blocks["1"].relu(out)
         return blocks_1_relu_1
 
     def segment_2(self, blocks_1_relu_1: Tensor) -> Tensor:
@@ -61,30 +60,19 @@ class Stage2(nn.Module):
         return loss
 
 
-# The module's own names of its state, and the model's.
-STATE = {
-    "blocks_1_bn2.weight": "blocks.1.bn2.weight",
-    "blocks_1_bn2.bias": "blocks.1.bn2.bias",
-    "blocks_1_bn2.running_mean": "blocks.1.bn2.running_mean",
-    "blocks_1_bn2.running_var": "blocks.1.bn2.running_var",
-    "blocks_1_bn2.num_batches_tracked": "blocks.1.bn2.num_batches_tracked",
-    "head.weight": "head.weight",
-    "head.bias": "head.bias",
-}
-
 # Buffers, by the stage's own names, that a forward in train mode writes to.
 WRITES = (
-    "blocks_1_bn2.running_mean",
-    "blocks_1_bn2.running_var",
-    "blocks_1_bn2.num_batches_tracked",
+    "blocks.1.bn2.running_mean",
+    "blocks.1.bn2.running_var",
+    "blocks.1.bn2.num_batches_tracked",
 )
 
 # Methods that run again in the backward, with the buffers of WRITES that each reads or writes.
 SEGMENTS = {
     "segment_1": (
-        "blocks_1_bn2.running_mean",
-        "blocks_1_bn2.running_var",
-        "blocks_1_bn2.num_batches_tracked",
+        "blocks.1.bn2.running_mean",
+        "blocks.1.bn2.running_var",
+        "blocks.1.bn2.num_batches_tracked",
     ),
     "segment_2": (),
 }
