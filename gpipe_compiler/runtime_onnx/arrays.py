@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -38,10 +39,14 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         with path.open("wb") as file:
             np.lib.format.write_array(file, next(iter(arrays.values())), allow_pickle=False)
         return
-    with zipfile.ZipFile(path, "w") as archive:
+    # A zip archive is not written from start to end, as a device or a pipe is.
+    target = path if path.is_file() or not path.exists() else io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, array, allow_pickle=False)
+    if isinstance(target, io.BytesIO):
+        path.write_bytes(target.getvalue())
 
 
 def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:

@@ -127,6 +127,14 @@ class Case:
         inputs, target = self.later_inputs or self.inputs, self.later_target or self.target
         return inputs(samples), None if target is None else target(samples)
 
+    def least_samples(self, microbatches: int) -> int:
+        """Of a micro-batch, where layers normalise over it: two, unless one was planned.
+
+        Args:
+            microbatches: of a package for as many as the compiler chose.
+        """
+        return 2 if (self.microbatches or microbatches) < SAMPLES else 1
+
     def ways(self) -> tuple[Mapping[str, Any], ...]:
         """Arguments of the `Pipeline`s that are judged."""
         if self.manners is not None:

@@ -291,7 +291,8 @@ class Judge:
             return [(fresh(inputs), fresh(target), 1.0)]
         count = min(self.pipe.microbatches, samples)
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
-            count = max(1, min(self.pipe.microbatches, samples // 2))
+            least = self.case.least_samples(self.pipe.microbatches)
+            count = max(1, min(self.pipe.microbatches, samples // least))
         rows = zip(pieces(inputs, count), pieces(target, count), strict=True)
         return [(x, t, len(tensors_in(x)[0]) / samples) for x, t in rows]
 

@@ -78,6 +78,7 @@ def code_of(command: tuple[ModuleType, object], package: Path, words: list[str])
         return int(ended.code or 0)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("name", ["infer", "check", "bench"])
 def test_values_and_files(
     name: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, MANNERS, Case
+from adversary.case import FP32_ONLY, MANNERS, SAMPLES, Case
 from torch import Tensor, nn
 
 EXACT_WAYS = ({}, {"remat": "full"}, {"microbatches": 3})
@@ -235,6 +235,15 @@ CASES = (
         sizes=(8, 5),
         manners=({}, {"schedule": "1f1b", "remat": "full"}),
         quick=True,
+    ),
+    simple(
+        "batchnorm_one_by_one",
+        Normed,
+        signals,
+        microbatches=SAMPLES,
+        reference="micro-batches",
+        sizes=(SAMPLES, 5),
+        manners=MANNERS[:2],
     ),
     simple(
         "batchnorm_at_the_default",
