@@ -22,6 +22,7 @@ class Answer:
     unused: Tensor | None
     ordered: OrderedDict[str, Tensor | None]
     counted: defaultdict[str, Tensor]
+    local: defaultdict[str, Tensor]
 
 
 class Answering(nn.Module):
@@ -32,6 +33,6 @@ class Answering(nn.Module):
     def forward(self, x: Tensor) -> Answer:
         y = self.last(self.first(x).tanh())
         counted = defaultdict(Tensor, {"rows": y + 2})
-        return Answer(
-            y, y.sum(0), Pair(y * 2, [y + 1]), None, OrderedDict(b=y - 1, a=None), counted
-        )
+        ordered = OrderedDict(b=y - 1, a=None)
+        local = defaultdict(lambda: y, {"rows": y + 3})  # a factory that cannot be imported
+        return Answer(y, y.sum(0), Pair(y * 2, [y + 1]), None, ordered, counted, local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def test_objects_of_classes_that_can_be_imported(answering: tuple[Subject, Path]
         found, wanted = getattr(actual, name), getattr(expected, name)
         assert type(found) is type(wanted)
         assert list(found) == list(wanted)
+    assert actual.counted.default_factory is expected.counted.default_factory
+    assert not isinstance(actual.local, defaultdict)
+    torch.testing.assert_close(actual.local["rows"], expected.local["rows"])
     assert actual.ordered["a"] is None
     torch.testing.assert_close(actual.ordered["b"], expected.ordered["b"])
     torch.testing.assert_close(actual.counted["rows"], expected.counted["rows"])

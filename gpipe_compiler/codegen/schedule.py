@@ -266,6 +266,8 @@ def _class(known: OutputClass) -> Expression:
     items = [tuple_of([_path(key) for key in known.path]), _text(known.module), _text(known.name)]
     if known.fields:
         items.append(_texts(known.fields))
+    if known.factory:
+        items.append(_texts(known.factory).prefixed("factory="))
     return call("OutputClass", items)
 
 

@@ -109,7 +109,10 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
     cls, fields = type(output), _fields(output)
     named = tuple(getattr(output, "_fields", ())) if hasattr(output, "_make") else ()
     if named or (fields is not None and cls is not dict):
-        yield OutputClass(path, cls.__module__, cls.__qualname__, named)
+        factory = output.default_factory if isinstance(output, collections.defaultdict) else None
+        where = (getattr(factory, "__module__", ""), getattr(factory, "__qualname__", ""))
+        made_by = where if factory is not None else ()
+        yield OutputClass(path, cls.__module__, cls.__qualname__, named, made_by)
     if isinstance(output, tuple | list):
         fields = dict(enumerate(output))
     for key, item in (fields or {}).items():

@@ -43,7 +43,7 @@ def _walk(item: object, classes: Mapping[Path, OutputClass], path: Path) -> obje
 
 
 def _made(known: OutputClass, held: Any) -> object:
-    cls: Any = _imported(known)
+    cls: Any = _imported(known.module, known.name)
     if known.fields:
         if getattr(cls, "_fields", None) == known.fields:
             return cls._make(held)
@@ -56,13 +56,17 @@ def _made(known: OutputClass, held: Any) -> object:
                 return made
         except Exception:  # noqa: BLE001  # whatever the user's class raises
             return Fields(held)
-    return Fields(held) if cls is None else _mapping(cls, held)
+    factory = _imported(*known.factory) if known.factory else None
+    lacking = cls is None or (known.factory and factory is None)
+    return Fields(held) if lacking else _mapping(cls, held, factory)
 
 
-def _mapping(cls: Any, held: Mapping[Any, Any]) -> object:
+def _mapping(cls: Any, held: Mapping[Any, Any], factory: object) -> object:
     """A mapping of a class that is made empty and then filled, as those of Python are."""
     try:
         made = cls()
+        if factory is not None:
+            made.default_factory = factory
         made.update(held)
         same = all(made[key] is value for key, value in held.items())
         return made if same and len(made) == len(held) else Fields(held)
@@ -80,12 +84,12 @@ def _needed(cls: Any) -> list[str]:
     ]
 
 
-def _imported(known: OutputClass) -> object:
-    """The class, where it can be imported by its name."""
+def _imported(module: str, name: str) -> object:
+    """What can be imported by this name, None where nothing can."""
     try:
-        found: object = importlib.import_module(known.module)
-        for name in known.name.split("."):
-            found = getattr(found, name)
+        found: object = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
     except Exception:  # noqa: BLE001  # whatever the user's module raises
         return None
     return found

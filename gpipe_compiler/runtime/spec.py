@@ -163,12 +163,15 @@ class OutputClass:
         path: the way to it in the structure that is returned.
         module, name: where it is to be imported from.
         fields: of a named tuple, in order; () for what holds its fields by name.
+        factory: the module and the name of what makes the missing items of a defaultdict; () where
+            there is none.
     """
 
     path: tuple[str | int, ...]
     module: str
     name: str
     fields: tuple[str, ...] = ()
+    factory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
