@@ -235,6 +235,7 @@ def plan(
     measured: bool = False,
     cluster: Cluster | None = None,
     constraints: Constraints = NO_CONSTRAINTS,
+    make_optimizer: Callable[..., object] | None = None,
 ) -> Plan:
     """The best plan found for a graph, at the batch size of its example.
 
@@ -243,13 +244,25 @@ def plan(
         measured: time every distinct op on this machine, instead of estimating it.
         cluster: the devices; by default this machine's.
         constraints: what the stages are to keep to.
+        make_optimizer: gives the optimizer of some parameters, whose memory and time count in place
+            of those of the policy's.
 
     Raises:
-        PlanError, UsageError: when so many stages or micro-batches cannot be had, or the
-            constraints cannot be met.
+        PlanError, UsageError: when so many stages or micro-batches cannot be had, the constraints
+            cannot be met, or what the optimizer remembers is not known.
     """
     bench = Workbench(graph, cluster or local_cluster(), measured, constraints)
-    return bench.plan(bench.choose(stages, microbatches, policy), policy)
+    if make_optimizer is None or graph.loss is None:
+        return bench.plan(bench.choose(stages, microbatches, policy), policy)
+    found = own_optimizer(graph, make_optimizer)
+    if isinstance(found, str):
+        raise UsageError(
+            f"what make_optimizer() remembers is not known: {found}",
+            hint="name an optimizer that remembers as much: Policy(optimizer=OptimizerKind.ADAM)",
+        )
+    policy = dataclasses.replace(policy, optimizer=found)
+    made = bench.plan(bench.choose(stages, microbatches, policy), policy)
+    return dataclasses.replace(made, optimizer=str(found))
 
 
 def compile(  # noqa: A001  # the word for what it does, in a namespace of its own

@@ -74,7 +74,14 @@ def explore(
     """
     training = bench.graph.loss is not None
     batch_size = bench.batch_size // policy.data_parallel
-    everything = choices(wish, batch_size, policy, training=training)
+
+    def by_default(stages: int) -> int:
+        try:
+            return bench.default_microbatches(stages, policy)
+        except ModelError:  # of every number, which the search tells
+            return 1
+
+    everything = choices(wish, batch_size, policy, training=training, by_default=by_default)
     if not everything:
         raise PlanError(
             "there are no such stages under such a schedule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Cluster, core_count, is_here
@@ -15,7 +15,6 @@ from gpipe_compiler.policy import Auto, Policy, RematChoice
 from gpipe_compiler.runtime.gpus import gpu_count
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
-from gpipe_compiler.workbench import likely_microbatches
 
 MOST_COUNTS = 8
 """Numbers of micro-batches, and of devices, that are looked at, at most."""
@@ -42,7 +41,8 @@ class Wish:
     """What is given of the settings, and what is to be found.
 
     Attributes:
-        microbatches: None for the largest divisor of the batch up to four per stage.
+        microbatches: None for the largest divisor of the batch up to four per stage that the model
+            takes.
         remat: AUTO for one of all.
         devices: that one replica of the pipeline has at most.
     """
@@ -118,11 +118,19 @@ def spread(numbers: Sequence[int], most: int = MOST_COUNTS) -> tuple[int, ...]:
     return tuple(sorted(near))
 
 
-def choices(wish: Wish, batch_size: int, policy: Policy, *, training: bool) -> tuple[Choice, ...]:
+def choices(
+    wish: Wish,
+    batch_size: int,
+    policy: Policy,
+    *,
+    training: bool,
+    by_default: Callable[[int], int] | None = None,
+) -> tuple[Choice, ...]:
     """All that is to be looked at, each once.
 
     Args:
         batch_size: samples of one replica.
+        by_default: the micro-batches of so many stages, where the wish leaves them open.
 
     AUTO stands beside NONE and FULL where `wish.remat` is AUTO.
     """
@@ -142,7 +150,8 @@ def choices(wish: Wish, batch_size: int, policy: Policy, *, training: bool) -> t
                 case Auto():
                     counts: Sequence[int] = spread(divisors)
                 case None:
-                    counts = likely_microbatches(batch_size, stages)[:1]
+                    assert by_default is not None
+                    counts = [by_default(stages)]
                 case given:
                     counts = [given]
             found += [

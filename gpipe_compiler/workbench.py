@@ -99,15 +99,18 @@ class Workbench:
             )
         training = self.graph.loss is not None
         if microbatches is None:
-            microbatches = self._microbatches(stages, policy)
+            microbatches = self.default_microbatches(stages, policy)
         devices = pipeline_devices(self.cluster, stages, policy, training=training)
         return Choice(stages, devices, policy.schedule, microbatches, policy.remat)
 
-    def _microbatches(self, stages: int, policy: Policy) -> int:
+    def default_microbatches(self, stages: int, policy: Policy) -> int:
         """As many as a batch should make: fewer where a layer has to have several samples.
 
         BatchNorm after a global pooling cannot train on one. A package that only infers takes the
         batch in one piece where an output does not follow from those of micro-batches.
+
+        Raises:
+            ModelError: naming the op that cannot run on the samples of any.
         """
         counts = likely_microbatches(self.batch_size // policy.data_parallel, stages)
         if self.analysis is not None:

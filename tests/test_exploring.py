@@ -273,10 +273,19 @@ class TestChoices:
         assert places[ScheduleKind.ONE_F_ONE_B] == 4
         assert places[ScheduleKind.ZBV] == places[ScheduleKind.INTERLEAVED] == 2
 
-    def test_the_default_is_four_micro_batches_a_stage(self) -> None:
-        wish = Wish.of(toy(ROOM, 2), AUTO, None, ScheduleKind.GPIPE, Policy())
-        found = choices(wish, 64, Policy(), training=True)
-        assert {(c.stages, c.microbatches) for c in found} == {(1, 4), (2, 8)}
+    def test_the_default_is_what_the_model_takes(self) -> None:
+        """BatchNorm after a global pooling cannot train on single samples."""
+        layers = (nn.Conv1d(2, 4, 3), nn.AdaptiveAvgPool1d(1), nn.BatchNorm1d(4), nn.Flatten())
+        graph = gpc.trace(
+            nn.Sequential(*layers, nn.Linear(4, 2)),
+            torch.randn(8, 2, 9),
+            target=torch.randn(8, 2),
+            loss_fn=nn.MSELoss(),
+        )
+        cluster = toy(10**9, 2)
+        wish = Wish.of(cluster, AUTO, None, ScheduleKind.GPIPE, Policy())
+        points = explore(Workbench(graph, cluster), wish, Policy()).frontier.points
+        assert {(p.choice.stages, p.choice.microbatches) for p in points} == {(1, 4), (2, 4)}
 
     @given(st.lists(st.integers(1, 10**6), min_size=1, unique=True), st.integers(2, 10))
     def test_a_spread_keeps_both_ends(self, numbers: list[int], most: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
+from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.frontend.auto import choose
 from gpipe_compiler.frontend.signature import read_signature
@@ -22,6 +24,7 @@ from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.policy import Policy
+from gpipe_compiler.report.text import plain_text, summary_table
 from gpipe_compiler.runtime.schedule import forward_only
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -240,3 +243,43 @@ def test_as_many_gpus_of_this_machine_as_the_schedule_can_have(
     assert pipeline_devices(named, stages, policy, training=True) == min(
         gpus, devices_for(kind, stages)
     )
+
+
+class Remembers(nn.Module):
+    """All its layers read a buffer that the forward writes at last."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.writes = writes
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) + self.seen
+        if self.writes:
+            self.seen.add_(x.detach().sum(0))  # ties its readers together
+        return self.last(x)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_what_ties_most_of_the_work_together_is_told_with_its_line(writes: bool) -> None:
+    x = torch.randn(BATCH, 8)
+    model = Remembers(writes=writes)
+    made = plan(
+        trace(model, x, target=x, loss_fn=F.mse_loss), stages=3, microbatches=2, cluster=CLUSTER
+    )
+    text = plain_text(summary_table(made, "fx", None))
+
+    if not writes:
+        assert made.tied == ""
+        assert "tied together" not in text
+        return
+    lines = Path(__file__).read_text().splitlines()
+    line = next(n for n, code in enumerate(lines, 1) if "# ties its readers together" in code)
+    assert "cannot be cut apart" in made.tied
+    assert f"({Path(__file__).name}:{line})" in made.tied
+    assert "tied together" in text
+    assert str(Path(__file__).parent) not in text

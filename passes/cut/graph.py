@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Argument, Graph, Op, ValueKind
@@ -122,7 +123,7 @@ class Facts:
         return (
             f"stage {stage} has {shares[stage]:.0%} of the work: {len(group)} of its "
             f"{len(stages[stage])} ops cannot be cut apart, mostly for {tie.op}"
-            f"{f' ({source})' if source else ''}: {tie.why}"
+            f"{f' ({Path(source.file).name}:{source.line})' if source else ''}: {tie.why}"
         )
 
     @cached_property

@@ -12,9 +12,11 @@ from torch import nn
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.optimizer_state import OwnOptimizer
 from gpipe_compiler.passes.own_optimizer import own_optimizer
+from gpipe_compiler.plan import Plan
 from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.spec import OptimizerKind
 
@@ -67,13 +69,15 @@ def test_the_plan_counts_it(graph: Graph) -> None:
     """As the same optimizer counts that is named; what it holds for every stage is told."""
     cluster = Cluster.of(DEFAULT_HOST, Link(1e9, 1e-6))
 
-    def held(optimizer: Any) -> list[int]:
-        made = plan(
-            graph, stages=2, microbatches=2, cluster=cluster, policy=Policy(optimizer=optimizer)
-        )
-        return [stage.state_bytes for stage in made.stages]
+    def made(**options: Any) -> Plan:
+        return plan(graph, stages=2, microbatches=2, cluster=cluster, **options)
 
-    own = held(own_optimizer(graph, MAKERS["adamw"]))
+    def held(optimizer: OptimizerKind) -> list[int]:
+        return [s.state_bytes for s in made(policy=Policy(optimizer=optimizer)).stages]
+
+    planned = made(make_optimizer=MAKERS["adamw"])
+    assert planned.optimizer.startswith("AdamW of make_optimizer()")
+    own = [stage.state_bytes for stage in planned.stages]
     named, plain = held(OptimizerKind.ADAMW), held(OptimizerKind.SGD)
     for mine, theirs, least in zip(own, named, plain, strict=True):
         assert theirs <= mine <= theirs + 100  # counts of steps
@@ -86,3 +90,6 @@ def test_what_cannot_be_built_is_said(graph: Graph) -> None:
 
     assert own_optimizer(graph, broken) == "RuntimeError: no such thing"
     assert "no torch.optim.Optimizer" in str(own_optimizer(graph, lambda p: p))
+    with pytest.raises(UsageError, match="no such thing") as caught:
+        plan(graph, stages=2, make_optimizer=broken)
+    assert "Policy(optimizer=" in caught.value.hint
