@@ -125,7 +125,7 @@ def _compare(
     """The differences in one mode, for the first of these batch sizes that the model takes."""
     around = ambient(lower_dtype(graph.traced_in), kind_of(entry))
     with torch.random.fork_rng(), around:
-        run = _first_run(subject, entry, batches)
+        run = _first_run(graph, subject, entry, batches)
         if run is None:
             return
         batch, expected = run
@@ -143,7 +143,9 @@ def _compare(
             yield f"{mode}: {text}{_ASSIGNED if name in expected.assigned else ''}"
 
 
-def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[int, _Run] | None:
+def _first_run(
+    graph: Graph, subject: Subject, entry: Entry, batches: Sequence[int]
+) -> tuple[int, _Run] | None:
     """The first batch size that the model takes, and what it gives; None where it takes none.
 
     A model that does not take inputs with gradients is given them without.
@@ -153,7 +155,7 @@ def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[
     """
     for batch, entry.input_gradients in itertools.product(batches, (True, False)):
         try:
-            return batch, _run_model(subject, entry, batch)
+            return batch, _run_model(graph, subject, entry, batch)
         except GPipeCompilerError:
             raise
         except Exception as error:  # whatever the user's code raises
@@ -173,7 +175,9 @@ def _first_run(subject: Subject, entry: Entry, batches: Sequence[int]) -> tuple[
     return None
 
 
-def _run_model(subject: Subject, entry: Entry, batch: int, *, double: bool = False) -> _Run:
+def _run_model(
+    graph: Graph, subject: Subject, entry: Entry, batch: int, *, double: bool = False
+) -> _Run:
     """The eager model on copies of everything, perhaps in double precision.
 
     What it checkpoints by itself runs once: a second run in the backward would count twice in the
@@ -194,9 +198,11 @@ def _run_model(subject: Subject, entry: Entry, batch: int, *, double: bool = Fal
     buffers = dict(entry.model.named_buffers())
     for name, tensor in buffers.items():
         if sizes.get(name, tensor.shape) != tensor.shape and before[name] is tensor:
+            used = (op for op in graph.ops if name in op.states(graph.modules))
             raise ModelError(
                 f"the buffer {name} gets its size when the model runs: {tuple(sizes[name])} "
                 f"becomes {tuple(tensor.shape)}",
+                location=next((op.source for op in used), None),
                 hint="call the model once in build_model(), as observers of quantisation ask for",
             )
     run = _results(entry.outputs(returned), loss, parameters, buffers, leaves)
@@ -323,7 +329,7 @@ def _largest(tensor: torch.Tensor | None) -> float:
 def _in_double(graph: Graph, subject: Subject, entry: Entry, batch: int) -> dict[str, str]:
     """What differs in double precision; nothing where one of both does not run in that."""
     try:
-        expected = _run_model(subject, entry, batch, double=True).results
+        expected = _run_model(graph, subject, entry, batch, double=True).results
         actual = _run_graph(graph, entry, batch, double=True).results
     except Exception:  # what is written for fp32 may do anything in another type
         return {}

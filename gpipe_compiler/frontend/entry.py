@@ -266,13 +266,27 @@ class Entry(nn.Module):
                 for pair in zip((output, target), dims, strict=True)
             )
             with torch.random.fork_rng(), torch.no_grad():
-                value = _user_call("loss_fn", self.loss_fn, last - first, (part, of_target), {})
+                value = _user_call(
+                    "loss_fn", self.loss_fn, last - first, (part, of_target), {}, self._flattened()
+                )
             _check_scalar(value, "loss_fn returns")
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
 
         whole, half = loss(0, count), count // 2
         if not whole.is_meta:
             self._reduction = _reduction(whole, [loss(0, half), loss(half, count)])
+
+    def _flattened(self) -> str:
+        """The way out for a target whose samples lie in one dimension with something else."""
+        size = self.signature.batch_size
+        for source in self.signature.inputs:
+            rows = [n for n in source.shape or () if n > size and n % size == 0]
+            if source.path[0] == "target" and source.batch_dim is None and rows:
+                return (
+                    f"give a target with a row for each of the {size} samples, and flatten it in "
+                    f"loss_fn: {source.name} has {rows[0]} in one dimension"
+                )
+        return ""
 
     def _own_reduction(self) -> Reduction:
         """Holds the model's loss of a batch against those of its halves, in eval mode."""
@@ -398,7 +412,12 @@ _TARGETS_IN_A_ROW = (
 
 
 def _user_call(
-    what: str, function: Callable[..., Any], count: int, args: Any, kwargs: Mapping[str, Any]
+    what: str,
+    function: Callable[..., Any],
+    count: int,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    hint: str = "",
 ) -> Any:
     try:
         return function(*args, **kwargs)
@@ -407,5 +426,5 @@ def _user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {text_of(error)}",
             location=line_of(error),
-            hint=_TARGETS_IN_A_ROW if "ctc_loss" in text_of(error) else _FREE,
+            hint=_TARGETS_IN_A_ROW if "ctc_loss" in text_of(error) else hint or _FREE,
         ) from error

@@ -50,6 +50,10 @@ def of_tokens(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
+def of_a_row(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target)  # refused: flattened_target
+
+
 def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().mean()
 
@@ -242,6 +246,16 @@ CASES = (
     Case("class_weights", body, rows, weighted, classes),
     Case("ignored_rows", body, rows, F.cross_entropy, classes, later_target=some_ignored),
     Case("tokens", body, steps, of_tokens, tokens, later_target=padded, quick=True),
+    Case(
+        "flattened_target",
+        body,
+        steps,
+        of_a_row,
+        lambda n: tokens(n).flatten(),
+        expect=Refused(
+            1, ("batch_size (8) to match", "(32)"), ("row for each", "flatten it in loss_fn")
+        ),
+    ),
     Case("tokens_padded_example", body, steps, of_tokens, padded),
     Case("tokens_and_z", body, steps, tokens_and_z, tokens, later_target=padded, quick=True),
     Case("tokens_and_z_padded_example", body, steps, tokens_and_z, padded),
