@@ -19,8 +19,9 @@ from gpipe_compiler.memory.what_if import Arena, Remedy, WhatIf
 from gpipe_compiler.passes.cost import Costs, OpCost
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.inplace import torn, undone, write_in_place
+from gpipe_compiler.passes.inplace import torn, undone
 from gpipe_compiler.passes.offsets import Alignment, StaticPlan, in_forward, in_training, place
+from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.remat import FEW
 from gpipe_compiler.passes.tapes import StageTapes
@@ -204,7 +205,7 @@ class _Trials:
         samples = microbatch_size(changed.batch_size, changed.microbatches, changed.replicas)
         graph = self.bench.described(samples, precision)
         if self.policy.in_place:
-            plain, graph = graph, write_in_place(graph)
+            plain, graph = graph, transform(graph, Setting(samples, precision), IN_PLACE)
             stage_of = {
                 op: stage.index
                 for stage in changed.stages

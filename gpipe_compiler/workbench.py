@@ -11,17 +11,13 @@ from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.frontier import Choice
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.constrain import check_names
+from gpipe_compiler.passes.constrain import check_names, ops_of
 from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.passes.inplace import write_in_place
-from gpipe_compiler.passes.loss_weight import weigh_loss
-from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.stores import read_stores
+from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.policy import Policy
@@ -143,7 +139,8 @@ class Workbench:
 
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
         plain = self.described(samples, precision)
-        graph = write_in_place(plain) if in_place else plain
+        at = Setting(samples, precision)
+        graph = transform(plain, at, IN_PLACE) if in_place else plain
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
         return Prepared(graph, costs, Facts.of(graph, costs[0], plain))
 
@@ -153,8 +150,12 @@ class Workbench:
         Raises:
             ModelError: naming the op that cannot run on so few samples.
         """
-        graph = read_stores(annotate(self.graph, samples, precision))
-        return check(weigh_loss(graph), after="loss_weight")
+        graph = transform(self.graph, Setting(samples, precision))
+        lost = [name for name in self.constraints.names if not ops_of(graph, name)]
+        if not lost:
+            return graph
+        kept = frozenset(op.name for name in lost for op in ops_of(self.graph, name))
+        return transform(self.graph, Setting(samples, precision, kept))
 
     def plan(
         self,

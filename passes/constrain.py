@@ -23,7 +23,7 @@ def check_names(graph: Graph, constraints: Constraints) -> None:
     Raises:
         UsageError: naming what is not, and what is nearly called so.
     """
-    unknown = [name for name in constraints.names if not _ops_of(graph, name)]
+    unknown = [name for name in constraints.names if not ops_of(graph, name)]
     if not unknown:
         return
     known = [*_modules(graph), *(op.name for op in graph.ops), *graph.producer]
@@ -87,7 +87,7 @@ def _modules(graph: Graph) -> list[str]:
     return list(found)
 
 
-def _ops_of(graph: Graph, name: str) -> list[Op]:
+def ops_of(graph: Graph, name: str) -> list[Op]:
     """The ops of a module, or else the op or the maker of the value of this name.
 
     A module without ops of its own is where its parameters are: in the module of torch that is
@@ -122,7 +122,7 @@ def _without_ops(graph: Graph, name: str) -> str:
     if not name:
         return "'' is the whole model, and not a part of it"
     parent = name.rpartition(".")[0]
-    while parent and not _ops_of(graph, parent):
+    while parent and not ops_of(graph, parent):
         parent = parent.rpartition(".")[0]
     depth = len(parent.split(".")) + 1 if parent else 1
     near = [".".join(path.split(".")[:depth]) for path in _modules(graph)]
@@ -152,7 +152,7 @@ class _Asked:
         index = {name: position for position, name in enumerate(asked.names)}
         nodes: dict[str, tuple[int, ...]] = {}
         for name in constraints.names:
-            ops = _ops_of(facts.graph, name)
+            ops = ops_of(facts.graph, name)
             nodes[name] = tuple(index[op.name] for op in ops if op.name in index)
             if not nodes[name]:
                 asked.faults.append(

@@ -1,0 +1,325 @@
+"""Drops ops that change nothing, whatever the batch size, the types and the precision.
+
+`x + 0` of integers, `x * 1.0` of floats, `expand` and `reshape` to the shape that is there, an
+index of the whole tensor, `contiguous()` twice. Casts stay: what is fp32 here may be 16 bits
+elsewhere. So do ops whose result or operand is written in place, and those that the model returns.
+Inside regions types and shapes are not known: only what follows from the ops there is dropped.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import itertools
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.nn import functional as F
+
+from gpipe_compiler.ir import (
+    Argument,
+    Block,
+    Call,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Op,
+    Ref,
+    RegionCall,
+    Result,
+    Value,
+    ValueKind,
+)
+from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.repeats import repeats
+
+_Size: TypeAlias = "int | tuple[str, float]"
+"""A size: a constant, or so many times the batch."""
+
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+
+_FLOATING = frozenset({"cos", "sin", "exp", "rsqrt", "sqrt", "tanh", "sigmoid", "float"})
+"""Functions and methods that give floating-point numbers, whatever they are given."""
+
+
+def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
+    """The graph without ops that change nothing; the very same where there are none.
+
+    Args:
+        graph: annotated; so is the result.
+        kept: names of ops that are to stay.
+    """
+    graph = _in_regions(graph)
+    sizes = _Sizes(graph)
+    ends = (*graph.output_values, *(() if graph.loss is None else (graph.loss.value,)))
+    idle = {
+        op.name: source
+        for op in graph.ops
+        if isinstance(op.result, str) and op.result not in ends and op.name not in kept
+        for source in _unchanged(graph, sizes, op)
+    }
+    if not idle:
+        return graph
+    found = effects(graph)
+    reads = Counter(itertools.chain(ends, *map(_reads, graph.ops)))
+    names: dict[str, str] = {}  # what is read instead of the result of an op
+    for op in graph.ops:
+        source = idle.get(op.name)
+        if source is None or not _unwritten(found, source, op.outputs[0]):
+            continue
+        (result,), source = op.outputs, names.get(source, source)
+        others = reads[source] - 1
+        # With three summands of a gradient, others would be added up first.
+        if graph.values[result].requires_grad and others and others + reads[result] > 2:
+            continue
+        reads[source] = others + reads[result]
+        names[result] = source
+    return _without(graph, names) if names else graph
+
+
+def called(call: Call) -> str:
+    """The name of the method or function of torch, operator or builtins that is called."""
+    if isinstance(call, MethodCall):
+        return call.method
+    return getattr(call.function, "__name__", "") if isinstance(call, FunctionCall) else ""
+
+
+def _reads(op: Op) -> Iterator[str]:
+    """The values that an op reads, as often as it does; for a region, often."""
+    times = 3 if isinstance(op.call, RegionCall) else 1
+    for name in value_names((op.call.args, dict(op.call.kwargs))):
+        yield from itertools.repeat(name, times)
+
+
+def _unwritten(found: Effects, source: str, result: str) -> bool:
+    """Whether nobody writes into what an op reads or makes, so that the two can be one."""
+    shared = {*found.alias_set(source), *found.alias_set(result)}
+    states = found.state_aliases.get(source, frozenset())
+    return shared.isdisjoint(found.written_values) and states.isdisjoint(found.written_states)
+
+
+def _unchanged(graph: Graph, sizes: _Sizes, op: Op) -> Iterator[str]:
+    """The tensor that an op returns as it is, if it does."""
+    call = op.call
+    if not isinstance(call, FunctionCall | MethodCall) or not call.args:
+        return
+    source, result = call.args[0], graph.values[op.outputs[0]]
+    if not isinstance(source, Ref) or result.kind is not ValueKind.TENSOR:
+        return
+    before = graph.values[source.name]
+    same = (before.shape, before.dtype, before.batch_dim) == (
+        *(result.shape, result.dtype, result.batch_dim),
+    )
+    if not same or before.requires_grad != result.requires_grad:
+        return
+    assert before.dtype is not None
+    if (
+        _is_neutral(call, before.dtype)
+        or _keeps_shape(sizes, call, before)
+        or (_is_plain(call, "contiguous") and _is_contiguous(graph, source.name))
+    ):
+        yield source.name
+
+
+def _is_neutral(call: Call, dtype: torch.dtype | None) -> bool:
+    """Whether arithmetic with a number gives the other operand, bit by bit.
+
+    Args:
+        dtype: of the operand; None for floating-point numbers.
+    """
+    if isinstance(call, FunctionCall) and call.function is F.dropout:
+        names = ("p", "training", "inplace")
+        given = {**dict(zip(names, call.args[1:], strict=False)), **call.kwargs}
+        return given.get("p") == 0.0 and "inplace" not in given
+    if not isinstance(call, FunctionCall | MethodCall) or len(call.args) != 2 or call.kwargs:
+        return False
+    number = call.args[1]
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    floating = dtype is None or dtype.is_floating_point
+    integer = dtype in _INTEGERS and isinstance(number, int)
+    match called(call):
+        case "mul":
+            return number == 1 and (floating or integer)
+        case "truediv" | "div":
+            return number == 1 and floating
+        case "sub":  # of floats, 0.0 - (-0.0) is 0.0
+            return number == 0 and math.copysign(1, number) > 0 and (floating or integer)
+        case "add":  # of floats, -0.0 + 0 is 0.0
+            return number == 0 and integer
+    return False
+
+
+def _is_plain(call: Call, name: str) -> bool:
+    return isinstance(call, MethodCall) and call.method == name and len(call.args) == 1
+
+
+def _is_contiguous(graph: Graph, value: str) -> bool:
+    maker = graph.producer.get(value)
+    return maker is not None and _is_plain(maker.call, "contiguous") and not maker.call.kwargs
+
+
+def _keeps_shape(sizes: _Sizes, call: Call, before: Value) -> bool:
+    """Whether a tensor is given the shape that it has, at any batch size."""
+    if call.kwargs:
+        return False
+    name, given = called(call), call.args[1:]
+    if call.args and isinstance(call, FunctionCall) and call.function is operator.getitem:
+        entries = given[0] if isinstance(given[0], tuple) else given
+        return all(entry is ... or entry == slice(None) for entry in entries)
+    if not isinstance(call, MethodCall) or name not in ("expand", "view", "reshape"):
+        return False
+    wanted = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
+    own = sizes.of(before)
+    if own is None or len(wanted) != len(own):
+        return False
+    free = [size == -1 for size in wanted]
+    if name != "expand" and (sum(free) > 1 or (any(free) and 0 in before.shape)):
+        return False
+    return all(
+        open_ or sizes.resolved(size) == known
+        for open_, size, known in zip(free, wanted, own, strict=True)
+    )
+
+
+class _Sizes:
+    """The sizes of values as functions of the batch, and the numbers that ops take from them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._known: dict[str, _Size] = {}
+        for op in graph.ops:
+            self._note(op.call, op.result)
+
+    def of(self, value: Value) -> tuple[_Size, ...] | None:
+        """The sizes of a tensor; None where they do not follow from the batch in proportion."""
+        if not value.splittable:
+            return None
+        batch = self._graph.batch_size
+        return tuple(
+            ("batch", size / batch) if dim == value.batch_dim else size
+            for dim, size in enumerate(value.shape)
+        )
+
+    def resolved(self, size: Argument) -> _Size | None:
+        """A size that is given to an op."""
+        if isinstance(size, Ref):
+            return self._known.get(size.name)
+        return size if isinstance(size, int) else None
+
+    def _note(self, call: Call, result: Result) -> None:
+        if not isinstance(call, FunctionCall | MethodCall) or not call.args:
+            return
+        source = call.args[0]
+        asks = isinstance(call, MethodCall) and call.method == "size"
+        asks |= isinstance(call, FunctionCall) and call.function is builtins.getattr
+        if not asks or not isinstance(source, Ref) or call.kwargs:
+            return
+        sizes = self.of(self._graph.values[source.name])
+        if sizes is None:
+            return
+        if isinstance(result, tuple) and len(result) == len(sizes):
+            pairs = zip(result, sizes, strict=True)
+            self._known.update({name: size for name, size in pairs if isinstance(name, str)})
+        elif isinstance(result, str) and len(call.args) == 2 and isinstance(call.args[1], int):
+            self._known[result] = sizes[call.args[1]]
+
+
+# --- the graph without them -----------------------------------------------------------------------
+
+
+def _without(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """The graph without the makers of some values, in whose place others are read.
+
+    Args:
+        names: what is read instead of each.
+    """
+    memory = {graph.values[name].storage: graph.values[old].storage for name, old in names.items()}
+    ops = [_reading(op, names) for op in graph.ops if names.keys().isdisjoint(op.outputs)]
+    changed = graph.replace(ops=without_unread(graph, ops, lambda op: _is_number(graph, op)))
+    kept = {source.name for source in graph.inputs} | changed.producer.keys()
+    values = {
+        name: dataclasses.replace(value, storage=memory.get(value.storage, value.storage))
+        for name, value in graph.values.items()
+        if name in kept
+    }
+    held = graph.held & changed.op_of.keys()
+    return changed.replace(values=values, held=held, repeats=repeats(changed))
+
+
+def without_unread(graph: Graph, ops: Sequence[Op], pure: Callable[[Op], bool]) -> tuple[Op, ...]:
+    """These ops without those whose results nobody reads, though somebody did before.
+
+    Args:
+        graph: as it was before.
+        pure: whether an op does nothing but make its results.
+    """
+    read = {*graph.output_values, *(() if graph.loss is None else (graph.loss.value,))}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        had_readers = not graph.consumers.keys().isdisjoint(op.outputs)
+        if had_readers and read.isdisjoint(op.outputs) and pure(op):
+            continue
+        kept.append(op)
+        read.update(op.inputs)
+    return tuple(reversed(kept))
+
+
+def _is_number(graph: Graph, op: Op) -> bool:
+    """Whether an op makes numbers and no tensors, such as the sizes of one."""
+    return all(graph.values[name].kind is ValueKind.SCALAR for name in op.outputs)
+
+
+def _reading(op: Op, names: Mapping[str, str]) -> Op:
+    """The op, reading other values instead of some; itself where it reads none of them."""
+    return op if names.keys().isdisjoint(op.inputs) else reading(op, names)
+
+
+def _in_regions(graph: Graph) -> Graph:
+    """The graph with the bodies of its regions simplified."""
+    ops = tuple(map(_with_body, graph.ops))
+    if all(map(operator.is_, ops, graph.ops)):
+        return graph
+    changed = graph.replace(ops=ops)
+    return changed.replace(repeats=repeats(changed))
+
+
+def _with_body(op: Op) -> Op:
+    if not isinstance(op.call, RegionCall):
+        return op
+    body = op.call.body
+    read = Counter(name for inner in body.ops for name in inner.inputs)
+    floating: set[str] = set()
+    names: dict[str, str] = {}
+    ops: list[Op] = []
+    for original in map(_with_body, body.ops):
+        inner, call = _reading(original, names), original.call
+        source = inner.inputs[0] if inner.inputs else ""
+        if called(call) in _FLOATING:
+            floating.update(inner.outputs)
+        # Read by this op alone, so that no write and no sum of gradients is another one.
+        idle = source in floating and read[source] == 1 and _is_neutral(inner.call, None)
+        if idle and isinstance(inner.result, str):
+            names[inner.result], read[source] = source, read[inner.result]
+        else:
+            ops.append(inner)
+    if not names:
+        same = all(map(operator.is_, ops, body.ops))
+        return op if same else _replaced(op, body, ops, body.outputs)
+
+    def leaf(item: Argument) -> Argument:
+        return Ref(names.get(item.name, item.name)) if isinstance(item, Ref) else item
+
+    return _replaced(op, body, ops, tuple(map_argument(leaf, body.outputs)))
+
+
+def _replaced(op: Op, body: Block, ops: Sequence[Op], outputs: tuple[Argument, ...]) -> Op:
+    assert isinstance(op.call, RegionCall)
+    changed = dataclasses.replace(body, ops=tuple(ops), outputs=outputs)
+    return dataclasses.replace(op, call=dataclasses.replace(op.call, body=changed))

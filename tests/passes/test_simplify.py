@@ -1,0 +1,148 @@
+"""Ops that change nothing go; all others stay, and no number changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.command_choices import LossChoice
+from gpipe_compiler.compile import trace
+from gpipe_compiler.ir import Ref, RegionCall
+from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.pipeline import PASSES, Setting, transform
+from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.simplify import simplify
+
+WHOLE = slice(None)
+FLOATS = torch.tensor([[-0.0, 1.5, float("nan")], [float("inf"), -2.0, 0.0]])
+IDS = torch.arange(6).reshape(2, 3)
+
+
+def after(builder, given: Tensor, add: Callable) -> tuple[int, Tensor, Tensor]:
+    """How many of the ops stay, and what the last gives before and after; x is doubled first."""
+    b = builder(x=given)
+    first = b.call(operator.add, Ref("x"), Ref("x"), name="first")
+    last = b.call(operator.neg, add(b, first), name="last")
+    graph = annotate(b.graph(last), 2)
+    simple = simplify(graph)
+    for name, value in annotate(simple.replace(values={}), 2).values.items():
+        found = simple.values[name]
+        assert (found.shape, found.dtype, found.batch_dim) == (
+            (value.shape, value.dtype, value.batch_dim)
+        )
+    runs = [Interpreter(g, {}).run({"x": given})["last"] for g in (graph, simple)]
+    return len(simple.ops) - 2, *runs
+
+
+@pytest.mark.parametrize(
+    ("given", "add"),
+    [
+        (IDS, lambda b, x: b.call(operator.add, x, 0)),
+        (IDS, lambda b, x: b.call(operator.mul, x, 1)),
+        (FLOATS, lambda b, x: b.call(operator.mul, x, 1.0)),
+        (FLOATS.half(), lambda b, x: b.call(operator.mul, x, 1.0)),
+        (FLOATS, lambda b, x: b.call(operator.sub, x, 0.0)),
+        (FLOATS, lambda b, x: b.call(operator.truediv, x, 1)),
+        (FLOATS, lambda b, x: b.method("expand", x, -1, 3)),
+        (FLOATS, lambda b, x: b.method("reshape", x, -1, 3)),
+        (FLOATS, lambda b, x: b.call(operator.getitem, x, (WHOLE, WHOLE))),
+        (FLOATS, lambda b, x: b.call(F.dropout, x, 0.0, True)),
+    ],
+)
+def test_what_changes_nothing_goes(builder, given, add):
+    kept, before, now = after(builder, given, add)
+
+    assert kept == 0
+    assert before.dtype is now.dtype
+    assert before.numpy().tobytes() == now.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "add"),
+    [
+        (FLOATS, lambda b, x: b.call(operator.add, x, 0)),  # -0.0
+        (FLOATS, lambda b, x: b.call(operator.sub, x, -0.0)),
+        (IDS, lambda b, x: b.call(operator.mul, x, 1.0)),  # integers become floats
+        (IDS, lambda b, x: b.call(operator.add, x, 0.0)),
+        (IDS, lambda b, x: b.call(operator.truediv, x, 1)),
+        (FLOATS > 0, lambda b, x: b.call(operator.add, x, 0)),  # bools become integers
+        (FLOATS, lambda b, x: b.method("to", x, torch.float32)),  # it may come in 16 bits
+        (FLOATS, lambda b, x: b.call(operator.getitem, x, (WHOLE, slice(0, 2)))),
+        (FLOATS, lambda b, x: b.call(F.dropout, x, 0.5, False)),
+    ],
+)
+def test_what_may_change_something_stays(builder, given, add):
+    kept, before, now = after(builder, given, add)
+
+    assert kept == 1
+    assert before.numpy().tobytes() == now.numpy().tobytes()
+
+
+def test_a_size_of_the_batch_is_known_for_what_it_is(builder):
+    b = builder(x=torch.randn(3, 4))
+    batch = b.method("size", Ref("x"), 0, name="batch")
+    h = b.call(operator.neg, Ref("x"), name="h")
+    same = b.method("view", h, batch, 4, name="same")
+    wide = b.method("expand", b.method("unsqueeze", same, 0), batch, -1, -1, name="wide")
+    graph = simplify(annotate(b.graph(b.method("sum", wide)), 1))
+
+    assert "same" not in graph.op_of
+    assert "wide" in graph.op_of, "with one sample it is of one shape with what it widens"
+
+
+def test_what_is_written_in_place_stays_apart(builder):
+    b = builder(x=torch.randn(3, 4))
+    h = b.call(operator.neg, Ref("x"), name="h")
+    copy = b.call(operator.mul, h, 1.0, name="copy")
+    b.method("add_", copy, 1.0, name="written")
+    graph = simplify(annotate(b.graph((h, b.call(operator.neg, copy))), 3))
+
+    assert "copy" in graph.op_of
+
+
+class Scaled(nn.Module):
+    """Tables made without gradients, scaled by one as rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            table = torch.arange(4, device=x.device).float().cos() * 1.0
+        shared = self.linear(x)
+        same = shared.reshape(x.shape[0], -1, 4)
+        return (same * table + same.relu()).sum(1) + shared.sum(1)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_numbers_and_gradients_of_a_model_are_the_same_bits(batch):
+    torch.manual_seed(0)
+    model = Scaled()
+    graph = trace(model, (torch.randn(3, 6, 4),), loss=LossChoice.SUM_OF_SQUARES)
+    simple = transform(graph, Setting(3), PASSES)
+    (region,) = [op.call for op in simple.ops if isinstance(op.call, RegionCall)]
+    assert len(region.body.ops) == 3
+    x = torch.randn(batch, 6, 4)
+    expected = model(x).square().sum()
+    expected.backward()
+    tensors = {n: t.detach().clone().requires_grad_() for n, t in simple.tensors.items()}
+    loss = Interpreter(simple, tensors).run({"x": x})[simple.loss.value]
+    loss.backward()
+
+    assert torch.equal(loss, expected)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, tensors[name].grad)
+
+
+def test_gradients_of_three_readers_are_added_up_in_the_order_of_the_model():
+    simple = transform(
+        trace(Scaled(), (torch.randn(3, 6, 4),), loss=LossChoice.SUM_OF_SQUARES), Setting(3)
+    )
+
+    assert "reshape" in simple.op_of
