@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.attention import call_attention_plainly
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
@@ -46,6 +47,7 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     Pass("shapes", lambda graph, at: annotate(graph, at.samples, at.precision)),
     Pass("simplify", lambda graph, at: simplify(graph, at.kept)),
+    Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
     Pass("stores", lambda graph, _: read_stores(graph)),
     Pass("loss_weight", lambda graph, _: weigh_loss(graph)),
 )

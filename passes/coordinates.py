@@ -1,0 +1,216 @@
+"""Elements of a tensor as functions of their coordinates: affine numbers, and conditions on them.
+
+Coordinates are integers from 0 on; how far they go is not known, so what holds here holds at any
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_MOST_CASES = 16
+"""Of an element; what takes more is given up."""
+
+
+class UnknownError(Exception):
+    """The element does not follow from the coordinates in a way that can be said here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`offset`, plus for every dimension its weight times the coordinate."""
+
+    weights: tuple[int, ...]
+    offset: float = 0
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same at all coordinates."""
+        return not any(self.weights)
+
+    def plus(self, other: Affine, times: int = 1) -> Affine:
+        """The sum of this and so many times another."""
+        weights = tuple(a + times * b for a, b in zip(self.weights, other.weights, strict=True))
+        return Affine(weights, self.offset + times * other.offset)
+
+    def scaled(self, factor: float) -> Affine:
+        """A multiple of it.
+
+        Raises:
+            UnknownError: where the multiple of a coordinate is no integer.
+        """
+        if self.constant:
+            return Affine(self.weights, self.offset * factor)
+        if not isinstance(factor, int) or not isinstance(self.offset, int):
+            raise UnknownError
+        return Affine(tuple(factor * weight for weight in self.weights), factor * self.offset)
+
+    def at(self, places: Sequence[Affine], rank: int) -> Affine:
+        """The same with other coordinates: `places` are the own ones in terms of them."""
+        found = number(self.offset, rank)
+        for weight, place in zip(self.weights, places, strict=True):
+            found = found.plus(place, weight) if weight else found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """`left <= 0`, or `left == 0` where `equal`. Made by `compared`."""
+
+    left: Affine
+    equal: bool
+
+    def at(self, places: Sequence[Affine], rank: int) -> Condition:
+        """The same with other coordinates."""
+        return compared(self.left.at(places, rank), equal=self.equal)
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """All of these hold. Made by `every`."""
+
+    parts: tuple[Condition, ...]
+
+    def at(self, places: Sequence[Affine], rank: int) -> Condition:
+        """The same with other coordinates."""
+        return every(*(condition_at(part, places, rank) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    """This does not hold. Made by `negated`."""
+
+    part: Condition
+
+    def at(self, places: Sequence[Affine], rank: int) -> Condition:
+        """The same with other coordinates."""
+        return negated(condition_at(self.part, places, rank))
+
+
+Condition: TypeAlias = bool | Compared | Every | Negated
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """The number of the one condition that holds."""
+
+    cases: tuple[tuple[Condition, Affine], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cases) > _MOST_CASES:
+            raise UnknownError
+
+    def at(self, places: Sequence[Affine], rank: int) -> Cases:
+        """The same with other coordinates."""
+        return Cases(
+            tuple((condition_at(when, places, rank), a.at(places, rank)) for when, a in self.cases)
+        )
+
+    @property
+    def only(self) -> Affine:
+        """The number where there is one case.
+
+        Raises:
+            UnknownError: where there are several.
+        """
+        (_, affine), *others = self.cases
+        if others:
+            raise UnknownError
+        return affine
+
+
+Element: TypeAlias = Condition | Cases
+
+
+def number(value: float, rank: int) -> Affine:
+    """A constant."""
+    return Affine((0,) * rank, value)
+
+
+def coordinate(dim: int, rank: int) -> Affine:
+    """The coordinate of a dimension."""
+    return Affine(tuple(int(index == dim) for index in range(rank)))
+
+
+def compared(left: Affine, *, equal: bool) -> Condition:
+    """The condition that a number is at most 0, or 0: True or False where it always or never is."""
+    low, high = min(left.weights, default=0), max(left.weights, default=0)
+    if left.constant:
+        return left.offset == 0 if equal else left.offset <= 0
+    if low >= 0 and left.offset > 0:
+        return False
+    if high <= 0 and (left.offset < 0 if equal else left.offset <= 0):
+        return not equal
+    return Compared(left, equal)
+
+
+def every(*parts: Condition) -> Condition:
+    """The condition that all of these hold."""
+    left = tuple(dict.fromkeys(part for part in parts if part is not True))
+    if False in left:
+        return False
+    return Every(left) if len(left) > 1 else left[0] if left else True
+
+
+def negated(part: Condition) -> Condition:
+    """The condition that this does not hold."""
+    if isinstance(part, bool):
+        return not part
+    return part.part if isinstance(part, Negated) else Negated(part)
+
+
+def some(*parts: Condition) -> Condition:
+    """The condition that one of these holds."""
+    return negated(every(*map(negated, parts)))
+
+
+def condition_at(condition: Condition, places: Sequence[Affine], rank: int) -> Condition:
+    """A condition with other coordinates."""
+    return condition if isinstance(condition, bool) else condition.at(places, rank)
+
+
+def is_causal(condition: Condition, rank: int) -> bool:
+    """Whether it holds exactly where the last coordinate is at most the one before, at any size.
+
+    Only of conditions on the distance between these two that is decided: False for any other.
+    """
+    try:
+        parts = list(_comparisons(condition, rank))
+    except UnknownError:
+        return False
+    # Between the distances at which a comparison changes, the condition is the same.
+    turns = [math.floor(-offset / slope) for slope, offset in parts] or [0]
+    tried = {-1, 0, min(turns) - 2, max(turns) + 3}
+    tried.update(turn + step for turn in turns for step in (-1, 0, 1, 2))
+    return all(_holds(condition, distance) == (distance >= 0) for distance in tried)
+
+
+def _comparisons(condition: Condition, rank: int) -> Iterator[tuple[int, int]]:
+    """Slope and offset of every comparison, in terms of query less key."""
+    match condition:
+        case Compared(left=left):
+            *others, query, key = left.weights
+            if any(others) or query != -key or rank < 2 or not isinstance(left.offset, int):
+                raise UnknownError
+            yield query, left.offset
+        case Every(parts=parts):
+            for part in parts:
+                yield from _comparisons(part, rank)
+        case Negated(part=part):
+            yield from _comparisons(part, rank)
+
+
+def _holds(condition: Condition, distance: int) -> bool:
+    match condition:
+        case Compared(left=left, equal=equal):
+            value = left.weights[-2] * distance + left.offset
+            return value == 0 if equal else value <= 0
+        case Every(parts=parts):
+            return all(_holds(part, distance) for part in parts)
+        case Negated(part=part):
+            return not _holds(part, distance)
+        case bool():
+            return condition
