@@ -40,7 +40,7 @@ from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.policy import CUT_INSIDE, Auto, Policy, RematChoice
 from gpipe_compiler.reference import reference_of
 from gpipe_compiler.remedies import what_if
 from gpipe_compiler.report.html import write_report
@@ -89,6 +89,8 @@ class CompileOptions:
         must_fit: refuse a plan that does not fit the memory of its devices.
         search_s: seconds after which no further setting is looked at.
         in_place: let ops write over what nobody needs any more (`passes.inplace`).
+        cut_inside: the share of the best step that may be given for cuts which open fewer modules
+            of the model; 0 for cuts anywhere.
         remedies: tell in the plan what other settings would save of memory (`remedies.py`).
     """
 
@@ -113,6 +115,7 @@ class CompileOptions:
     must_fit: bool = False
     search_s: float = SEARCH_SECONDS
     in_place: bool = True
+    cut_inside: float = CUT_INSIDE
     remedies: bool = False
 
     def __post_init__(self) -> None:
@@ -142,6 +145,7 @@ class CompileOptions:
             self.optimizer or OptimizerKind.SGD,
             self.objective,
             self.in_place,
+            self.cut_inside,
         )
 
 

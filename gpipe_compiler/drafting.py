@@ -18,6 +18,8 @@ from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate
+from gpipe_compiler.passes.cut.inside import cut_inside
+from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
@@ -86,7 +88,9 @@ class Drafting:
         work: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
-        cuts: those made so far, by groups, the stages that recompute, and what the seats hold.
+        inside: the share of the best time that may be given for cuts which open fewer modules.
+        cuts: those made so far, by groups, the stages that recompute, what the seats hold, and
+            that share.
     """
 
     facts: Facts
@@ -98,6 +102,7 @@ class Drafting:
     work: int
     whole: frozenset[str]
     random: bool
+    inside: float = 0.0
     cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -138,6 +143,7 @@ class Drafting:
             work,
             whole,
             bool(whole and random_ops(graph)),
+            policy.cut_inside,
         )
 
     def facts_of(self, draft: Draft) -> Facts:
@@ -145,7 +151,8 @@ class Drafting:
         return self.facts.in_stages([stage.ops for stage in draft.stages])
 
     def choose(self, choice: RematChoice) -> Draft:
-        """The cut into stages that recompute as asked, with the shortest step that fits.
+        """The cut into stages that recompute as asked, with the shortest step that fits; or one
+        that opens fewer modules, and takes at most the share `inside` longer.
 
         AUTO recomputes as little as fits. What it tries, where the best cut does not fit as it is:
         cuts under the memory limit in which nothing is recomputed, in which the first stages are
@@ -156,6 +163,32 @@ class Drafting:
         The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
         of stages which do neither, on devices that hold anything.
         """
+        if not self.inside or not self.facts.modules:
+            return self._chosen(choice)
+        return self.preferred(self.anywhere()._chosen(choice), self._chosen(choice))
+
+    def anywhere(self) -> Drafting:
+        """The same with cuts anywhere."""
+        return dataclasses.replace(self, inside=0.0)
+
+    def preferred(self, anywhere: Draft, inside: Draft) -> Draft:
+        """The draft that opens fewer modules, if it is nearly as good as that with cuts anywhere.
+
+        Both tell how long the latter takes.
+        """
+        best_s = anywhere.prediction.objective_s
+        worse = self._merit(inside)[0] > self._merit(anywhere)[0]
+        worse |= inside.prediction.objective_s > best_s * (1 + self.inside)
+        taken = anywhere if worse else inside
+        told = dataclasses.replace(taken.prediction, anywhere_s=best_s)
+        return dataclasses.replace(taken, prediction=told)
+
+    def opened(self, draft: Draft) -> tuple[str, ...]:
+        """The modules that lie in several stages, of those that count."""
+        found = opened(self.facts.modules, draft.found.stage_of)
+        return tuple(dict.fromkeys(module.path for module in found if module.depth))
+
+    def _chosen(self, choice: RematChoice) -> Draft:
         nothing = (False,) * self.setting.stages
         if choice is RematChoice.NONE:
             return self._cut(nothing)
@@ -174,7 +207,7 @@ class Drafting:
         For devices that hold nothing.
         """
         both = [(again,) * self.setting.stages for again in (True, False)]
-        return [self._fitted(self._cut(again))[0] for again in both]
+        return [self._fitted(self.anywhere()._cut(again))[0] for again in both]
 
     def _tried(self) -> Iterator[Draft]:
         """What AUTO tries; only the best cut as it is, where that fits."""
@@ -236,7 +269,8 @@ class Drafting:
             other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
         )
         free = self._unlimited()
-        stage_of = cut(heavier, free.setting, work=self.work).stage_of
+        best = cut(heavier, free.setting, work=self.work)
+        stage_of = self._inside(heavier, free.setting, best).stage_of
         judged = cut(self.problem, free.setting, 0, work=self.work, hint=stage_of)
         return free._cut_so(judged, (False,) * self.setting.stages)
 
@@ -345,10 +379,22 @@ class Drafting:
 
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
         setting = dataclasses.replace(self.setting, recompute=recompute)
-        key = problem.groups, recompute, tuple(seat.memory for seat in setting.seats)
+        memory = tuple(seat.memory for seat in setting.seats)
+        key: Hashable = (problem.groups, recompute, memory)
         if key not in self.cuts:
             self.cuts[key] = cut(problem, setting, work=self.work)
-        return self._cut_so(self.cuts[key], recompute)
+        found = self.cuts[key]
+        if self.inside:
+            key = (key, self.inside)
+            if key not in self.cuts:
+                self.cuts[key] = self._inside(problem, setting, found)
+            found = self.cuts[key]
+        return self._cut_so(found, recompute)
+
+    def _inside(self, problem: CutProblem, setting: Setting, best: Cut) -> Cut:
+        """The cut that opens the fewest modules, of those nearly as good as the best."""
+        modules = self.facts.modules
+        return cut_inside(problem, setting, modules, best, self.inside, work=self.work)
 
     def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Draft:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)

@@ -145,6 +145,8 @@ class Prediction:
             (`clocking.py`), without the optimizer. None where they were not.
         longest_s: seconds of one micro-batch in the longest stage with its transfers, where that
             was to be short (`Objective.BOTTLENECK`); else None.
+        anywhere_s: `objective_s` of the best plan found with cuts anywhere; None where no other
+            cuts were preferred.
     """
 
     step_s: float
@@ -160,6 +162,7 @@ class Prediction:
     torchrun_s: float | None = None
     longest_s: float | None = None
     memory: tuple[DeviceMemory, ...] = ()
+    anywhere_s: float | None = None
 
     @property
     def objective_s(self) -> float:
@@ -194,6 +197,9 @@ class Plan:
         replicas: of the pipeline, which share every mini-batch.
         what_if: what could be done about memory; None where nobody has asked.
         optimizer: whose memory and time count, in words; "" in inference and in older plans.
+        cut_inside: the share of the best time with cuts anywhere that could be given for cuts which
+            open fewer modules.
+        opened: the modules that lie in several stages, of those that count (`cut.modules`).
         tied: which op ties most of the work together, in words; "" where none does.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -220,6 +226,8 @@ class Plan:
     what_if: WhatIf | None = None
     optimizer: str = ""
     tied: str = ""
+    cut_inside: float = 0.0
+    opened: tuple[str, ...] = ()
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
@@ -335,6 +343,7 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
         "batchnorm": BatchNorm(fields.get("batchnorm", BatchNorm.MICRO.value)),
         "precision": Precision(fields.get("precision", Precision.FP32.value)),
         "joint": tuple(fields.get("joint", ())),
+        "opened": tuple(fields.get("opened", ())),
         "orders": tuple(parse_order(order) for order in fields["orders"]),
         "cluster": _cluster(fields["cluster"]),
         "placement": tuple(fields["placement"]),

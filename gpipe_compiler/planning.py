@@ -100,6 +100,8 @@ def make_plan(
         constraints=constraints,
         replicas=policy.data_parallel,
         tied=drafting.facts.tied([stage.ops for stage in draft.stages]),
+        cut_inside=policy.cut_inside,
+        opened=drafting.opened(draft),
         graph=graph,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,6 +10,9 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.passes.cut.setting import Objective
 from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
+
+CUT_INSIDE = 0.03
+"""Below so large a share of a step, predictions cannot tell which of two cuts is faster."""
 
 
 class Auto(Enum):
@@ -44,6 +48,8 @@ class Policy:
         objective: what the stages are to make short.
         precision: in which the graph was annotated too.
         in_place: whether ops may write over what nobody needs any more (`passes.inplace`).
+        cut_inside: the share of the best time with cuts anywhere that may be given for cuts which
+            open fewer modules (`passes.cut.inside`).
     """
 
     schedule: ScheduleKind = ScheduleKind.GPIPE
@@ -54,8 +60,14 @@ class Policy:
     optimizer: AnyOptimizer = OptimizerKind.SGD
     objective: Objective = Objective.STEP
     in_place: bool = True
+    cut_inside: float = CUT_INSIDE
 
     def __post_init__(self) -> None:
+        if not 0 <= self.cut_inside < math.inf:
+            raise UsageError(
+                f"--cut-inside {self.cut_inside} is no share of a step's time",
+                hint="such as 0.03 for 3%, or 0 for cuts anywhere",
+            )
         if self.batchnorm is BatchNorm.EXACT and self.schedule is not ScheduleKind.GPIPE:
             raise UsageError(
                 "--batchnorm exact normalises over the whole mini-batch, so every micro-batch goes "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.cut.setting import Objective
-from gpipe_compiler.policy import Auto
+from gpipe_compiler.policy import CUT_INSIDE, Auto
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 from gpipe_compiler.runtime.typed import shown
 
@@ -53,6 +54,15 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         default=Objective.STEP.value,
         help="what the stages are to make short: the simulated step, or the longest stage with "
         "its transfers (default %(default)s)",
+    )
+    group.add_argument(
+        "--cut-inside",
+        metavar="SHARE",
+        type=_share,
+        default=CUT_INSIDE,
+        help="of all cuts that take at most this share more than the best, the one is taken that "
+        "opens the fewest modules of the model; 0: the best, which may cut anywhere "
+        "(default %(default)s)",
     )
     group.add_argument(
         "--optimizer",
@@ -121,6 +131,17 @@ def count_or_auto(text: str) -> int | Auto:
         return positive(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor auto") from error
+
+
+def _share(text: str) -> float:
+    """A share, such as 0.03."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < math.inf:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no share, such as 0.03")
+    return share
 
 
 def _pin(text: str) -> tuple[str, int]:

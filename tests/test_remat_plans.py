@@ -136,14 +136,14 @@ def test_auto_recomputes_only_where_memory_is_short(graph: Graph, schedule: Sche
     """Whatever devices hold: the plan fits, and one that recomputes would not fit without."""
     stages = 4 if schedule in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV) else K
     none, full = (
-        planned(graph, Policy(schedule, choice), stages=stages)
+        planned(graph, Policy(schedule, choice, cut_inside=0), stages=stages)
         for choice in (RematChoice.NONE, RematChoice.FULL)
     )
     most, least = max(none.prediction.device_bytes), max(full.prediction.device_bytes)
     assert least < most
     some = set()
     for memory in range(least + 100, most + 1, (most - least) // 5):
-        auto = planned(graph, Policy(schedule, RematChoice.AUTO), memory, stages)
+        auto = planned(graph, Policy(schedule, RematChoice.AUTO, cut_inside=0), memory, stages)
 
         assert max(auto.prediction.device_bytes) <= memory
         for load in loads(auto.orders):

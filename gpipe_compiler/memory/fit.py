@@ -55,13 +55,28 @@ class Exact:
 
 
 def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Exact:
-    """The draft with the shortest step that was found to fit, and the memory of its devices.
+    """The draft with the shortest step that was found to fit, and the memory of its devices; or one
+    that opens fewer modules and is nearly as good (`Drafting.inside`).
 
     Where none fits, that which is the nearest to it.
 
     Raises:
         ModelError: naming an op that cannot run.
     """
+    best, settled = _chosen(drafting, choice, replicas)
+    if settled or best.draft.prediction.anywhere_s is None:
+        return best
+    anywhere, _ = _chosen(drafting.anywhere(), choice, replicas)
+    best_s = anywhere.draft.prediction.objective_s
+    worse = best.draft.prediction.objective_s > best_s * (1 + drafting.inside)
+    taken = anywhere if worse or best.over > anywhere.over else best
+    prediction = dataclasses.replace(taken.draft.prediction, anywhere_s=best_s)
+    return dataclasses.replace(taken, draft=dataclasses.replace(taken.draft, prediction=prediction))
+
+
+def _chosen(drafting: Drafting, choice: RematChoice, replicas: int) -> tuple[Exact, bool]:
+    """The same, among cuts of one kind; and whether the first draft did, in memory that is known
+    to be enough."""
     best = latest = _exact(drafting, drafting.choose(choice), replicas)
     first = best.draft
     limits = [seat.memory for seat in drafting.setting.seats]
@@ -84,7 +99,7 @@ def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Ex
         for draft in (*plain, least.choose(choice), *least.leanest()):
             usual = _exact(drafting, draft.bounded_by(first), replicas).bare()
             best = min(best.bare(), usual, key=lambda exact: exact.merit)
-    return best
+    return best, latest.draft is first and not best.over
 
 
 def first_that_fits(drafting: Drafting, replicas: int, hope: float = math.inf) -> Exact:

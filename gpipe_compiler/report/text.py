@@ -38,6 +38,9 @@ from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
 from gpipe_compiler.runtime.wording import counted, printable
 
+_MOST_OPENED = 4
+"""Modules that are named where stages end inside them."""
+
 _MOST_LISTED = 16
 """Numbers of stages or devices that are all listed."""
 
@@ -206,6 +209,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         *_longest_rows(prediction),
         ("lower bound", f"{format_seconds(prediction.lower_bound_s)}{of_what} ({proof})"),
+        *_inside_rows(plan),
         ("bubble", format_share(prediction.bubble)),
         *([("tied together", plan.tied)] if plan.tied else []),
         *(again if prediction.recompute > 0 else []),
@@ -234,6 +238,19 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
 def _pace(plan: Plan, step_s: float) -> str:
     rate = plan.batch_size / step_s if step_s > 0 else 0.0
     return f"{format_seconds(step_s)} ({format_rate(rate)} samples/s)"
+
+
+def _inside_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What it costs to cut as few modules as possible, and which are cut all the same."""
+    best_s = plan.prediction.anywhere_s
+    if best_s is None or not best_s > 0:
+        return []
+    longer = max(0.0, plan.prediction.objective_s / best_s - 1)
+    names = ", ".join(map(printable, plan.opened[:_MOST_OPENED]))
+    more = len(plan.opened) - _MOST_OPENED
+    which = f"inside {names}{f' and {more} more' if more > 0 else ''}" if names else "none"
+    cost = f"{format_share(longer)} above {format_seconds(best_s)} with cuts anywhere"
+    return [("modules cut", f"{which} ({cost}; up to {format_share(plan.cut_inside)} is given)")]
 
 
 def _longest_rows(prediction: Prediction) -> list[tuple[str, str]]:

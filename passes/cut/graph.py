@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.ir import Argument, Graph, Op, ValueKind
+from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, ModuleCall, Op, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.cut.modules import ModuleNodes, module_calls
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
 from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
@@ -130,6 +131,23 @@ class Facts:
     def kept(self) -> tuple[Op, ...]:
         """The ops that run in one stage only, in order."""
         return tuple(op for op in self.graph.ops if op.name not in self.duplicable)
+
+    @cached_property
+    def modules(self) -> tuple[ModuleNodes, ...]:
+        """The calls of modules that a cut may open; their nodes are places in `kept`."""
+
+        def called(op: Op) -> object:
+            match op.call:
+                case FunctionCall(function=function):
+                    return function
+                case MethodCall(method=method):
+                    return method
+                case ModuleCall(module=module):
+                    return module
+            return None
+
+        keys = [(op.module, op.source, called(op)) for op in self.kept]
+        return module_calls([op.module for op in self.kept], keys)
 
     @cached_property
     def wanted(self) -> frozenset[str]:

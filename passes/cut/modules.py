@@ -1,0 +1,113 @@
+"""The modules that the nodes of a problem stand in, and how many of them a cut opens.
+
+A call of a module is *opened* by a cut when its nodes lie in more than one stage. Which of two cuts
+opens less is a comparison of numbers, the first that differs deciding:
+
+- how many calls at depth 1 are opened, then at depth 2, and so on. Only modules count that have
+  nodes of their own, which stand in no module further inside: a layer that adds a residual, a
+  module made of convolutions. The depth of a call is the number of such calls around it, itself
+  included.
+- how many *containers*: modules that only call others, such as a list of layers, a `Sequential` of
+  blocks. A part of one reads like the whole, so a cut between two layers opens nothing that
+  counts before these.
+
+What holds all nodes, as the model itself does, is opened by every cut and counts nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_MOST = 2**62
+"""Ranks stay below this, for 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNodes:
+    """One call of a module.
+
+    Attributes:
+        nodes: ascending.
+        depth: as above; 0 for a container.
+    """
+
+    path: str
+    nodes: tuple[int, ...]
+    depth: int
+
+
+def module_calls(paths: Sequence[str], keys: Sequence[Hashable]) -> tuple[ModuleNodes, ...]:
+    """The calls that a cut may open or not, each set of nodes once.
+
+    Args:
+        paths: of every node, the module whose forward it stands in.
+        keys: of every node, what is the same in every call of that module. Nodes of a module that
+            follow upon others are of a new call when one of the same key was in the last.
+    """
+    calls: dict[str, list[list[int]]] = {}
+    seen: dict[str, set[Hashable]] = {}
+    for node, (path, key) in enumerate(zip(paths, keys, strict=True)):
+        for prefix in _prefixes(path):
+            known = calls.setdefault(prefix, [])
+            if not known or (known[-1][-1] != node - 1 and key in seen[prefix]):
+                known.append([])
+                seen[prefix] = set()
+            known[-1].append(node)
+            seen[prefix].add(key)
+    own = set(enumerate(paths))
+    found: dict[tuple[int, ...], tuple[str, bool]] = {}
+    for path, known in calls.items():
+        for nodes in known:
+            counts = any((node, path) in own for node in nodes)
+            if 1 < len(nodes) < len(paths) and (counts or tuple(nodes) not in found):
+                found[tuple(nodes)] = path, counts
+    counted = [(path, set(nodes)) for nodes, (path, counts) in found.items() if counts]
+    return tuple(
+        ModuleNodes(
+            path,
+            nodes,
+            counts * sum(f"{path}.".startswith(f"{p}.") and nodes[0] in n for p, n in counted),
+        )
+        for nodes, (path, counts) in found.items()
+    )
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """The modules around a module, itself last; not the model."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def opened(modules: Sequence[ModuleNodes], stage_of: Sequence[int]) -> tuple[ModuleNodes, ...]:
+    """The calls whose nodes lie in more than one stage."""
+    return tuple(m for m in modules if len({stage_of[node] for node in m.nodes}) > 1)
+
+
+def openness(modules: Sequence[ModuleNodes], stage_of: Sequence[int]) -> tuple[int, ...]:
+    """How much a cut opens, to be compared with that of other cuts of the same problem."""
+    depths = [module.depth for module in opened(modules, stage_of)]
+    deepest = max((module.depth for module in modules), default=0)
+    return *(depths.count(depth) for depth in range(1, deepest + 1)), depths.count(0)
+
+
+def weights(modules: Sequence[ModuleNodes]) -> npt.NDArray[np.int64]:
+    """A number for every call: of two sets of calls, that with the smaller sum opens less.
+
+    Where the numbers would be too large, the deepest modules count alike.
+    """
+    deepest = max((module.depth for module in modules), default=0)
+    counts = [0] * (deepest + 1)
+    for module in modules:
+        counts[module.depth] += 1
+    while True:
+        weight, unit = [0] * (deepest + 1), 1
+        for depth in (0, *range(deepest, 0, -1)):
+            weight[depth] = unit
+            unit *= 1 + sum(counts[deepest:]) if depth == deepest else 1 + counts[depth]
+        if unit < _MOST or deepest <= 1:
+            return np.array([weight[min(m.depth, deepest)] for m in modules], dtype=np.int64)
+        deepest -= 1
