@@ -1,99 +1,160 @@
-"""How long each step of a compile takes, and how much memory, for the examples.
+"""Processor seconds of each phase of a compile, and how much memory it takes.
 
-    python benchmarks/compile_time.py [--stages 4] [--no-validate] [--repeat 1] [NAME ...]
+    python benchmarks/compile_time.py [--stages 4] [--no-validate] [--json] [NAME|FILE.py ...]
 
-Each compile runs in a process of its own. A step is what the compiler reports as one; its peak is
-the largest resident set seen while it lasts, the interpreter and PyTorch (some 250 MB) included.
+Each compile runs in a process of its own, with the command's own defaults. A phase is the time in
+the functions of `PHASES`, without that in the functions of other phases which they call, and with
+that of processes which they start. Beside it stands what plain PyTorch takes for the forwards and
+steps that are compared: they are part of the compile, and no faster compiler saves them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib
 import json
-import statistics
+import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tables import machine, markdown
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = (
-    "mlp_digits",
-    "alexnet",
-    "resnet50",
-    "unet",
-    "transformer",
-    "transformer_1_3b",
-    "gpt2_huggingface",
-    "inception",
-    "inputs",
-)
+NETWORKS = Path(__file__).parent / "networks"
+NAMES = ("resnet50", "gpt2_huggingface", "inception", "unet", "llama_8", "llama_12", "unequal_2000")
+
+PHASES = {
+    "load the model": ("gpipe_compiler.frontend.source:load",),
+    "find the batch": ("gpipe_compiler.frontend.batch_dims:find_batch_dims",),
+    "trace": ("gpipe_compiler.frontend.auto:_in_both_modes",),
+    "hold the graph": ("gpipe_compiler.frontend.check:differences",),
+    "plain PyTorch": (
+        "gpipe_compiler.frontend.check:_run_model",
+        "gpipe_compiler.plain_run:evaluate",
+        "gpipe_compiler.plain_run:train_step",
+    ),
+    "describe": ("gpipe_compiler.workbench:Workbench.prepare",),
+    "plan": ("gpipe_compiler.workbench:Workbench.plan",),
+    "write": ("gpipe_compiler.codegen.package:_write",),
+    "reference": ("gpipe_compiler.reference:reference_of",),
+    "run the package": ("gpipe_compiler.validate:run_check",),
+}
+"""Where each phase is: functions as `module:name`, and methods as `module:Class.name`."""
+
+REST = "imports and all else"
 
 
 class Clock:
-    """Seconds and peak memory between one report of progress and the next."""
+    """Processor seconds by phase: of this process and of those that it has waited for."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[str, float, float]] = []
-        self._name = "load"
-        self._begin()
+        self.seconds: Counter[str] = Counter({REST: _processor_s()})
+        self._open = [REST]
+        self._since = _processor_s()
 
-    def __call__(self, name: str) -> None:
-        """A step ends and the next begins; every file that is written counts to one of them."""
-        name = "writing" if name.startswith("writing") else name.partition(" ")[0]
-        if name == self._name:
-            return
-        self.steps.append((self._name, time.perf_counter() - self._start, _peak_bytes() / 1e6))
-        self._name = name
-        self._begin()
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts what is run inside, but for further phases in it."""
+        self._settle()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
 
-    def _begin(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-        self._start = time.perf_counter()
+    def _settle(self) -> None:
+        reached = _processor_s()
+        self.seconds[self._open[-1]] += reached - self._since
+        self._since = reached
+
+    def watch(self, name: str, place: str) -> None:
+        """Counts a function's time to a phase, wherever it has been imported to."""
+        home, _, path = place.partition(":")
+        owner: Any = importlib.import_module(home)
+        *outer, last = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        plain: Callable[..., Any] = getattr(owner, last)
+
+        @functools.wraps(plain)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return plain(*args, **kwargs)
+
+        setattr(owner, last, timed)
+        for module in [m for n, m in sys.modules.items() if n.startswith("gpipe_compiler")]:
+            if vars(module).get(last) is plain:
+                setattr(module, last, timed)
 
 
-def _peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise OSError("the kernel does not tell the peak of the resident set")
+def _processor_s() -> float:
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def one(name: str, stages: int, validate: bool) -> list[tuple[str, float, float]]:
-    """The steps of one compile, in this process."""
+def one(file: str, stages: int, validate: bool) -> dict[str, float]:
+    """The phases of one compile, in this process; its dry runs and peak memory beside them."""
+    clock = Clock()
     from gpipe_compiler.compile import CompileOptions
     from gpipe_compiler.compile import compile as compile_package
-    from gpipe_compiler.frontend.source import load
+    from gpipe_compiler.frontend import source
+    from gpipe_compiler.passes.dry_run import DryRun
 
-    clock = Clock()
-    subject = load(str(EXAMPLES / f"{name}.py"))
+    for name, places in PHASES.items():
+        for place in places:
+            clock.watch(name, place)
+    runs = Counter[str]()
+    plain_run = DryRun.run
+
+    def counted(self: DryRun, *args: Any) -> Any:
+        runs["all"] += 1
+        return plain_run(self, *args)
+
+    DryRun.run = counted  # type: ignore[method-assign]  # counted in this process alone
+    started = time.perf_counter()
+    subject = source.load(file)
     options = CompileOptions(stages=stages, validate=validate)
     with tempfile.TemporaryDirectory() as folder:
-        compile_package(subject, options, Path(folder) / "package", progress=clock)
-        clock("")
-    return clock.steps
+        compile_package(subject, options, Path(folder) / "package")
+    with clock.phase(REST):
+        pass
+    return {
+        **{name: clock.seconds[name] for name in (REST, *PHASES)},
+        "all": sum(clock.seconds.values()),
+        "wall clock": time.perf_counter() - started,
+        "dry runs": runs["all"],
+        "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
 
 
-def measured(name: str, arguments: argparse.Namespace) -> list[tuple[str, float, float]]:
-    """The steps of `repeat` compiles, each in a process of its own: median times, highest peaks."""
-    runs = []
-    for _ in range(arguments.repeat):
-        command = [sys.executable, __file__, "--one", name, "--stages", str(arguments.stages)]
-        if not arguments.validate:
-            command.append("--no-validate")
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            print(f"{name} failed: {last}", file=sys.stderr)
-            return []
-        runs.append(json.loads(result.stdout.splitlines()[-1]))
-    return [
-        (steps[0][0], statistics.median(s[1] for s in steps), max(s[2] for s in steps))
-        for steps in zip(*runs, strict=True)
-    ]
+def file_of(name: str) -> str:
+    """The file of a name: of an example, of a network here, or the file itself."""
+    found = [folder / f"{name}.py" for folder in (EXAMPLES, NETWORKS)]
+    return str(next((path for path in found if path.exists()), Path(name)))
+
+
+def measured(name: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """The phases of a compile in a process of its own; nothing where it fails."""
+    command = [sys.executable, __file__, "--one", name, "--stages", str(arguments.stages)]
+    if not arguments.validate:
+        command.append("--no-validate")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        print(f"{name} failed: {last}", file=sys.stderr)
+        return {}
+    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -101,26 +162,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--no-validate", dest="validate", action="store_false")
+    parser.add_argument("--json", action="store_true", help="the figures alone")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one(arguments.one, arguments.stages, arguments.validate)))
+        print(json.dumps(one(file_of(arguments.one), arguments.stages, arguments.validate)))
         return
-    rows = []
-    for name in arguments.names or NAMES:
-        steps = measured(name, arguments)
-        rows += [(name, *_cells(step)) for step in steps]
-        if steps:
-            total = (sum(s[1] for s in steps), max(s[2] for s in steps))
-            rows.append((name, *_cells(("all", *total))))
-    print(f"{arguments.stages} stages; {machine()}\n")
-    print(markdown(("example", "step", "seconds", "peak MB"), rows))
-
-
-def _cells(step: tuple[str, float, float]) -> tuple[str, str, str]:
-    return step[0], f"{step[1]:.2f}", f"{step[2]:.0f}"
+    found = {name: measured(name, arguments) for name in arguments.names or NAMES}
+    found = {name: phases for name, phases in found.items() if phases}
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return
+    rows = [
+        (phase, *(f"{phases[phase]:.1f}" for phases in found.values()))
+        for phase in next(iter(found.values()), {})
+    ]
+    print(f"{arguments.stages} stages, processor seconds; {machine()}\n")
+    print(markdown(("phase", *(Path(name).stem for name in found)), rows))
 
 
 if __name__ == "__main__":

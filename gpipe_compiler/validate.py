@@ -225,6 +225,8 @@ def run_check(directory: Path, options: Sequence[object], *, threads: int) -> No
     command = [sys.executable, "-P", "-c", _ISOLATED, directory / "run.py", "check", *options]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["OMP_NUM_THREADS"] = str(threads)
+    # Its threads are more than the cores: waiting in a loop takes them from those that compute.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     finished = subprocess.run(
         [str(word) for word in command],
         check=False,

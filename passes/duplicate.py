@@ -53,6 +53,10 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
     """
     if all(value.kind is ValueKind.TENSOR for value in graph.values.values()):
         return {}
+    return graph.once("shape values", lambda: _seen_shape_values(graph))
+
+
+def _seen_shape_values(graph: Graph) -> Mapping[str, Argument]:
     found: dict[str, Argument] = {}
     short = shortest(graph)
     for training in modes(graph):

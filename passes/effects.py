@@ -82,6 +82,10 @@ def effects(graph: Graph) -> Effects:
     Raises:
         ModelError: naming the op that cannot run.
     """
+    return graph.once("effects", lambda: _all_effects(graph))
+
+
+def _all_effects(graph: Graph) -> Effects:
     blocks = Blocks.of(graph)
     if blocks is not None:
         with contextlib.suppress(IrregularError):

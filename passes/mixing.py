@@ -5,7 +5,7 @@ BatchNorm in train mode is one; so are a mean over the batch and a product of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,7 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    run = DryRun.of(shortest(graph), training=graph.loss is not None)
-    once, twice = (_kernels(run, size) for size in (graph.batch_size, 2 * graph.batch_size))
+    once, twice = (_kernels(graph, size) for size in (graph.batch_size, 2 * graph.batch_size))
     mixes = {
         name: len(once[name]) == len(twice[name]) and any(map(_mixes, once[name], twice[name]))
         for name in once
@@ -46,8 +45,7 @@ def batchnorm_ops(graph: Graph, model: nn.Module) -> frozenset[str]:
     Args:
         model: which the graph was traced from; it tells the layers, subclasses included.
     """
-    run = DryRun.of(shortest(graph), training=graph.loss is not None)
-    kernels = per_op(graph, _kernels(run, graph.batch_size))
+    kernels = per_op(graph, _kernels(graph, graph.batch_size))
     return frozenset(
         op.name
         for op in graph.ops
@@ -119,8 +117,13 @@ def _elements(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(tensor.numel() for tensor in tensors)
 
 
-def _kernels(run: DryRun, batch_size: int) -> dict[str, list[_Kernel]]:
-    """The kernels of every op that runs, in order."""
+def _kernels(graph: Graph, batch_size: int) -> Mapping[str, Sequence[_Kernel]]:
+    """The kernels of every op of the shortest graph that runs, in order."""
+    return graph.once(("kernels", batch_size), lambda: _seen_kernels(graph, batch_size))
+
+
+def _seen_kernels(graph: Graph, batch_size: int) -> Mapping[str, Sequence[_Kernel]]:
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     watch = _KernelWatch()
     found: dict[str, list[_Kernel]] = {}
 

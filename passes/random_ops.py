@@ -54,6 +54,10 @@ def shared_draws(graph: Graph) -> Mapping[str, tuple[bool, ...]]:
 
 def _drawn(graph: Graph, batch_size: int) -> Mapping[str, tuple[torch.Size, ...]]:
     """The shapes of what the random aten ops of each op draw."""
+    return graph.once(("drawn", batch_size), lambda: _seen_drawn(graph, batch_size))
+
+
+def _seen_drawn(graph: Graph, batch_size: int) -> Mapping[str, tuple[torch.Size, ...]]:
     run = DryRun.of(shortest(graph), training=graph.loss is not None)
     watch = RandomWatch()
     found: dict[str, tuple[torch.Size, ...]] = {}

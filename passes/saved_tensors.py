@@ -86,6 +86,10 @@ def saved_tensors(graph: Graph) -> SavedTensors:
     """
     if graph.loss is None:
         return SavedTensors()
+    return graph.once("saved tensors", lambda: _all_saved(graph))
+
+
+def _all_saved(graph: Graph) -> SavedTensors:
     blocks = Blocks.of(graph)
     if blocks is not None:
         with contextlib.suppress(IrregularError):

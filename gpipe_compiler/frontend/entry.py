@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -54,6 +55,23 @@ _DISTINCT = 999_983
 """How many of its elements are made up one by one: a prime, which divides no size of a sample."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What a run of a model in one mode tells of it; see `Entry`.
+
+    Attributes:
+        reduces: whether `reduction` has been looked for.
+    """
+
+    full_structure: Template
+    dropped: tuple[str, ...]
+    classes: tuple[OutputClass, ...]
+    own_loss: int | None
+    squares: tuple[int, ...]
+    reduction: Reduction
+    reduces: bool
+
+
 class Entry(nn.Module):
     """The model with its loss, on a copy of the model.
 
@@ -97,8 +115,13 @@ class Entry(nn.Module):
         self.squares: tuple[int, ...] = ()
         self._reduction = Reduction.MEAN
         self._reduces = reduces
-        with turned_into_batchnorm(self.model):
-            self._probe(subject)
+        known = subject.probes.get(training)
+        if known is None or (reduces and not known.reduces):
+            with turned_into_batchnorm(self.model):
+                self._probe(subject)
+            subject.probes[training] = self._found()
+        else:
+            self._take(known)
 
     @property
     def has_loss(self) -> bool:
@@ -139,6 +162,25 @@ class Entry(nn.Module):
         if self.loss_fn is not None:
             return [self.loss_fn(output, target), *leaves]
         return [sum_of_squares([leaves[index] for index in self.squares]), *leaves]
+
+    def _found(self) -> _Probe:
+        return _Probe(
+            self.full_structure,
+            self.dropped,
+            self.classes,
+            self.own_loss,
+            self.squares,
+            self._reduction,
+            self._reduces,
+        )
+
+    def _take(self, known: _Probe) -> None:
+        self.full_structure = known.full_structure
+        self.dropped = known.dropped
+        self.classes = known.classes
+        self.own_loss = known.own_loss
+        self.squares = known.squares
+        self._reduction = known.reduction
 
     def _probe(self, subject: Subject) -> None:
         """Runs the model once, to know what it returns and how losses combine."""

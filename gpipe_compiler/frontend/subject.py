@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,6 +70,8 @@ class Subject:
             (see `frontend/initial.py`).
         batch_dims: by the name of an input, its dimension that is the batch, or None where all
             samples share it. What is not in it is found out (`frontend/batch_dims.py`).
+        probes: what entries have found out by running the model, by its mode. A changed copy of a
+            subject begins with none.
     """
 
     name: str
@@ -85,3 +88,4 @@ class Subject:
     example: Example | None = None
     initial: Mapping[str, Steps] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)

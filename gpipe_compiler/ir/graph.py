@@ -8,17 +8,23 @@ returns a new graph, an analysis returns a table keyed by name. What is legal st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import inf
+from typing import Any, TypeVar
 
 import torch
 
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.ops import ModuleSpec, Op
 from gpipe_compiler.runtime.spec import Input, OutputClass, Precision, Reduction, Steps
+
+T = TypeVar("T")
+
+_DESCRIPTIONS = frozenset({"batch_size", "values", "held", "loss", "whole_batch", "paths"})
+"""Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
 
 
 class ValueKind(Enum):
@@ -215,6 +221,20 @@ class Graph:
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, analysis: Hashable, find: Callable[[], T]) -> T:
+        """What an analysis finds, run once for this graph and those that only describe it further.
+
+        Args:
+            analysis: tells it from all others. What it finds may depend on how ops run: on anything
+                but the fields in `_DESCRIPTIONS`, and on whether there is a loss.
+        """
+        key = (analysis, self.batch_size, self.loss is None)
+        if key not in self._found:
+            self._found[key] = find()
+        found: T = self._found[key]
+        return found
 
     def aliases_of(self, path: str) -> tuple[str, ...]:
         """The other names of a module."""
@@ -299,7 +319,10 @@ class Graph:
         """A copy with these fields changed."""
         if "ops" in changes:
             changes = {"repeats": (), **changes}
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # checked by replace
+        made = dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # checked by replace
+        if changes.keys() <= _DESCRIPTIONS:
+            object.__setattr__(made, "_found", self._found)
+        return made
 
     def __str__(self) -> str:
         from gpipe_compiler.ir.printing import format_graph

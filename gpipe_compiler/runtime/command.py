@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from . import checkpoint
 from .arguments import parser_for, train_options
 from .check import check_pipeline, format_rows, write_rows
-from .checkpoint import export, latest
 from .console import obeyed, say
 from .data import InputChoice, example_call
 from .errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
@@ -180,7 +180,7 @@ def _work(
 
 def _export(arguments: argparse.Namespace) -> int:
     path: Path = arguments.checkpoint
-    newest = latest(path) or path
-    export(newest, arguments.output)
+    newest = checkpoint.latest(path) or path
+    checkpoint.export(newest, arguments.output)
     say(f"weights of {newest} written to {arguments.output}")
     return 0

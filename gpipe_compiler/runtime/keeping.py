@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .checkpoint import latest, load_checkpoint, save_checkpoint
+from . import checkpoint
 from .console import say
 from .errors import CheckpointError, UsageError
 from .pipeline import Pipeline
@@ -81,7 +81,7 @@ def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
     directory, resume = options.directory, options.resume
     newest = None
     if directory is not None and (attempt.again or resume in (None, LATEST)):
-        newest = latest(directory)
+        newest = checkpoint.latest(directory)
     if newest is not None and attempt.again and not _was_refused(newest.parent, attempt.job):
         return newest
     if resume is None and newest is not None:
@@ -99,7 +99,7 @@ def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    return latest(path) or path
+    return checkpoint.latest(path) or path
 
 
 def _was_refused(directory: Path, job: str) -> bool:
@@ -141,7 +141,7 @@ class Keeper:
                     file=sys.stderr,
                 )
             return None
-        progress = load_checkpoint(
+        progress = checkpoint.load_checkpoint(
             self.pipe,
             self.optimizer,
             path,
@@ -163,7 +163,7 @@ class Keeper:
         place = progress.step, progress.epoch
         if self.options.directory is None or self._saved == place:
             return
-        self.last = save_checkpoint(
+        self.last = checkpoint.save_checkpoint(
             self.pipe,
             self.optimizer,
             self.options.directory,
@@ -211,7 +211,8 @@ class Keeper:
             except UsageError as error:
                 return None, False, error.problem, error.hint
             directory = self.options.directory
-            newest = path is not None and directory is not None and path == latest(directory)
+            found = None if directory is None else checkpoint.latest(directory)
+            newest = path is not None and path == found
             return path, newest, "", ""
 
         path, newest, problem, hint = Ranks(self.pipe.world).together(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import latest, load_checkpoint
+from . import checkpoint
 from .console import say
 from .pipeline import Pipeline
 from .weights import INDEX, Weights, load_file, save_file, save_weights
@@ -28,7 +28,7 @@ def load_weights(pipe: Pipeline, path: Path) -> None:
         pipe.load_state_dict(weights.load(weights.files, torch.device("cpu")))
     else:
         seed, step = pipe.seed, pipe.step_number
-        load_checkpoint(pipe, None, latest(path) or path)
+        checkpoint.load_checkpoint(pipe, None, checkpoint.latest(path) or path)
         pipe.seed, pipe.step_number = seed, step
 
 

@@ -10,11 +10,16 @@ as in `{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..progress import Progress, RandomState
 from .folder import latest
-from .loading import load_checkpoint
-from .plain import Saved, export, read_checkpoint
-from .saving import save_checkpoint
+
+if TYPE_CHECKING:
+    from .loading import load_checkpoint
+    from .plain import Saved, export, read_checkpoint
+    from .saving import save_checkpoint
 
 __all__ = [
     "Progress",
@@ -26,3 +31,19 @@ __all__ = [
     "read_checkpoint",
     "save_checkpoint",
 ]
+
+_HOMES = {
+    "Saved": ".plain",
+    "export": ".plain",
+    "load_checkpoint": ".loading",
+    "read_checkpoint": ".plain",
+    "save_checkpoint": ".saving",
+}
+"""Modules that need torch.distributed.checkpoint, which takes as long to import as torch itself."""
+
+
+def __getattr__(name: str) -> Any:
+    """A function whose module is imported when it is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
