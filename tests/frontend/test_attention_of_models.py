@@ -1,0 +1,82 @@
+"""Attention is called with the options that models of Hugging Face call it with, mask or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gpipe_compiler.command_choices import LossChoice
+from gpipe_compiler.compile import trace
+from gpipe_compiler.ir import ByMode, FunctionCall
+from gpipe_compiler.passes.pipeline import Setting, transform
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 12
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**SIZES, **HEADS}),
+    "qwen2": ("Qwen2", {**SIZES, **HEADS}),
+    "gemma": ("Gemma", {**SIZES, **HEADS, "head_dim": 4}),
+    "mistral": ("Mistral", {**SIZES, **HEADS, "sliding_window": 5}),
+    "mistral without a window": ("Mistral", {**SIZES, **HEADS, "sliding_window": None}),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False},
+    ),
+}
+
+
+class Calls(TorchFunctionMode):
+    """The options of every call of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: list[dict[str, object]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.options.append(said(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def said(options: dict[str, Any]) -> dict[str, object]:
+    """What says which keys a query sees, and how heads are shared."""
+    mask = options.get("attn_mask")
+    return {
+        "masked": mask is not None,
+        "is_causal": bool(options.get("is_causal", False)),
+        "enable_gqa": bool(options.get("enable_gqa", False)),
+    }
+
+
+def built(family: str, settings: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**settings)
+    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    return getattr(transformers, name)(config).eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_is_called_as_the_model_calls_it(name: str) -> None:
+    model = built(*MODELS[name])
+    ids = torch.randint(0, 50, (4, LENGTH))
+    with Calls() as own, torch.no_grad():
+        model(ids)
+    graph = trace(model, (), {"input_ids": ids}, training=False, loss=LossChoice.MODEL)
+    simple = transform(graph, Setting(2))
+
+    found = [
+        said(dict(op.call.kwargs))
+        for op in simple.ops
+        if isinstance(op.call, FunctionCall) and op.call.function is F.scaled_dot_product_attention
+    ]
+    assert not any(isinstance(item, ByMode) for options in found for item in options.values())
+    assert found == own.options
