@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.steps import UNKNOWN
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
-from gpipe_compiler.runtime.spec import Steps
+from gpipe_compiler.runtime.spec import Steps, layer_name
 
 _RULES = ("reset_parameters", "_reset_parameters")
 
@@ -50,24 +50,46 @@ def _has_rule(spec: ModuleSpec) -> bool:
     return any(callable(getattr(spec.cls, rule, None)) for rule in _RULES)
 
 
-def initial_lines(initial: Mapping[str, Steps], imports: Imports) -> list[str]:
-    """`INITIAL = {...}`; long steps that several names share are written once."""
+def initial_lines(
+    initial: Mapping[str, Steps], names: Iterable[str], imports: Imports
+) -> list[str]:
+    """`INITIAL = {...}`: one entry for all tensors that begin in the same way.
+
+    Args:
+        names: of all state of the stage, as in the model.
+    """
     if not initial:
         return []
-    shared: dict[Steps, list[str]] = {}
-    for state, steps in initial.items():
-        shared.setdefault(steps, []).append(state)
+    shared: dict[str, tuple[Steps, list[str]]] = {}
+    for key, steps in _of_layers(initial, names).items():
+        shared.setdefault(repr(steps), (steps, []))[1].append(key)
     items: list[Expression] = []
-    done: set[Steps] = set()
-    for state, steps in initial.items():
+    for steps, keys in shared.values():
         written = write_literal(steps, imports)
-        if len(f"    {quote(state)}: {written.flat},") <= WIDTH or len(shared[steps]) == 1:
-            items.append(written.prefixed(f"{quote(state)}: "))
-        elif steps not in done:
-            done.add(steps)
-            names = tuple_of([name(quote(item)) for item in shared[steps]])
-            items.append(call("**dict.fromkeys", [names, written]))
+        if len(keys) == 1:
+            items.append(written.prefixed(f"{quote(keys[0])}: "))
+        else:
+            listed = tuple_of([name(quote(key)) for key in keys])
+            items.append(call("**dict.fromkeys", [listed, written]))
     return lay_out(_dict(items), prefix="INITIAL = ")
+
+
+def _of_layers(initial: Mapping[str, Steps], names: Iterable[str]) -> dict[str, Steps]:
+    """The steps by name; of tensors that layers have in common, by `layer_name` where most of them
+    begin alike, and the others beside it."""
+    groups: dict[str, list[str]] = {}
+    for state in dict.fromkeys(names):
+        groups.setdefault(layer_name(state), []).append(state)
+    found: dict[str, Steps] = {}
+    for common, members in groups.items():
+        steps = [initial[state] for state in members if state in initial]
+        texts = [repr(item) for item in steps]  # 0.0 and -0.0 are equal
+        if len(members) == len(steps) > 1:
+            found[common] = max(steps, key=lambda item: texts.count(repr(item)))
+        for state in members:
+            if state in initial and repr(found.get(common)) != repr(initial[state]):
+                found[state] = initial[state]
+    return found
 
 
 def _dict(items: list[Expression]) -> Expression:

@@ -85,7 +85,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         renamed=renamed_table(state),
         writes=(),
         segments=(),
-        initial=initial_lines(initial, imports),
+        initial=initial_lines(initial, state.originals.values(), imports),
     )
     return WeightSource(text, inputs, values, bool(state.renamed), initial)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import keyword
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -141,6 +142,27 @@ def _enter(root: Holder, path: str, item: ModuleSpec | State) -> bool:
         return False
     member.spec = item
     return True
+
+
+def outermost(names: Sequence[str], among: Iterable[str]) -> tuple[str, ...]:
+    """Some tensors of a stage; the outermost modules instead, where all tensors in them are meant.
+
+    Args:
+        among: the tensors that the modules may hold.
+    """
+    meant = Counter(path for name in names for path in _modules_around(name))
+    present = Counter(path for name in among for path in _modules_around(name))
+    whole = (
+        next((path for path in _modules_around(name) if meant[path] == present[path]), name)
+        for name in names
+    )
+    return tuple(dict.fromkeys(whole))
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """The paths of the modules that a tensor is in, the outermost first."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _is_attribute(own: str) -> bool:

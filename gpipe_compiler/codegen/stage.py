@@ -16,7 +16,7 @@ from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
-from gpipe_compiler.codegen.nested import OF_STAGE
+from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.segments import buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind, ValueKind
@@ -43,7 +43,8 @@ class StageSource:
         random_ops: the random aten ops that it runs in training.
         random_in_eval: those that it runs in eval mode.
         initial: by the model's names, how the state of a model without weights begins.
-        writes: the stage's own names of the buffers that training writes to.
+        writes: the stage's own names of the buffers that training writes to, or of modules for
+            all their buffers.
         segments: of the methods that run again in the backward, the buffers of `writes` that each
             reads or writes.
         mixes: whether samples meet in it.
@@ -99,8 +100,13 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         written.append(_Written(label, method, write_body(graph, method, writer, saved)))
     if any(method.arguments for method in methods.values()) or outputs:
         imports.from_torch("Tensor")
-    writes = _writes(facts, ops, state.originals) if plan.training else ()
-    held = {item.name: buffers_of(facts, item, writes, state.originals) for item in segments}
+    buffers = _buffers(graph, state.originals)
+    changed = _written(facts, ops, buffers) if plan.training else ()
+    writes = outermost(changed, buffers)
+    held = {
+        item.name: outermost(buffers_of(facts, item, changed, buffers), buffers)
+        for item in segments
+    }
     initial = initial_steps(graph, state.originals.values())
     text = render(
         "stage.py.jinja",
@@ -113,7 +119,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         renamed=renamed_table(state),
         writes=_writes_lines(writes),
         segments=_segments_lines(held),
-        initial=initial_lines(initial, imports),
+        initial=initial_lines(initial, state.originals.values(), imports),
     )
     return StageSource(
         index=stage.index,
@@ -133,15 +139,16 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     )
 
 
-def _writes(facts: Facts, ops: Sequence[Op], own: Mapping[str, str]) -> tuple[str, ...]:
+def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:
+    """The buffers and constants of a stage: its own names to the model's."""
+    state = graph.state
+    return {o: model for o, model in own.items() if state[model].kind is not StateKind.PARAMETER}
+
+
+def _written(facts: Facts, ops: Sequence[Op], buffers: Mapping[str, str]) -> tuple[str, ...]:
     """The buffers, by a stage's own names, that its ops write to."""
-    state = facts.graph.state
     written = {name for op in ops for name in facts.effects.state_writes.get(op.name, ())}
-    return tuple(
-        name
-        for name, model in own.items()
-        if model in written and state[model].kind is not StateKind.PARAMETER
-    )
+    return tuple(own for own, model in buffers.items() if model in written)
 
 
 def _writes_lines(writes: Sequence[str]) -> list[str]:

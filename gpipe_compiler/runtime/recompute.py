@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .spec import covers
 from .weights import submodule
 
 Copies = tuple[torch.Tensor, ...]
@@ -32,12 +33,13 @@ class WrittenBuffers:
     What stands in takes the buffer's place in the module; the buffer itself is not touched.
 
     Args:
-        names: the buffers, by the stage's own names; those it does not hold are left out.
+        names: the buffers, by the stage's own names, or modules of it for all their buffers; what
+            it does not hold is left out.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         held = dict(module.named_buffers(remove_duplicate=False))
-        split = [name.rpartition(".") for name in names if name in held]
+        split = [name.rpartition(".") for name in held if covers(names, name)]
         self._places = tuple((submodule(module, path), key) for path, _, key in split)
 
     def copies(self) -> Copies:

@@ -14,7 +14,7 @@ from .distributed import Network
 from .held import HeldStages
 from .replicas import Replicas
 from .shared import SharedParameter
-from .spec import PipelineSpec
+from .spec import PipelineSpec, covers
 
 BUCKET_BYTES = 25 << 20
 """About what is reduced at a time, as in torch's DistributedDataParallel."""
@@ -163,7 +163,7 @@ def written(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> list[torch.
         for index, module in modules.items()
         if module.training
         for name, buffer in module.named_buffers()
-        if name in spec.stages[index].writes
+        if covers(spec.stages[index].writes, name)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -197,6 +197,16 @@ Structure: TypeAlias = Any
 """Tuples, lists and dicts (nested) of `Leaf`, `Samples` and constants."""
 
 
+def layer_name(name: str) -> str:
+    """A name with `*` for numbers: of `layers.3.norm.weight`, `layers.*.norm.weight`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def covers(names: Iterable[str], name: str) -> bool:
+    """Whether a tensor or the module that it is in stands among some names."""
+    return any(name == item or name.startswith(f"{item}.") for item in names)
+
+
 @cache
 def _own_names(module: type[torch.nn.Module]) -> tuple[str, ...]:
     """The names of the parameters and buffers of a stage, constructed without memory."""
@@ -226,13 +236,15 @@ class StageSpec:
         random_in_eval: the same of those that run in eval mode.
         shared_random, shared_in_eval: those of `random_ops` and of `random_in_eval` whose draw has
             no batch dimension: all micro-batches of a mini-batch share it.
-        initial: for a model without weights: by the model's names, how the state begins.
-        writes: the buffers, by own names, that a forward in training mode writes to.
+        initial: for a model without weights: by the model's names, how the state begins; `*` in
+            them stands for the number of a layer.
+        writes: the buffers, by own names, that a forward in training mode writes to; a module
+            stands for all its buffers.
         mixes: whether a sample's result in training mode depends on the other samples of its
             micro-batch, as with BatchNorm.
         remat: what is kept between forward and backward, as planned.
         segments: by the names of the methods that `forward` calls through torch's checkpoint, the
-            buffers of `writes` that each of them reads or writes.
+            buffers of `writes` that each of them reads or writes, or modules as there.
     """
 
     module: type[torch.nn.Module]
@@ -255,6 +267,10 @@ class StageSpec:
         """The stage's own state names to the model's canonical ones."""
         names = _own_names(self.module)  # type: ignore[arg-type]  # a class can be hashed
         return {own: self.renamed.get(own, own) for own in names}
+
+    def beginning(self, name: str) -> Steps | None:
+        """How a tensor of the stage begins, by the model's name; None where nothing is said."""
+        return self.initial.get(name, self.initial.get(layer_name(name)))
 
     def randoms(self, *, training: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of the random ops that run in a mode, and of those that are shared."""

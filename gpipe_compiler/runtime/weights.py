@@ -209,9 +209,10 @@ def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         seen: set[int] = set()
         for own, tensor in (*module.named_parameters(), *module.named_buffers()):
             name = spec.renamed.get(own, own)
-            if name in spec.initial and id(tensor) not in seen:
+            steps = spec.beginning(name)
+            if steps is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                replay(tensor, name, spec.initial[name], seed)
+                replay(tensor, name, steps, seed)
     first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
     for own, parameter in list(module.named_parameters(remove_duplicate=False)):
         name = spec.renamed.get(own, own)
@@ -225,7 +226,8 @@ def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         module = spec.module()
     parameters = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
-    if all(spec.renamed.get(own, own) in spec.initial for own, _ in (*parameters, *buffers)):
+    names = [spec.renamed.get(own, own) for own, _ in (*parameters, *buffers)]
+    if all(spec.beginning(name) is not None for name in names):
         # Nothing is computed by the constructor: memory is all that is missing.
         new: dict[int, torch.Tensor] = {}
         for own, tensor in (*parameters, *buffers):

@@ -36,12 +36,5 @@ class Stage1(nn.Module):
         return blocks_0_relu_1, blocks_1_conv2
 
 
-# Buffers, by the stage's own names, that a forward in train mode writes to.
-WRITES = (
-    "blocks.0.bn2.running_mean",
-    "blocks.0.bn2.running_var",
-    "blocks.0.bn2.num_batches_tracked",
-    "blocks.1.bn1.running_mean",
-    "blocks.1.bn1.running_var",
-    "blocks.1.bn1.num_batches_tracked",
-)
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = ("blocks",)

@@ -101,58 +101,53 @@ class Stage1(nn.Module):
         return loss
 
 
-# Buffers, by the stage's own names, that a forward in train mode writes to.
-WRITES = (
-    "batch_norm.running_mean",
-    "batch_norm.running_var",
-    "batch_norm.num_batches_tracked",
-)
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = ("batch_norm",)
 
-# How the state begins where there are no weights yet (runtime/initial.py), by the model's names.
+# How the state begins where there are no weights yet (runtime/initial.py); * is any layer's number.
 INITIAL = {
+    "blocks.*.noise": (
+        ("seed", "blocks.0.noise"),
+        ("empty", (1, 1, 32), ("dtype=", torch.float32)),
+        ("normal_", "%1", 0.0, 1.0),
+        ("mul", "%1", 0.02),
+        ("copy_", "self", "%3"),
+    ),
+    "blocks.*.scale": (
+        ("empty", (32,), ("dtype=", torch.float32)),
+        ("fill_", "%0", 1.0),
+        ("mul", "%0", 0.1),
+        ("copy_", "self", "%2"),
+    ),
+    "blocks.*.attention.out.weight": (
+        ("seed", "blocks.0.attention.out.weight"),
+        ("uniform_", -0.17677669529663684, 0.17677669529663684),
+    ),
+    "blocks.*.attention.out.bias": (
+        ("seed", "blocks.0.attention.out.bias"),
+        ("uniform_", -0.17677669529663687, 0.17677669529663687),
+    ),
+    "blocks.*.narrow.weight": (
+        ("seed", "blocks.0.narrow.weight"),
+        ("normal_", 0.0, 0.008164965809277261),
+    ),
+    "blocks.*.narrow.bias": (
+        ("seed", "blocks.0.narrow.bias"),
+        ("uniform_", -0.17677669529663687, 0.17677669529663687),
+    ),
     **dict.fromkeys(
-        ("blocks.1.noise", "blocks.2.noise"),
+        ("blocks.2.norm.weight", "batch_norm.weight", "batch_norm.running_var"), (("fill_", 1.0),)
+    ),
+    **dict.fromkeys(
         (
-            ("seed", "blocks.0.noise"),
-            ("empty", (1, 1, 32), ("dtype=", torch.float32)),
-            ("normal_", "%1", 0.0, 1.0),
-            ("mul", "%1", 0.02),
-            ("copy_", "self", "%3"),
+            "blocks.2.norm.bias",
+            "blocks.2.attention.qkv.bias",
+            "batch_norm.bias",
+            "batch_norm.running_mean",
+            "batch_norm.num_batches_tracked",
         ),
+        (("zero_",),),
     ),
-    **dict.fromkeys(
-        ("blocks.1.scale", "blocks.2.scale"),
-        (
-            ("empty", (32,), ("dtype=", torch.float32)),
-            ("fill_", "%0", 1.0),
-            ("mul", "%0", 0.1),
-            ("copy_", "self", "%2"),
-        ),
-    ),
-    **dict.fromkeys(
-        ("blocks.1.attention.out.weight", "blocks.2.attention.out.weight"),
-        (
-            ("seed", "blocks.0.attention.out.weight"),
-            ("uniform_", -0.17677669529663684, 0.17677669529663684),
-        ),
-    ),
-    **dict.fromkeys(
-        ("blocks.1.attention.out.bias", "blocks.2.attention.out.bias"),
-        (
-            ("seed", "blocks.0.attention.out.bias"),
-            ("uniform_", -0.17677669529663687, 0.17677669529663687),
-        ),
-    ),
-    **dict.fromkeys(
-        ("blocks.1.narrow.weight", "blocks.2.narrow.weight"),
-        (("seed", "blocks.0.narrow.weight"), ("normal_", 0.0, 0.008164965809277261)),
-    ),
-    **dict.fromkeys(
-        ("blocks.1.narrow.bias", "blocks.2.narrow.bias"),
-        (("seed", "blocks.0.narrow.bias"), ("uniform_", -0.17677669529663687, 0.17677669529663687)),
-    ),
-    "blocks.2.norm.weight": (("fill_", 1.0),),
-    "blocks.2.norm.bias": (("zero_",),),
     "blocks.2.attention.cos": (
         ("arange", 0, 16, 2, ("dtype=", torch.int64)),
         ("_to_copy", "%0", ("dtype=", torch.float32)),
@@ -193,11 +188,5 @@ INITIAL = {
         ("seed", "blocks.0.attention.qkv.weight"),
         ("orthogonal_", 1),
     ),
-    "blocks.2.attention.qkv.bias": (("zero_",),),
-    "batch_norm.weight": (("fill_", 1.0),),
-    "batch_norm.bias": (("zero_",),),
-    "batch_norm.running_mean": (("zero_",),),
-    "batch_norm.running_var": (("fill_", 1.0),),
-    "batch_norm.num_batches_tracked": (("zero_",),),
     "tokens.weight": (("normal_", 0.0, 1.0), ("at", (0,), "zero_")),
 }

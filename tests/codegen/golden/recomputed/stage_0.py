@@ -49,26 +49,14 @@ class Stage0(nn.Module):
         return blocks_0_conv2
 
 
-# Buffers, by the stage's own names, that a forward in train mode writes to.
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
 WRITES = (
-    "stem.1.running_mean",
-    "stem.1.running_var",
-    "stem.1.num_batches_tracked",
-    "blocks.0.bn1.running_mean",
-    "blocks.0.bn1.running_var",
-    "blocks.0.bn1.num_batches_tracked",
+    "stem",
+    "blocks",
 )
 
-# Methods that run again in the backward, with the buffers of WRITES that each reads or writes.
+# Methods that run again in the backward, with what of WRITES each reads or writes.
 SEGMENTS = {
-    "stem_": (
-        "stem.1.running_mean",
-        "stem.1.running_var",
-        "stem.1.num_batches_tracked",
-    ),
-    "segment_1": (
-        "blocks.0.bn1.running_mean",
-        "blocks.0.bn1.running_var",
-        "blocks.0.bn1.num_batches_tracked",
-    ),
+    "stem_": ("stem",),
+    "segment_1": ("blocks",),
 }

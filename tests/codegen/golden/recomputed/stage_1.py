@@ -49,26 +49,11 @@ class Stage1(nn.Module):
         return blocks_1_conv2
 
 
-# Buffers, by the stage's own names, that a forward in train mode writes to.
-WRITES = (
-    "blocks.0.bn2.running_mean",
-    "blocks.0.bn2.running_var",
-    "blocks.0.bn2.num_batches_tracked",
-    "blocks.1.bn1.running_mean",
-    "blocks.1.bn1.running_var",
-    "blocks.1.bn1.num_batches_tracked",
-)
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = ("blocks",)
 
-# Methods that run again in the backward, with the buffers of WRITES that each reads or writes.
+# Methods that run again in the backward, with what of WRITES each reads or writes.
 SEGMENTS = {
-    "segment_1": (
-        "blocks.0.bn2.running_mean",
-        "blocks.0.bn2.running_var",
-        "blocks.0.bn2.num_batches_tracked",
-    ),
-    "segment_2": (
-        "blocks.1.bn1.running_mean",
-        "blocks.1.bn1.running_var",
-        "blocks.1.bn1.num_batches_tracked",
-    ),
+    "segment_1": ("blocks.0",),
+    "segment_2": ("blocks.1",),
 }

@@ -60,19 +60,11 @@ class Stage2(nn.Module):
         return loss
 
 
-# Buffers, by the stage's own names, that a forward in train mode writes to.
-WRITES = (
-    "blocks.1.bn2.running_mean",
-    "blocks.1.bn2.running_var",
-    "blocks.1.bn2.num_batches_tracked",
-)
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = ("blocks",)
 
-# Methods that run again in the backward, with the buffers of WRITES that each reads or writes.
+# Methods that run again in the backward, with what of WRITES each reads or writes.
 SEGMENTS = {
-    "segment_1": (
-        "blocks.1.bn2.running_mean",
-        "blocks.1.bn2.running_var",
-        "blocks.1.bn2.num_batches_tracked",
-    ),
+    "segment_1": ("blocks",),
     "segment_2": (),
 }
