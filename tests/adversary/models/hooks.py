@@ -228,7 +228,7 @@ CASES = (
         manners=FP32_ONLY,
         expect=Refused(
             3,
-            ("micro-batches put together",),
+            ("fake_quant", "another result for a micro-batch"),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",
             at_line=False,
