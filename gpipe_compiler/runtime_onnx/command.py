@@ -40,15 +40,15 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
     for stream in (sys.stdout, sys.stderr):  # of any encoding
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    arguments = parser_for(spec).parse_args(argv)
     codes: list[int] = []
     # ONNX Runtime does not survive a KeyboardInterrupt in the middle of a call. Python raises it in
     # the main thread alone, so that one only waits.
-    worker = threading.Thread(
-        target=lambda: codes.append(_obey(spec, folder, arguments)), daemon=True
-    )
-    worker.start()
     try:
+        arguments = parser_for(spec).parse_args(argv)
+        worker = threading.Thread(
+            target=lambda: codes.append(_obey(spec, folder, arguments)), daemon=True
+        )
+        worker.start()
         while worker.is_alive():
             worker.join(_LOOK_S)  # a signal that another thread takes does not end the wait
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PATIENCE_S = 240.0
@@ -84,7 +84,7 @@ class Training:
                 continue
             values = dict(word.split(b"=", 1) for word in words if b"=" in word)
             if b"RANK" in values and b"LOCAL_RANK" in values:
-                found[int(values[b"RANK"])] = line
+                found.setdefault(int(values[b"RANK"]), line)  # and no child of it
         return found
 
     def wait_for(self, step: int) -> None:
@@ -126,9 +126,11 @@ def training(
         yield running
     finally:
         if running.process.poll() is None:
+            ranks = running.ranks()  # in sessions of their own, and soon without this parent
             os.killpg(running.process.pid, signal.SIGKILL)
-            for process in running.ranks().values():
-                os.kill(process, signal.SIGKILL)
+            for process in ranks.values():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             running.process.wait()
 
 

@@ -190,9 +190,10 @@ def test_ctrl_c(package: Path) -> None:
         "    submodule_search_locations=[str(folder)])\n"
         "p = importlib.util.module_from_spec(spec); sys.modules['p'] = p\n"
         "spec.loader.exec_module(p)\n"
-        "from p.runtime.command import main\n"
-        "print('ready', flush=True)\n"
-        "sys.exit(main(p.SPEC, folder, ['bench', '--steps', '100000000']))\n"
+        "from p.runtime import command\n"
+        "bench = command._bench\n"
+        "command._bench = lambda *given: print('ready', flush=True) or bench(*given)\n"
+        "sys.exit(command.main(p.SPEC, folder, ['bench', '--steps', '100000000']))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -247,23 +248,25 @@ def test_a_rank_that_is_killed_takes_the_other_down(package: Path, victim: int) 
         "sys.exit(command.main(p.SPEC, folder, ['infer']))\n"
     )
     with socket.socket() as found:
+        # Bound and not listened on: nobody else is given the port, and rank 0 may share it.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert ranks[victim].returncode == -signal.SIGKILL
     assert ranks[1 - victim].returncode == 1
     assert "cannot be reached any more" in said[1 - victim]

@@ -209,7 +209,7 @@ def equal(directory):
 def die(directory):
     """The last device of the last replica ends without a word in its second step."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # every rank ends by itself
-    with Pipeline(spec_for("norm"), None, data_parallel=2, timeout_s=30) as pipe:
+    with Pipeline(spec_for("norm"), None, data_parallel=2, timeout_s=100) as pipe:
         batch = pipe.shard(*batch_for("norm", 16, seed=0)[:2])
         pipe.step(*batch)
         if pipe.rank == pipe.world.size - 1:

@@ -123,7 +123,7 @@ def test_two_that_send_and_read_late_do_not_wait_for_ever(ends):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert found == [True, True]
 
 

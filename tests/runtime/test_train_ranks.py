@@ -24,6 +24,7 @@ from gpipe_compiler.runtime.checkpoint import latest
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = Path(__file__).with_name("train_rank.py")
+PATIENCE_S = 100
 
 
 def started(name, run, *words, processes=2):
@@ -42,7 +43,7 @@ def started(name, run, *words, processes=2):
 def finished(process):
     """The exit code, and what was printed."""
     try:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -147,14 +148,12 @@ def test_replicas_that_read_other_data_are_noticed(tmp_path):
 def test_what_ends_one_ends_all(tmp_path, hooks, message):
     """Rank 0 tells why, the other ends without waiting for its timeout."""
     run = Run(tmp_path, skip_spec(), hooks)
-    begun = time.monotonic()
 
-    code, _, err = finished(started("skip", run, "--steps", 9))
+    code, _, err = finished(started("skip", run, "--steps", 9, "--timeout", 10 * PATIENCE_S))
 
     assert code != 0
     assert err.count(": error: ") == err.count(message) == 1, err
     assert f'{SCRIPT.name}", line' not in err
-    assert time.monotonic() - begun < 60  # the timeout of a rank that waits
 
 
 @pytest.mark.slow
