@@ -36,6 +36,7 @@ class Bindings:
 
     Attributes:
         batch_sizes: the values that are the number of samples.
+        unnoted: the values whose sizes no comment tells.
         shape: the one that was noted last.
     """
 
@@ -45,6 +46,7 @@ class Bindings:
     uses: Uses
     letting_go: LettingGo
     batch_sizes: frozenset[str]
+    unnoted: Collection[str] = ()
     shape: str = ""
 
     def of(self, op: Op, run: Run, expression: Expression, position: int) -> Bound:
@@ -120,6 +122,9 @@ class Bindings:
         """The shape of a value, where it is not that of the statement before."""
         known = self.graph.values.get(value)
         if known is None or known.kind is not ValueKind.TENSOR or not known.shape:
+            return ""
+        if value in self.unnoted:
+            self.shape = ""
             return ""
         text = shape_text(known, self.graph.batch_size)
         if text == self.shape:

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.contexts import context_of
-from gpipe_compiler.codegen.expressions import Writer, reads_in_order
+from gpipe_compiler.codegen.expressions import Writer, reads_in_order, repeat
 from gpipe_compiler.codegen.functions import AUGMENTED
-from gpipe_compiler.codegen.layout import WIDTH, Expression, name
+from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
 from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
@@ -57,12 +57,14 @@ def write_body(
     method: Method,
     writer: Writer,
     saved: Mapping[str, Collection[str]] | None = None,
+    unnoted: Collection[str] = (),
 ) -> Body:
     """The statements of a method.
 
     Args:
         saved: op -> the values whose memory autograd keeps for it; None for a method that need not
             let go of anything before it ends.
+        unnoted: values whose sizes no comment tells.
 
     Raises:
         EmitError: naming the user's line, for an op that has no spelling.
@@ -73,16 +75,15 @@ def write_body(
     if saved is not None:
         releases = Releases.of(graph, ops, method.arguments, method.returns, saved)
     uses = Uses.of(ops, method.returns, releases.asked)
-    variables = Variables(
-        names, uses.last, lambda value: _kind(graph, value), {*method.arguments, *method.returns}
-    )
+    own = {*method.arguments, *method.returns} if method.known_outside else ()
+    variables = Variables(names, uses.last, lambda value: _kind(graph, value), own)
     arguments = tuple(variables.enter(value) for value in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     pairs = zip(method.arguments, arguments, strict=True)
     tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
     writer.anchor = next(tensors, "")
-    scribe = _Scribe(graph, writer, variables, names, uses, releases, method.batch_sizes)
-    scribe.give(method.given, method.arguments)
+    scribe = _Scribe(graph, writer, variables, names, uses, releases, method.batch_sizes, unnoted)
+    scribe.give(method.given, [value for value in method.arguments if value in graph.values])
     scribe.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
     returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
@@ -118,6 +119,7 @@ class _Scribe:
     uses: Uses
     releases: Releases = NOTHING
     batch_sizes: frozenset[str] = frozenset()
+    unnoted: Collection[str] = ()
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
 
@@ -130,6 +132,7 @@ class _Scribe:
             self.uses,
             self.letting_go,
             self.batch_sizes,
+            self.unnoted,
         )
 
     def give(self, given: Sequence[Given], arguments: Sequence[str]) -> None:
@@ -174,6 +177,11 @@ class _Scribe:
         if isinstance(made, RegionCall):
             self._flush()
             self._region(op, made)
+            self.letting_go.after(op, position, self.statements)
+            return
+        if isinstance(made, FunctionCall) and made.function is repeat:
+            self._flush()
+            self._loop(op, made, position)
             self.letting_go.after(op, position, self.statements)
             return
         if is_attribute(made) and self._inlines(op, made.args[0]):
@@ -311,6 +319,37 @@ class _Scribe:
             Statement(target, expression, op.mode, op.module, (*sources, op.source), note)
         )
 
+    def _loop(self, op: Op, made: FunctionCall, position: int) -> None:
+        """Writes calls of equal layers, each of what the one before it made, as a loop."""
+        layers, *arguments = made.args
+        written = [self.writer.argument(argument) for argument in arguments]
+        for place, result in zip(layers.carried, op.outputs, strict=True):
+            before = arguments[place]
+            if not (isinstance(before, Ref) and self._takes_over(result, before.name, position)):
+                variable = self.variables.fresh(result)
+                self._append(op, f"{variable} = ", written[place])
+                self.writer.variables[result] = name(variable)
+            written[place] = self.writer.variables[result]
+        one = self.names.take(layers.wish)
+        target = ", ".join(self.writer.variables[result].flat for result in op.outputs)
+        called = call(layers.called.format(one) or one, written)
+        body = Statement(f"{target} = ", called, Mode.ALWAYS, op.module)
+        self.letting_go.before(op, self.statements)
+        self.statements.append(
+            Statement(f"for {one} in ", name(layers.each), op.mode, op.module, body=(body,))
+        )
+
+    def _takes_over(self, result: str, value: str, position: int) -> bool:
+        """Whether the variable of a value that nobody else reads becomes that of a result."""
+        variable = self.variables.holder(value)
+        if variable is None or self.writer.variables[value].flat != variable:
+            return False
+        if not self.variables.free(variable, position):
+            return False
+        self.variables.alias(result, value)
+        self.writer.variables[result] = name(variable)
+        return True
+
     def _region(self, op: Op, made: RegionCall) -> None:
         """Writes a block under its context, its results straight into the op's variables."""
         block = made.body
@@ -339,7 +378,7 @@ class _Scribe:
             body.append(Statement(f"{variable} = ", expression, Mode.ALWAYS, op.module))
         context = context_of(made.context, self.writer)
         self.statements.append(
-            Statement("", context, op.mode, op.module, (op.source,), body=tuple(body))
+            Statement("with ", context, op.mode, op.module, (op.source,), body=tuple(body))
         )
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
 from gpipe_compiler.codegen.functions import spell
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name
+from gpipe_compiler.codegen.layout import (
+    Expression,
+    braces,
+    call,
+    consecutive,
+    dict_of,
+    lay_out,
+    name,
+)
 from gpipe_compiler.codegen.nested import Holder, nested
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, RegionCall, State, StateKind
 from gpipe_compiler.ir.arguments import state_names
-
-LITERAL_ELEMENTS = 16
-"""Constants up to this size are written out."""
+from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, arguments_of
+from gpipe_compiler.ir.forms import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,6 @@ class StageState:
         originals: the names in the stage's `state_dict` to canonical ones; a tensor that two
             modules of the stage share stands here under both names.
         renamed: those of `originals` that are no names of the model.
-        lines: the body of `__init__`, without `super().__init__()`.
     """
 
     root: Holder
@@ -46,7 +55,19 @@ class StageState:
     places: Mapping[str, str]
     originals: Mapping[str, str]
     renamed: Mapping[str, str]
-    lines: tuple[str, ...]
+
+    @property
+    def displaced(self) -> Iterator[str]:
+        """The paths of what stands elsewhere than in the model, or in a class of its own kind."""
+        for holder in self.root.all():
+            path = holder.prefix[:-1]
+            if holder.spec is not None and (holder.spec.path != path or holder.members):
+                yield from (holder.spec.path, path)
+            if holder.spec is None and holder.cls not in (nn.Module, nn.ModuleDict):
+                yield path
+            for own, state in holder.tensors():
+                if f"{holder.prefix}{own}" != state.name:
+                    yield state.name
 
     @property
     def attributes(self) -> frozenset[str]:
@@ -57,7 +78,6 @@ class StageState:
 def state_of(
     graph: Graph,
     ops: Iterable[Op],
-    imports: Imports,
     also: Iterable[str] = (),
     methods: Collection[str] = (),
 ) -> StageState:
@@ -66,9 +86,6 @@ def state_of(
     Args:
         also: names of further tensors to keep, which come last.
         methods: what the class has beside an nn.Module's methods.
-
-    Raises:
-        EmitError: when a module's class or an argument of it has no spelling.
     """
     used: dict[ModulePath | str, None] = {}
 
@@ -85,10 +102,7 @@ def state_of(
     for op in ops:
         visit(op)
     used.update(dict.fromkeys(also))
-    try:
-        return construct_state(graph, used, imports, methods)
-    except UnwritableError as error:
-        raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
+    return nested_state(graph, used, methods)
 
 
 def renamed_table(state: StageState) -> list[str]:
@@ -99,20 +113,14 @@ def renamed_table(state: StageState) -> list[str]:
     return lay_out(dict_of(pairs, exploded=True), prefix="RENAMED = ")
 
 
-def construct_state(
-    graph: Graph,
-    used: Iterable[ModulePath | str],
-    imports: Imports,
-    methods: Collection[str] = (),
+def nested_state(
+    graph: Graph, used: Iterable[ModulePath | str], methods: Collection[str] = ()
 ) -> StageState:
     """The state of a stage.
 
     Args:
         used: the modules that the stage calls and the states it reads by itself, in the order in
             which they are to stand.
-
-    Raises:
-        UnwritableError: when a module's class or an argument of it has no spelling.
     """
     used = tuple(used)
     specs = [graph.modules[item.path] for item in used if isinstance(item, ModulePath)]
@@ -147,45 +155,85 @@ def construct_state(
         places=places,
         originals=originals,
         renamed={own: model for own, model in originals.items() if names.get(own, own) != model},
-        lines=tuple(_Constructor(graph, places, imports).lines(root)),
     )
+
+
+NO_BLOCKS: Mapping[str, Expression] = MappingProxyType({})
+NO_NAMES: Mapping[Slot, str] = MappingProxyType({})
+
+
+def construct(
+    graph: Graph,
+    state: StageState,
+    imports: Imports,
+    holder: Holder | None = None,
+    blocks: Mapping[str, Expression] = NO_BLOCKS,
+    names: Mapping[Slot, str] = NO_NAMES,
+) -> list[str]:
+    """The body of the `__init__` of a stage or block, without `super().__init__()`.
+
+    Args:
+        holder: what the block is in the stage; None for the stage itself.
+        blocks: by their paths, how the blocks in it are constructed.
+        names: the arguments of `__init__` that stand for numbers.
+
+    Raises:
+        EmitError: when a module's class or an argument of it has no spelling.
+    """
+    root = holder or state.root
+    constructor = _Constructor(graph, state.places, imports, root, blocks, names)
+    try:
+        return [*constructor.lines()]
+    except UnwritableError as error:
+        raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Constructor:
-    """Writes the statements that make a stage's modules and tensors."""
+    """Writes the statements that make the modules and tensors of a stage or block."""
 
     graph: Graph
     places: Mapping[str, str]
     imports: Imports
+    root: Holder
+    blocks: Mapping[str, Expression]
+    names: Mapping[Slot, str]
 
-    def lines(self, root: Holder) -> Iterator[str]:
-        """All of them; what several modules share is shared when all are made."""
-        yield from self._members(root)
-        for holder in root.all():
+    def lines(self) -> Iterator[str]:
+        """All of them; what several modules of a stage share is shared when all are made."""
+        yield from self._members(self.root)
+        for holder in self.root.all() if not self.root.prefix else ():
             for local, canonical in holder.spec.state.items() if holder.spec is not None else ():
                 own, place = f"{holder.place}.{local}", self.places[canonical]
                 if own != place:
                     yield f"        {own} = {place}  # shared"
+
+    def _place(self, place: str) -> str:
+        """An expression of the stage as it is in the constructor."""
+        return "self" + place.removeprefix(self.root.place)
 
     def _members(self, holder: Holder) -> Iterator[str]:
         if holder.spec is not None:
             yield from self._frozen_apart(holder, holder.spec)
         for own, item in holder.members.items():
             if isinstance(item, State):
-                tensor = self.graph.tensors.get(item.name)
-                yield from _bare_state(item, holder, own, tensor, self.imports)
+                yield from self._bare_state(item, holder, own)
                 continue
-            if own not in holder.keyed or holder.prefix == "":
-                yield from lay_out(self._module(item), prefix=f"{item.place} = ", indent=2)
-            yield from self._members(item)
+            if own not in holder.keyed or holder is self.root:
+                place = self._place(item.place)
+                yield from lay_out(self._module(item), prefix=f"{place} = ", indent=2)
+            if item.prefix[:-1] not in self.blocks:
+                yield from self._members(item)
 
     def _module(self, holder: Holder) -> Expression:
         """A module with all that its constructor takes."""
+        block = self.blocks.get(holder.prefix[:-1])
+        if block is not None:
+            return block
         if holder.spec is None:
-            inside = [(name(quote(own)), self._module(holder.keyed[own])) for own in holder.keyed]
-            return call(f"nn.{holder.cls.__name__}", [dict_of(inside)] if inside else [])
-        made = construct_module(holder.spec, self.imports)
+            inside = [(own, self._module(item)) for own, item in holder.keyed.items()]
+            return call(f"nn.{holder.cls.__name__}", [_dict_of_modules(inside)] if inside else [])
+        made = construct_module(holder.spec, self.imports, self.names)
         frozen = _frozen(holder.spec, self.graph.state)
         if frozen and frozen == _parameters(holder.spec, self.graph.state):
             return Expression(f"{made.flat}.requires_grad_(False)")
@@ -198,11 +246,70 @@ class _Constructor:
             return
         for local in frozen:
             if self.places[spec.state[local]] == f"{holder.place}.{local}":
-                yield f"        {holder.place}.{local}.requires_grad_(False)"
+                yield f"        {self._place(holder.place)}.{local}.requires_grad_(False)"
+
+    def _bare_state(self, state: State, holder: Holder, own: str) -> list[str]:
+        """The statements that register a tensor which the model uses without a module of torch."""
+        self.imports.torch()
+        place = self._place(holder.place_of(own))
+        tensor = self.graph.tensors.get(state.name)
+        if state.kind is StateKind.PARAMETER:
+            self.imports.from_torch("nn")
+            memory = self._memory("torch.empty", state)
+            flag = [] if state.requires_grad else [name("requires_grad=False")]
+            return lay_out(call("nn.Parameter", [memory, *flag]), prefix=f"{place} = ", indent=2)
+        # Weights that are not loaded are initialised; of a buffer nobody can know its values.
+        unknown = tensor is None or tensor.is_meta
+        made = self._memory("torch.zeros" if unknown else "torch.empty", state)
+        if state.kind is StateKind.CONSTANT and tensor is not None and not unknown:
+            made = _values(tensor, self.imports) if tensor.numel() <= LITERAL_ELEMENTS else made
+        persistent = state.persistent and state.kind is StateKind.BUFFER
+        around = self._place(holder.place)
+        if holder.means_something_else(own):  # register_buffer refuses it
+            transient = f"        {around}._non_persistent_buffers_set.add({quote(own)})"
+            return [
+                *lay_out(made, prefix=f"{place} = ", indent=2),
+                *([] if persistent else [transient]),
+            ]
+        flag = [] if persistent else [name("persistent=False")]
+        register = f"{around}.register_buffer"
+        return lay_out(call(register, [name(quote(own)), made, *flag]), indent=2)
+
+    def _memory(self, function: str, state: State) -> Expression:
+        """`torch.empty(3, 4)`: memory to load values into."""
+        options = [] if state.dtype is torch.float32 else [name(f"dtype={state.dtype}")]
+        sizes = [
+            name(self.names.get(Slot(state.name, dim), str(size)))
+            for dim, size in enumerate(state.shape)
+        ]
+        return call(function, [*(sizes or [name("()")]), *options])
 
 
-def construct_module(spec: ModuleSpec, imports: Imports) -> Expression:
+def _dict_of_modules(items: Sequence[tuple[str, Expression]]) -> Expression:
+    """`{"0": A(), "1": B()}`; equal modules of consecutive numbers by a comprehension."""
+    parts: list[Expression] = []
+    for _, group in groupby(items, key=lambda item: item[1].flat):
+        run = list(group)
+        numbers = consecutive([own for own, _ in run]) if len(run) > 1 else ""
+        if numbers:
+            parts.append(Expression(f"str(i): {run[0][1].flat} for i in {numbers}"))
+        else:
+            parts.extend(made.prefixed(f"{quote(own)}: ") for own, made in run)
+    if len(parts) > 1:
+        parts = [
+            Expression(f"**{{{part.flat}}}") if part.flat.startswith("str(i)") else part
+            for part in parts
+        ]
+    return braces(parts)
+
+
+def construct_module(
+    spec: ModuleSpec, imports: Imports, names: Mapping[Slot, str] = NO_NAMES
+) -> Expression:
     """`nn.Conv2d(64, 64, 3, padding=1, bias=False)`.
+
+    Args:
+        names: of the arguments that stand for some of its own.
 
     Raises:
         UnwritableError: when the class or an argument has no spelling.
@@ -210,16 +317,15 @@ def construct_module(spec: ModuleSpec, imports: Imports) -> Expression:
     callee = spell(spec.cls, imports)
     if callee is None:
         raise UnwritableError(f"the module class {spec.cls.__module__}.{spec.cls.__qualname__}")
-    return call(
-        callee,
-        [
-            *(write_literal(value, imports) for value in spec.args),
-            *(
-                write_literal(value, imports).prefixed(f"{key}=")
-                for key, value in spec.kwargs.items()
-            ),
-        ],
-    )
+    args: list[Expression] = [write_literal(value, imports) for value in spec.args]
+    kwargs = {key: write_literal(value, imports) for key, value in spec.kwargs.items()}
+    for place, key in enumerate(arguments_of(spec) or ()):
+        own = names.get(Slot(spec.path, key))
+        if own is not None and place < len(args):
+            args[place] = name(own)
+        elif own is not None:
+            kwargs[key] = name(own)
+    return call(callee, [*args, *(value.prefixed(f"{key}=") for key, value in kwargs.items())])
 
 
 def _parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
@@ -235,42 +341,6 @@ def _frozen(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
     """Those that are not to be trained."""
     found = _parameters(spec, states)
     return [local for local in found if not states[spec.state[local]].requires_grad]
-
-
-def _bare_state(
-    state: State, holder: Holder, own: str, tensor: torch.Tensor | None, imports: Imports
-) -> list[str]:
-    """The statements that register a tensor which the model uses without a module of torch."""
-    imports.torch()
-    place = holder.place_of(own)
-    if state.kind is StateKind.PARAMETER:
-        imports.from_torch("nn")
-        memory = _memory("torch.empty", state, imports)
-        flag = [] if state.requires_grad else [name("requires_grad=False")]
-        return lay_out(call("nn.Parameter", [memory, *flag]), prefix=f"{place} = ", indent=2)
-    # Weights that are not loaded are initialised; of a buffer nobody can know its values.
-    unknown = tensor is None or tensor.is_meta
-    made = _memory("torch.zeros" if unknown else "torch.empty", state, imports)
-    if state.kind is StateKind.CONSTANT and tensor is not None and not unknown:
-        made = _values(tensor, imports) if tensor.numel() <= LITERAL_ELEMENTS else made
-    persistent = state.persistent and state.kind is StateKind.BUFFER
-    if holder.means_something_else(own):  # register_buffer refuses it
-        transient = f"        {holder.place}._non_persistent_buffers_set.add({quote(own)})"
-        return [
-            *lay_out(made, prefix=f"{place} = ", indent=2),
-            *([] if persistent else [transient]),
-        ]
-    flag = [] if persistent else [name("persistent=False")]
-    register = f"{holder.place}.register_buffer"
-    return lay_out(call(register, [name(quote(own)), made, *flag]), indent=2)
-
-
-def _memory(function: str, state: State, imports: Imports) -> Expression:
-    """`torch.empty(3, 4)`: memory to load values into."""
-    options = [] if state.dtype is torch.float32 else [name(f"dtype={state.dtype}")]
-    if not state.shape:
-        return call(function, [name("()"), *options])
-    return call(function, [*(write_literal(size, imports) for size in state.shape), *options])
 
 
 def _values(tensor: torch.Tensor, imports: Imports) -> Expression:

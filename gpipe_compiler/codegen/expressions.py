@@ -44,6 +44,40 @@ class OwnMethod:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class OwnAttribute:
+    """As an argument of a call: what the module keeps under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """As the first argument of `repeat`: what a loop runs over.
+
+    Attributes:
+        each: the expression of the loop.
+        wish: the variable of the loop.
+        called: what is called, with `{}` for that variable; "" for the variable itself.
+        carried: for each result, the place of the argument that it is in the next round.
+    """
+
+    each: str
+    wish: str
+    called: str
+    carried: tuple[int, ...]
+
+
+def repeat(layers: Layers, *arguments: object) -> object:
+    """Calls each of some layers; as a function of an op it stands for a loop."""
+    raise NotImplementedError
+
+
+def outer_argument(state: str) -> str:
+    """The name of an argument by which a block is given a state from outside."""
+    return f"@{state}"
+
+
 @dataclass
 class Writer:
     """Writes expressions of one method.
@@ -98,9 +132,9 @@ class Writer:
             case Ref(name=value):
                 return self.variables[value]
             case StateRef(name=state):
-                return name(self.states[state])
-            case OwnMethod(name=method):
-                return name(f"self.{method}")
+                return self.variables.get(outer_argument(state)) or name(self.states[state])
+            case OwnMethod(name=own) | OwnAttribute(name=own):
+                return name(f"self.{own}")
             case ByMode():
                 return self._by_mode(leaf)
             case torch.device() if self.anchor:

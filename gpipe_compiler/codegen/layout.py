@@ -98,6 +98,22 @@ def dict_of(
     return _bracketed("{", pairs, "}", fills=False, exploded=exploded)
 
 
+def braces(items: Iterable[Expression]) -> Expression:
+    """`{items}`, the items of a dict or set as they are."""
+    return _bracketed("{", tuple(items), "}", fills=False, exploded=False)
+
+
+def consecutive(words: Sequence[str]) -> str:
+    """The `range` of which some words are the numbers, in order; "" where there is none."""
+    if not all(word.isdecimal() and str(int(word)) == word for word in words):
+        return ""
+    numbers = list(map(int, words))
+    start, stop = numbers[0], numbers[-1] + 1
+    if numbers != list(range(start, stop)):
+        return ""
+    return f"range({start}, {stop})" if start else f"range({stop})"
+
+
 def _bracketed(
     opening: str, items: tuple[Expression, ...], closing: str, *, fills: bool, exploded: bool
 ) -> Expression:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.comments import call_path, value_text
-from gpipe_compiler.codegen.constructors import renamed_table, state_of
+from gpipe_compiler.codegen.constructors import construct, renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
@@ -60,7 +60,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     ops = tuple({op.name: op for weight in weights for op in weight.ops}.values())
     inputs = tuple(dict.fromkeys(name for weight in weights for name in weight.inputs))
     values = tuple(weight.value for weight in weights)
-    state = state_of(graph, ops, imports)
+    state = state_of(graph, ops)
     method = Method(ops, inputs, values, batch_sizes=frozenset())
     body = write_body(graph, method, Writer(imports, state.places, state.modules))
     sources = {source.name: source for source in graph.inputs}
@@ -74,13 +74,15 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     )
     initial = initial_steps(graph, state.originals.values())
     returned = "Tensor" if len(values) == 1 else f"tuple[{', '.join(['Tensor'] * len(values))}]"
+    constructor = construct(graph, state, imports)
     text = render(
         "stage.py.jinja",
         title=_title(plan.name, terms),
         imports=imports.lines(),
+        blocks=(),
         class_name=CLASS,
         base=state.root.cls.__name__,
-        constructor=state.lines,
+        constructor=constructor,
         methods=[method_text("forward", body, returned, described)],
         renamed=renamed_table(state),
         writes=(),

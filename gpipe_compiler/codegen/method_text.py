@@ -10,6 +10,10 @@ from gpipe_compiler import escaping
 from gpipe_compiler.codegen.body import Body
 from gpipe_compiler.codegen.layout import WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.statements import write_statements
+from gpipe_compiler.ir import Graph, ValueKind
+
+MANY_OUTPUTS = 4
+"""From so many on, the types of the outputs are not told one by one."""
 
 NO_TYPES: Mapping[str, str] = MappingProxyType({})
 
@@ -36,6 +40,34 @@ def method_text(
     lines.extend(write_statements(body.statements, 2))
     lines.extend(_return(body.returns))
     return lines
+
+
+def is_tensor(graph: Graph, value: str) -> bool:
+    """Whether a value is one; what the graph does not know, such as a state, is."""
+    known = graph.values.get(value)
+    return known is None or known.kind is ValueKind.TENSOR
+
+
+def types_of(graph: Graph, values: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+    """The types of the arguments that are no tensors, as `method_text` has them."""
+    return {
+        own: "int" if graph.values[value].kind is ValueKind.SCALAR else ""
+        for value, own in zip(values, arguments, strict=True)
+        if not is_tensor(graph, value)
+    }
+
+
+def returned_type(returns: Sequence[bool]) -> str:
+    """The annotation for results of which these are tensors."""
+    if not all(returns):
+        return "object" if len(returns) == 1 else "tuple"
+    if len(returns) == 1:
+        return "Tensor"
+    if not returns:
+        return "tuple[()]"
+    if len(returns) >= MANY_OUTPUTS:
+        return "tuple[Tensor, ...]"
+    return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
 
 
 def _return(values: Sequence[str]) -> list[str]:

@@ -146,5 +146,4 @@ def _call(graph: Graph, segment: Segment) -> Op:
         FunctionCall(checkpoint, arguments, {"use_reentrant": False}),
         method.returns[0] if len(method.returns) == 1 else method.returns,
         last.source,
-        segment.module or last.module,
     )

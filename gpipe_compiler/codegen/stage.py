@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.codegen.blocks import StageBlocks
 from gpipe_compiler.codegen.body import Body, write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
@@ -14,21 +15,24 @@ from gpipe_compiler.codegen.facts import Facts, Randoms
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
-from gpipe_compiler.codegen.method_text import docstring, method_text
+from gpipe_compiler.codegen.method_text import (
+    docstring,
+    is_tensor,
+    method_text,
+    returned_type,
+    types_of,
+)
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.segments import buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind, ValueKind
+from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
 from gpipe_compiler.runtime.wording import listed
 
 FORWARD, LOSS = "forward", "loss"
 """The methods of a stage that the engine calls."""
-
-MANY_OUTPUTS = 4
-"""From so many on, the types of the outputs are not told one by one."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,21 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     imports = Imports()
     imports.from_torch("nn")
     ops = [op for method in (whole, *losses) for op in method.ops]
-    state = state_of(graph, ops, imports, stage.state, methods=(LOSS,) if losses else ())
+    state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
     forward, segments = split_off(facts, stage, whole, OF_STAGE | state.attributes)
     methods = {FORWARD: forward}
     methods |= {segment.name: segment.method for segment in segments}
+    class_name = f"Stage{stage.index}"
+    blocks = StageBlocks.of(facts, stage, state, list(methods.values()), imports, class_name)
+    methods = {
+        label: blocks.with_calls(index, method)
+        for index, (label, method) in enumerate(methods.items())
+    }
     methods |= dict(zip((LOSS,), losses, strict=False))
     written = []
     for label, method in methods.items():
-        writer = Writer(imports, state.places, state.modules)
-        saved = facts.saved if label in (FORWARD, LOSS) else {}
+        writer = Writer(imports, state.places, {**state.modules, **blocks.places})
+        saved = blocks.saved if label in (FORWARD, LOSS) else {}
         written.append(_Written(label, method, write_body(graph, method, writer, saved)))
     if any(method.arguments for method in methods.values()) or outputs:
         imports.from_torch("Tensor")
@@ -108,13 +118,15 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         for item in segments
     }
     initial = initial_steps(graph, state.originals.values())
+    constructor = blocks.constructor()
     text = render(
         "stage.py.jinja",
         title=_title(plan, stage, ops),
         imports=imports.lines(),
-        class_name=f"Stage{stage.index}",
+        blocks=[block.lines for block in blocks.written.values()],
+        class_name=class_name,
         base=state.root.cls.__name__,
-        constructor=state.lines,
+        constructor=constructor,
         methods=[_method_lines(plan, graph, stage, item) for item in written],
         renamed=renamed_table(state),
         writes=_writes_lines(writes),
@@ -123,7 +135,7 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     )
     return StageSource(
         index=stage.index,
-        class_name=f"Stage{stage.index}",
+        class_name=class_name,
         text=text,
         inputs=forward.arguments,
         outputs=outputs,
@@ -233,31 +245,9 @@ def _method_lines(plan: Plan, graph: Graph, stage: Stage, written: _Written) -> 
             )
         case _:
             described = docstring("Runs again in the backward; only arguments are kept.", [], [])
-    types = {
-        own: "int" if graph.values[value].kind is ValueKind.SCALAR else ""
-        for value, own in zip(method.arguments, body.arguments, strict=True)
-        if not _is_tensor(graph, value)
-    }
-    returned = _returned([_is_tensor(graph, value) for value in method.returns])
+    types = types_of(graph, method.arguments, body.arguments)
+    returned = returned_type([is_tensor(graph, value) for value in method.returns])
     return method_text(label, body, returned, described, types)
-
-
-def _is_tensor(graph: Graph, value: str) -> bool:
-    known = graph.values.get(value)
-    return known is None or known.kind is ValueKind.TENSOR
-
-
-def _returned(returns: Sequence[bool]) -> str:
-    """The annotation for results of which these are tensors."""
-    if not all(returns):
-        return "object" if len(returns) == 1 else "tuple"
-    if len(returns) == 1:
-        return "Tensor"
-    if not returns:
-        return "tuple[()]"
-    if len(returns) >= MANY_OUTPUTS:
-        return "tuple[Tensor, ...]"
-    return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
 
 
 def _argument_lines(

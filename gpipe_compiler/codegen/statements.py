@@ -20,7 +20,7 @@ class Statement:
         target: the left-hand side with its operator (`x = `, `x += `), "" for none.
         expression: the right-hand side.
         note: what a comment at the end of the line says, such as a shape.
-        body: for a `with` block, the statements inside; `expression` is then the context.
+        body: the statements inside a `with` or `for`; `target` is then what that line begins with.
     """
 
     target: str
@@ -90,7 +90,7 @@ def _sources(statement: Statement) -> Iterator[SourceLocation | None]:
 
 def _write(statement: Statement, indent: int) -> Iterator[str]:
     if statement.body:
-        yield from lay_out(statement.expression, prefix="with ", suffix=":", indent=indent)
+        yield from lay_out(statement.expression, prefix=statement.target, suffix=":", indent=indent)
         yield from write_statements(statement.body, indent + 1, statement.module)
         return
     lines = lay_out(statement.expression, prefix=statement.target, indent=indent)

@@ -88,6 +88,10 @@ class Variables:
         variable = self._of.get(value)
         return variable if variable and value in self._holds[variable] else None
 
+    def free(self, variable: str, position: int) -> bool:
+        """Whether nothing that a variable holds is read after a position."""
+        return all(self._last_use.get(old, -1) <= position for old in self._holds[variable])
+
     def _bind(self, value: str, variable: str) -> str:
         self._holds.setdefault(variable, set()).add(value)
         self._of[value] = variable

@@ -13,6 +13,7 @@ from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.lengthen import lengthen
 from gpipe_compiler.frontend.modes import merge
+from gpipe_compiler.frontend.modules import CONTAINERS
 from gpipe_compiler.frontend.shorten import Shortened, shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
@@ -64,12 +65,12 @@ def choose(
         for candidate in candidates:
             graph = _lengthened(short, subject, candidate, precision)
             if graph is not None:
-                return graph.replace(paths=_paths(subject.model)), candidate
+                return _with_modules(graph, subject.model), candidate
     met: list[tuple[Frontend, TraceError]] = []
     for candidate in candidates:
         try:
             graph = trace_with(subject, candidate, precision)
-            return graph.replace(paths=_paths(subject.model)), candidate
+            return _with_modules(graph, subject.model), candidate
         except (TraceError, IllegalGraphError) as error:
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise
@@ -106,11 +107,18 @@ def trace_with(
     return graph
 
 
-def _paths(model: nn.Module) -> dict[str, str]:
-    """Every name of a module to its first."""
+def _with_modules(graph: Graph, model: nn.Module) -> Graph:
+    """The graph with every name of a module to its first, and with the names of classes."""
     first: dict[int, str] = {}
-    named = model.named_modules(remove_duplicate=False)
-    return {path: first.setdefault(id(module), path) for path, module in named}
+    named = dict(model.named_modules(remove_duplicate=False))
+    return graph.replace(
+        paths={path: first.setdefault(id(module), path) for path, module in named.items()},
+        module_classes={
+            path: type(module).__name__
+            for path, module in named.items()
+            if path and not isinstance(module, CONTAINERS)
+        },
+    )
 
 
 def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> Graph:

@@ -18,7 +18,7 @@ from gpipe_compiler.ir import ModuleSpec
 from gpipe_compiler.ir.interpret import construct
 
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _BY_KEYWORD = frozenset({"dim", "kernel_size", "mode", "inplace", "size"})
 """Arguments that are written by keyword even where they come first or are required."""
 
@@ -76,7 +76,7 @@ def is_plain(module: nn.Module) -> bool:
     cls = type(module)
     if isinstance(module, nn.SyncBatchNorm):
         return False
-    if not cls.__module__.startswith("torch.nn.modules.") or isinstance(module, _CONTAINERS):
+    if not cls.__module__.startswith("torch.nn.modules.") or isinstance(module, CONTAINERS):
         return False
     if "forward" in vars(module) or any(
         getattr(module, hooks)

@@ -23,7 +23,9 @@ from gpipe_compiler.runtime.spec import Input, OutputClass, Precision, Reduction
 
 T = TypeVar("T")
 
-_DESCRIPTIONS = frozenset({"batch_size", "values", "held", "loss", "whole_batch", "paths"})
+_DESCRIPTIONS = frozenset(
+    {"batch_size", "values", "held", "loss", "whole_batch", "paths", "module_classes"}
+)
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
 
 
@@ -197,6 +199,8 @@ class Graph:
             because a write in place orders them; filled in by `passes.shapes`.
         precision: under which the analyses run the ops; that of `values`.
         paths: every name of a module of the model to the first name of the same module.
+        module_classes: of the modules of the model whose forward a user wrote (or torch, of several
+            modules), by path: the names of their classes.
         unlike: the precisions in which the model is another program than this graph, and why.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
@@ -221,6 +225,7 @@ class Graph:
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
+    module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
     _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, analysis: Hashable, find: Callable[[], T]) -> T:

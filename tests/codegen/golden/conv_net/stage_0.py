@@ -3,17 +3,28 @@
 from torch import Tensor, nn
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+
+    def forward(self, stem_2: Tensor) -> Tensor:
+        # models.py:26-27
+        out = self.relu(self.bn1(self.conv1(stem_2)))  # (B, 4, 8, 8)
+        out = self.conv2(out)
+        return out
+
+
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.ModuleDict(
             {"0": nn.Conv2d(3, 4, kernel_size=3, padding=1), "1": nn.BatchNorm2d(4), "2": nn.ReLU()}
         )
-        self.blocks = nn.ModuleDict({"0": nn.Module()})
-        self.blocks["0"].conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
-        self.blocks["0"].bn1 = nn.BatchNorm2d(4)
-        self.blocks["0"].relu = nn.ReLU(inplace=True)
-        self.blocks["0"].conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+        self.blocks = nn.ModuleDict({"0": Residual()})
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -31,9 +42,7 @@ class Stage0(nn.Module):
         stem_2 = self.stem["2"](x)
         del x
 
-        # blocks.0 (models.py:26-27)
-        out = self.blocks["0"].relu(self.blocks["0"].bn1(self.blocks["0"].conv1(stem_2)))
-        blocks_0_conv2 = self.blocks["0"].conv2(out)
+        blocks_0_conv2 = self.blocks["0"](stem_2)
         return stem_2, blocks_0_conv2
 
 

@@ -3,16 +3,39 @@
 from torch import Tensor, nn
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn2 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, blocks_0_conv2: Tensor, stem_2: Tensor) -> Tensor:
+        # models.py:27-29
+        out = self.bn2(blocks_0_conv2)  # (B, 4, 8, 8)
+        out += stem_2
+        blocks_0_relu_1 = self.relu(out)
+        return blocks_0_relu_1
+
+
+class Residual_2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+
+    def forward(self, blocks_0_relu_1: Tensor) -> Tensor:
+        # models.py:26-27
+        out = self.relu(self.bn1(self.conv1(blocks_0_relu_1)))  # (B, 4, 8, 8)
+        out = self.conv2(out)
+        return out
+
+
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": nn.Module(), "1": nn.Module()})
-        self.blocks["0"].bn2 = nn.BatchNorm2d(4)
-        self.blocks["0"].relu = nn.ReLU(inplace=True)
-        self.blocks["1"].conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
-        self.blocks["1"].bn1 = nn.BatchNorm2d(4)
-        self.blocks["1"].relu = nn.ReLU(inplace=True)
-        self.blocks["1"].conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+        self.blocks = nn.ModuleDict({"0": Residual(), "1": Residual_2()})
 
     def forward(self, blocks_0_conv2: Tensor, stem_2: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -25,14 +48,8 @@ class Stage1(nn.Module):
             blocks_0_relu_1: (B, 4, 8, 8) float32, for stage 2.
             blocks_1_conv2: (B, 4, 8, 8) float32, for stage 2.
         """
-        # blocks.0 (models.py:27-29)
-        out = self.blocks["0"].bn2(blocks_0_conv2)  # (B, 4, 8, 8)
-        out += stem_2
-        blocks_0_relu_1 = self.blocks["0"].relu(out)
-
-        # blocks.1 (models.py:26-27)
-        out = self.blocks["1"].relu(self.blocks["1"].bn1(self.blocks["1"].conv1(blocks_0_relu_1)))
-        blocks_1_conv2 = self.blocks["1"].conv2(out)
+        blocks_0_relu_1 = self.blocks["0"](blocks_0_conv2, stem_2)  # (B, 4, 8, 8)
+        blocks_1_conv2 = self.blocks["1"](blocks_0_relu_1)
         return blocks_0_relu_1, blocks_1_conv2
 
 

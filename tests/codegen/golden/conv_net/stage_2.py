@@ -4,12 +4,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn2 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
+        # models.py:27-29
+        out = self.bn2(blocks_1_conv2)  # (B, 4, 8, 8)
+        out += blocks_0_relu_1
+        blocks_1_relu_1 = self.relu(out)
+        return blocks_1_relu_1
+
+
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": nn.Module()})
-        self.blocks["1"].bn2 = nn.BatchNorm2d(4)
-        self.blocks["1"].relu = nn.ReLU(inplace=True)
+        self.blocks = nn.ModuleDict({"1": Residual()})
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
@@ -23,13 +35,10 @@ class Stage2(nn.Module):
         Returns:
             head: (B, 5) float32, for the caller.
         """
-        # blocks.1 (models.py:27-29)
-        out = self.blocks["1"].bn2(blocks_1_conv2)  # (B, 4, 8, 8)
-        out += blocks_0_relu_1
-        blocks_1_relu_1 = self.blocks["1"].relu(out)
-
         # models.py:43-44
-        x = self.pool(blocks_1_relu_1).flatten(1)  # (B, 4)
+        blocks_1_relu_1 = self.blocks["1"](blocks_1_conv2, blocks_0_relu_1)  # (B, 4, 8, 8)
+        blocks_1_relu_1 = self.pool(blocks_1_relu_1)  # (B, 4, 1, 1)
+        x = blocks_1_relu_1.flatten(1)  # (B, 4)
         head = self.head(x)  # (B, 5)
         return head
 

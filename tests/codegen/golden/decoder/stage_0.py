@@ -6,13 +6,31 @@ import torch
 from torch import Tensor, nn
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
+
+    def forward(self, add: Tensor) -> tuple[Tensor, Tensor]:
+        # models.py:58-65
+        batch, length, dim = add.shape
+        q, k, v = self.qkv(add).chunk(3, dim=-1)
+        floor_div = dim // 2
+        q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(batch, length, 2, floor_div).transpose(1, 2)
+        v = v.view(batch, length, 2, floor_div).transpose(1, 2)
+        scores = q @ k.transpose(-2, -1) / floor_div**0.5  # (B, 2, 6, 6)
+        scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
+        mixed = scores.softmax(dim=-1)
+        return v, mixed
+
+
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(11, 8)
-        self.attentions = nn.ModuleDict({"0": nn.Module()})
-        self.attentions["0"].qkv = nn.Linear(8, 24)
-        self.attentions["0"].register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
+        self.attentions = nn.ModuleDict({"0": Attention()})
         self.wpe = nn.Parameter(torch.empty(6, 8))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,15 +46,5 @@ class Stage0(nn.Module):
         """
         # models.py:82
         add = self.wte(ids) + self.wpe[: ids.size(1)]  # (B, 6, 8)
-
-        # attentions.0 (models.py:58-65)
-        batch, length, dim = add.shape
-        q, k, v = self.attentions["0"].qkv(add).chunk(3, dim=-1)
-        floor_div = dim // 2
-        q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
-        k = k.view(batch, length, 2, floor_div).transpose(1, 2)
-        transpose_2 = v.view(batch, length, 2, floor_div).transpose(1, 2)
-        scores = q @ k.transpose(-2, -1) / floor_div**0.5  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.attentions["0"].mask[:length, :length], -math.inf)
-        softmax = scores.softmax(dim=-1)
+        transpose_2, softmax = self.attentions["0"](add)
         return add, transpose_2, softmax

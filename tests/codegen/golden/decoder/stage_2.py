@@ -7,12 +7,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
+
+    def forward(
+        self, add_1: Tensor, transpose_5: Tensor, transpose_8: Tensor, transpose_7: Tensor
+    ) -> Tensor:
+        # models.py:58-66
+        batch, length, dim = add_1.shape
+        q = dim // 2
+        scores = transpose_5 @ transpose_8 / q**0.5  # (B, 2, 6, 6)
+        scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
+        scores = scores.softmax(dim=-1)
+        mixed = F.dropout(scores, p=0.0, training=self.training) @ transpose_7  # (B, 2, 6, 4)
+        mixed = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
+        attentions_1_out = self.out(mixed)
+        return attentions_1_out
+
+
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attentions = nn.ModuleDict({"1": nn.Module()})
-        self.attentions["1"].out = nn.Linear(8, 8)
-        self.attentions["1"].register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
+        self.attentions = nn.ModuleDict({"1": Attention()})
         self.norm = nn.LayerNorm(8)
         self.lm_head = nn.Linear(8, 11, bias=False)
 
@@ -30,17 +49,8 @@ class Stage2(nn.Module):
         Returns:
             lm_head: (B, 6, 11) float32, for the caller.
         """
-        # attentions.1 (models.py:58-66)
-        batch, length, dim = add_1.shape
-        q = dim // 2
-        scores = transpose_5 @ transpose_8 / q**0.5  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.attentions["1"].mask[:length, :length], -math.inf)
-        scores = scores.softmax(dim=-1)
-        mixed = F.dropout(scores, p=0.0, training=self.training) @ transpose_7  # (B, 2, 6, 4)
-        mixed = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
-        attentions_1_out = self.attentions["1"].out(mixed)
-
         # models.py:84-85
+        attentions_1_out = self.attentions["1"](add_1, transpose_5, transpose_8, transpose_7)
         x = add_1 + attentions_1_out
         del attentions_1_out
         lm_head = self.lm_head(self.norm(x))  # (B, 6, 11)

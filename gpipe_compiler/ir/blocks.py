@@ -1,0 +1,161 @@
+"""The modules of a model as blocks: which ops a call of a module runs, and which modules are equal.
+
+A user's model is a tree of modules, and the ops of a graph know whose forward makes them. Ops in a
+row of one module are a call of it, with the calls of its own modules inside. Calls are equal that
+are the same but for the names of values and of state, and but for the numbers in them: they are
+calls of one block, of which the modules are instances, and the numbers that differ its parameters.
+
+A module can be a block where all its calls are equal. One that cannot is open: its ops count as
+those of the module around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gpipe_compiler.ir.contents import prefixes
+from gpipe_compiler.ir.forms import Slot
+from gpipe_compiler.ir.ops import Mode, Op
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockCall:
+    """A call of a module: consecutive ops of its forward, those of its own modules as calls.
+
+    Attributes:
+        path: of the module.
+        inputs: the values it is given, in the order in which it reads them.
+        outputs: the values it makes that are read after it, in the order in which it makes them.
+    """
+
+    path: str
+    parts: tuple[Part, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        """All ops, those of inner calls included."""
+        return ops_of(self.parts)
+
+    @property
+    def mode(self) -> Mode:
+        """The one mode that it runs in."""
+        modes = {op.mode for op in self.ops}
+        return modes.pop() if len(modes) == 1 else Mode.ALWAYS
+
+
+Part = Op | BlockCall
+
+
+def ops_of(parts: Iterable[Part]) -> Iterator[Op]:
+    """The ops of parts of a call, those of inner calls included."""
+    for part in parts:
+        if isinstance(part, BlockCall):
+            yield from part.ops
+        else:
+            yield part
+
+
+def calls_in(parts: Iterable[Part]) -> Iterator[BlockCall]:
+    """All calls in parts of a call, inner ones first."""
+    for part in parts:
+        if isinstance(part, BlockCall):
+            yield from calls_in(part.parts)
+            yield part
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number of a block that is not the same in all its instances.
+
+    Attributes:
+        slots: where it stands in the first call.
+        values: by the paths of the instances.
+    """
+
+    name: str
+    slots: tuple[Slot, ...]
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockClass:
+    """A block: what equal calls have in common.
+
+    Attributes:
+        user: the user's name for the class of the modules.
+        calls: in order; the first one stands for all.
+        paths: of the instances, in order.
+    """
+
+    user: str
+    calls: tuple[BlockCall, ...]
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def first(self) -> BlockCall:
+        """The call that stands for all."""
+        return self.calls[0]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those of the instances."""
+        return tuple(dict.fromkeys(call.path for call in self.calls))
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Ops that run one after another in a method, and the values of theirs that it returns."""
+
+    ops: tuple[Op, ...]
+    returns: tuple[str, ...]
+
+
+def nest(body: Body, is_block: Callable[[str], bool]) -> tuple[Part, ...]:
+    """The ops of a method and its calls of modules, at the outermost level.
+
+    Args:
+        is_block: whether the module at a path is a block; ops of one that is not are taken for
+            those of the module around it.
+    """
+    return _Nesting(body, is_block).parts(range(len(body.ops)), 0)
+
+
+class _Nesting:
+    def __init__(self, body: Body, is_block: Callable[[str], bool]) -> None:
+        self._ops = body.ops
+        paths = {op.module for op in body.ops}
+        self._chain = {path: tuple(filter(is_block, prefixes(path))) for path in paths}
+        self._last: dict[str, float] = {v: i for i, op in enumerate(body.ops) for v in op.inputs}
+        self._last.update(dict.fromkeys(body.returns, math.inf))
+
+    def parts(self, places: Sequence[int], depth: int) -> tuple[Part, ...]:
+        """The parts of a block that has so many around it."""
+
+        def block(place: int) -> str:
+            chain = self._chain[self._ops[place].module]
+            return chain[depth] if len(chain) > depth else ""
+
+        found: list[Part] = []
+        for path, group in groupby(places, block):
+            inside = tuple(group)
+            if path:
+                found.append(self._call(path, inside, depth + 1))
+            else:
+                found.extend(self._ops[place] for place in inside)
+        return tuple(found)
+
+    def _call(self, path: str, places: Sequence[int], depth: int) -> BlockCall:
+        ops = [self._ops[place] for place in places]
+        made = dict.fromkeys(value for op in ops for value in op.outputs)
+        read = dict.fromkeys(value for op in ops for value in op.inputs)
+        return BlockCall(
+            path,
+            self.parts(places, depth),
+            tuple(value for value in read if value not in made),
+            tuple(value for value in made if self._last.get(value, -1) > places[-1]),
+        )

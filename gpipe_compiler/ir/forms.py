@@ -1,0 +1,176 @@
+"""What ops are but for the names of their values and state, and but for the numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, leaves
+from gpipe_compiler.ir.ops import FunctionCall, MethodCall, ModuleCall, Op, RegionCall, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for a constant.
+
+    Attributes:
+        owner: the name of the op, module, state or block that it belongs to.
+        key: which of the owner's constants it is: a number or the name of a parameter.
+    """
+
+    owner: str
+    key: str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A constant that need not be the same in two otherwise equal blocks.
+
+    Attributes:
+        name: what a parameter for it would be called.
+    """
+
+    slot: Slot
+    value: object
+    name: str
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for equal constants of one type."""
+        return (type(self.value), repr(self.value))
+
+
+def is_number(leaf: object) -> bool:
+    """Whether a constant of an op may differ between equal blocks: a whole or real number."""
+    return type(leaf) in (int, float)
+
+
+class Former:
+    """The forms of the ops of one block, whose values are numbered as they come.
+
+    Attributes:
+        numbers: of the values, and of the states that stand outside the block.
+        constants: the numbers in the ops, in order.
+    """
+
+    def __init__(self, root: str, places: Mapping[str, str]) -> None:
+        """Starts with no values.
+
+        Args:
+            root: the path of the module whose ops these are.
+            places: canonical state names to the paths of modules that hold them.
+        """
+        self.numbers: dict[str, int] = {}
+        self.constants: list[Constant] = []
+        self._places = places
+        self._prefix = f"{root}." if root else ""
+
+    def number(self, name: str) -> int:
+        """That of a value or state."""
+        return self.numbers.setdefault(name, len(self.numbers))
+
+    def local(self, path: str) -> str | None:
+        """A path relative to the block; None for what is outside."""
+        return path.removeprefix(self._prefix) if path.startswith(self._prefix) else None
+
+    def state(self, name: str) -> Hashable:
+        """The form of a state that the block reads: by its place in the block, or outside."""
+        local = self.local(self._places[name])
+        return ("outer", self.number(name)) if local is None else ("state", local)
+
+    def op(self, op: Op, *, inside: bool = False) -> Hashable:
+        """The form of an op.
+
+        Args:
+            inside: whether it stands in a region, whose numbers are part of the form.
+        """
+        call = op.call
+        match call:
+            case FunctionCall(function=function):
+                called: Hashable = ("function", id(function))
+            case MethodCall(method=method):
+                called = ("method", method)
+            case ModuleCall(module=module):
+                called = ("module", self.local(module) or module)
+            case RegionCall():
+                return self._region(op, call)
+        arguments = (call.args, dict(call.kwargs))
+        made = [
+            self._leaf(leaf, None if inside else Constant(Slot(op.name, index), leaf, name))
+            for index, (leaf, name) in enumerate(_named_leaves(call))
+        ]
+        return (op.mode, called, _structure(arguments), tuple(made), self._result(op.result))
+
+    def _region(self, op: Op, call: RegionCall) -> Hashable:
+        made = [self._leaf(leaf, None) for leaf in leaves(call.args)]
+        inputs = tuple(map(self.number, call.body.inputs))
+        ops = tuple(self.op(inner, inside=True) for inner in call.body.ops)
+        outputs = tuple(self._leaf(leaf, None) for leaf in leaves(call.body.outputs))
+        shapes = (_structure(call.args), _structure(call.body.outputs))
+        context = repr(call.context)
+        result = self._result(op.result)
+        return (op.mode, "region", context, shapes, tuple(made), inputs, ops, outputs, result)
+
+    def _leaf(self, leaf: object, constant: Constant | None) -> Hashable:
+        match leaf:
+            case Ref(name=name):
+                return ("value", self.number(name))
+            case StateRef(name=name):
+                return self.state(name)
+        if constant is not None and is_number(leaf):
+            self.constants.append(constant)
+            return ("number", type(leaf))
+        return ("constant", type(leaf), repr(leaf))
+
+    def _result(self, result: Result) -> Hashable:
+        if isinstance(result, tuple):
+            return tuple(map(self._result, result))
+        return None if result is None else self.number(result)
+
+
+def _named_leaves(
+    call: FunctionCall | MethodCall | ModuleCall,
+) -> Iterator[tuple[object, str]]:
+    """Every leaf of a call's arguments, and what a parameter in its place would be called."""
+    function = getattr(call, "function", None)
+    own = getattr(call, "method", None) or getattr(function, "__name__", None) or "call"
+    for leaf in leaves(call.args):
+        yield leaf, f"{str(own).strip('_')}_number"
+    for key, argument in call.kwargs.items():
+        for leaf in leaves(argument):
+            yield leaf, key
+
+
+def _structure(argument: Argument) -> Hashable:
+    """An argument without its leaves."""
+    match argument:
+        case ByMode(train=train, evaluation=evaluation):
+            return (ByMode, _structure(train), _structure(evaluation))
+        case tuple() | list():
+            return (type(argument), tuple(map(_structure, argument)))
+        case dict():
+            return (dict, tuple((key, _structure(item)) for key, item in argument.items()))
+        case slice(start=start, stop=stop, step=step):
+            return (slice, _structure(start), _structure(stop), _structure(step))
+        case _:
+            return None
+
+
+def ops_within(op: Op) -> Iterator[Op]:
+    """An op, and the ops of the region that it is."""
+    yield op
+    if isinstance(op.call, RegionCall):
+        for inner in op.call.body.ops:
+            yield from ops_within(inner)
+
+
+def states_read(op: Op) -> Iterator[str]:
+    """The states that an op reads by itself, not through a module."""
+    for inner in ops_within(op):
+        arguments: Any = (inner.call.args, dict(inner.call.kwargs))
+        if isinstance(inner.call, RegionCall):
+            arguments = (arguments, inner.call.body.outputs)
+        for leaf in leaves(arguments):
+            if isinstance(leaf, StateRef):
+                yield leaf.name
