@@ -39,7 +39,6 @@ from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
-from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -51,10 +50,6 @@ REPRODUCED = 0.1
 BREAKDOWN = (65.6, 22.5, 4.1, 3.2, None, 2.9)
 """GPipe's: per cent of a step's time for computation, recompute, bubble, imbalance, transfers
 (which it does not list) and setup."""
-
-MOST_DOWN_SETS = 2_000
-WORK_OF_A_CUT = WORK // 5
-"""As `cut` takes them: less than it may look at and work out, so that all tables take minutes."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ def gained(table: Table, row: Row, priced: Priced) -> tuple[float, Cut]:
     if row.microbatches == 1:
         problem = recomputed_always(problem)
     theirs = priced.stages(row.balance or priced.balance(row.devices))
-    ours = cut(problem, setting, MOST_DOWN_SETS, work=WORK_OF_A_CUT)
+    ours = cut(problem, setting)
     return score(problem, theirs, setting).step_s / ours.step_s - 1, ours
 
 

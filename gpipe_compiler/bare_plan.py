@@ -15,7 +15,7 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.graph_file import BareGraph, check_graph
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.best_case import CLOSE
-from gpipe_compiler.passes.cut.counts import MOST_DOWN_SETS, cut_counts, equal_devices
+from gpipe_compiler.passes.cut.counts import cut_counts, equal_devices
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.report.units import format_bytes
@@ -33,8 +33,8 @@ class BarePlan:
         step_time_s: simulated seconds of one mini-batch.
         bottleneck_s: seconds of the longest stage, transfers included.
         lower_bound_s: no plan into as many stages or fewer has less of what was to be short.
-        proved: whether the plan is known to be the best, to within 1e-9 of its time, or 4e-6 where
-            an integer program proves it, as is so for wide graphs.
+        proved: whether, as was asked, the plan is known to be the best, to within 1e-9 of its
+            time, or 4e-6 where an integer program proves it, as is so for wide graphs.
         seconds: that planning took.
         device_bytes: for every device of the pipeline, memory at its peak.
     """
@@ -60,7 +60,7 @@ class BarePlan:
     @property
     def gap(self) -> float:
         """How far the plan may be from the best, as a share of the lower bound."""
-        if self.proved:
+        if self.value_s <= self.lower_bound_s:
             return 0.0
         if self.lower_bound_s <= 0:
             return math.inf
@@ -108,7 +108,7 @@ def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
     training = graph.has_backward if setting.training is None else setting.training
     problem = with_kinds(graph.problem(training=training), setting.cluster)
     best, bound_s = _best(problem, setting, min(setting.stages, len(graph.ops)), training=training)
-    return _plan(graph, best, bound_s, time.perf_counter() - started)
+    return _plan(graph, best, bound_s, time.perf_counter() - started, prove=setting.prove)
 
 
 def _best(
@@ -124,7 +124,7 @@ def _best(
         with contextlib.suppress(PlanError):  # some schedules cannot have any number of stages
             settings.append(setting_of(asked, stages, training=training))
     if settings and equal_devices(settings):
-        setting, found = cut_counts(problem, settings)
+        setting, found = cut_counts(problem, settings, prove=asked.prove)
         return Found(problem, setting, found), found.lower_bound_s
     search = _Search(problem, asked, training=training)
     search.every_count(most)
@@ -156,7 +156,9 @@ class _Search:
                 if self.best is not None and fits and least >= self.best.value_s:
                     self.bound_s = min(self.bound_s, least)
                     continue
-                found = Found(self.problem, setting, cut(self.problem, setting, MOST_DOWN_SETS))
+                found = Found(
+                    self.problem, setting, cut(self.problem, setting, prove=self.asked.prove)
+                )
             except PlanError as error:
                 self._refusal = self._refusal or error
                 continue
@@ -201,7 +203,7 @@ class _Search:
         """The best, with a bound by an integer program over all counts at once where none is."""
         assert self.best is not None
         best = self.best
-        if self.bound_s >= best.value_s * (1 - PROVED):
+        if not self.asked.prove or self.bound_s >= best.value_s * (1 - PROVED):
             return best
         from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
 
@@ -211,7 +213,7 @@ class _Search:
         stage_of = certificate.stage_of
         setting = self._settings.get(max(stage_of) + 1) if stage_of else None
         if stage_of and setting:
-            better = cut(self.problem, setting, 0, hint=stage_of)
+            better = cut(self.problem, setting, hint=stage_of, search=False)
             self._take(Found(self.problem, setting, better))
         best = self.best
         if self.bound_s >= best.value_s * (1 - 4 * CLOSE):
@@ -219,17 +221,19 @@ class _Search:
         return best
 
 
-def _plan(graph: BareGraph, best: Found, bound_s: float, seconds: float) -> BarePlan:
+def _plan(
+    graph: BareGraph, best: Found, bound_s: float, seconds: float, *, prove: bool
+) -> BarePlan:
     figures = best.figures(graph)
     bound_s = min(bound_s, best.value_s)
-    proved = bound_s >= best.value_s * (1 - PROVED)
+    met = bound_s >= best.value_s * (1 - PROVED)
     return BarePlan(
         graph.name,
         tuple(figure.ops for figure in figures),
         best.found.step_s,
         max(best.totals),
-        best.value_s if proved else bound_s,
-        proved,
+        best.value_s if met else bound_s,
+        met and prove,
         seconds,
         best.setting.objective,
         best.setting.kind,

@@ -28,6 +28,7 @@ class BareSetting:
         memory: bytes of every device, unless there is a cluster.
         cluster: the devices. The times of the graph are those on its first device; on another
             kind of device they are longer by as much as it is slower at arithmetic.
+        prove: whether to find out how far the plan may be from the best, however long that takes.
     """
 
     stages: int
@@ -38,6 +39,7 @@ class BareSetting:
     link: Link = DEFAULT_LINK
     memory: float = math.inf
     cluster: Cluster | None = None
+    prove: bool = False
 
 
 def with_kinds(problem: CutProblem, cluster: Cluster | None) -> CutProblem:

@@ -72,6 +72,7 @@ def compile_program(arguments: argparse.Namespace) -> None:
         search_s=arguments.search_time,
         in_place=not arguments.no_inplace,
         cut_inside=arguments.cut_inside,
+        prove=arguments.prove,
         remedies=arguments.remedies,
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:

@@ -91,6 +91,7 @@ class CompileOptions:
         in_place: let ops write over what nobody needs any more (`passes.inplace`).
         cut_inside: the share of the best step that may be given for cuts which open fewer modules
             of the model; 0 for cuts anywhere.
+        prove: find out how far the cut may be from the best, however long that takes.
         remedies: tell in the plan what other settings would save of memory (`remedies.py`).
     """
 
@@ -116,6 +117,7 @@ class CompileOptions:
     search_s: float = SEARCH_SECONDS
     in_place: bool = True
     cut_inside: float = CUT_INSIDE
+    prove: bool = False
     remedies: bool = False
 
     def __post_init__(self) -> None:
@@ -146,6 +148,7 @@ class CompileOptions:
             self.objective,
             self.in_place,
             self.cut_inside,
+            self.prove,
         )
 
 

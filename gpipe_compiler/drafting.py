@@ -85,7 +85,7 @@ class Drafting:
         setting: in which nothing is recomputed.
         cluster: whose devices the seats of the setting are.
         costs: on each kind of device of the cluster.
-        work: of every cut, as in `passes.cut.cut`.
+        work, prove: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
         inside: the share of the best time that may be given for cuts which open fewer modules.
@@ -100,6 +100,7 @@ class Drafting:
     optimizer: AnyOptimizer
     costs: tuple[Costs, ...]
     work: int
+    prove: bool
     whole: frozenset[str]
     random: bool
     inside: float = 0.0
@@ -141,6 +142,7 @@ class Drafting:
             policy.optimizer,
             tuple(costs),
             work,
+            policy.prove and work >= WORK,
             whole,
             bool(whole and random_ops(graph)),
             policy.cut_inside,
@@ -271,7 +273,7 @@ class Drafting:
         free = self._unlimited()
         best = cut(heavier, free.setting, work=self.work)
         stage_of = self._inside(heavier, free.setting, best).stage_of
-        judged = cut(self.problem, free.setting, 0, work=self.work, hint=stage_of)
+        judged = cut(self.problem, free.setting, hint=stage_of, search=False)
         return free._cut_so(judged, (False,) * self.setting.stages)
 
     def _unlimited(self) -> Drafting:
@@ -382,7 +384,7 @@ class Drafting:
         memory = tuple(seat.memory for seat in setting.seats)
         key: Hashable = (problem.groups, recompute, memory)
         if key not in self.cuts:
-            self.cuts[key] = cut(problem, setting, work=self.work)
+            self.cuts[key] = cut(problem, setting, work=self.work, prove=self.prove)
         found = self.cuts[key]
         if self.inside:
             key = (key, self.inside)

@@ -24,7 +24,7 @@ MICROBATCHES_PER_STAGE = 4
 
 _UNDERSTOOD = frozenset(
     {"model", "stages", "microbatches", "schedule", "objective", "mode", "bandwidth", "latency"}
-    | {"memory", "devices", "cluster", "dry_run", "json"}
+    | {"memory", "devices", "cluster", "dry_run", "json", "prove"}
 )
 """Options that mean something for a bare graph."""
 
@@ -89,6 +89,7 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         link,
         math.inf if arguments.memory is None else arguments.memory,
         cluster_asked(arguments) if is_asked else None,
+        prove=arguments.prove,
     )
     return plan_graph(graph, setting)
 

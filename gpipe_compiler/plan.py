@@ -130,7 +130,7 @@ class Prediction:
         bubble: the share of device time spent waiting, 0 to 1.
         lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
             that was to be short.
-        proved: whether the cut is known to be optimal.
+        proved: whether the cut, as was asked, is known to be optimal.
         peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
             micro-batches, at its peak.
         device_bytes: the same for every device of the pipeline, with all its stages.

@@ -50,6 +50,7 @@ class Policy:
         in_place: whether ops may write over what nobody needs any more (`passes.inplace`).
         cut_inside: the share of the best time with cuts anywhere that may be given for cuts which
             open fewer modules (`passes.cut.inside`).
+        prove: whether to find out how far the cut may be from the best, however long that takes.
     """
 
     schedule: ScheduleKind = ScheduleKind.GPIPE
@@ -61,6 +62,7 @@ class Policy:
     objective: Objective = Objective.STEP
     in_place: bool = True
     cut_inside: float = CUT_INSIDE
+    prove: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.cut_inside < math.inf:

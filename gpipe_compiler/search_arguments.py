@@ -65,6 +65,12 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         "(default %(default)s)",
     )
     group.add_argument(
+        "--prove",
+        action="store_true",
+        help="go on until the cut is proved to be the best, or it is known how far it may be from "
+        "that, which may take minutes (default: a bound that costs no time)",
+    )
+    group.add_argument(
         "--optimizer",
         choices=[kind.value for kind in OptimizerKind],
         help="whose memory and time count (default: the file's make_optimizer(), else sgd)",

@@ -56,6 +56,7 @@ def questions(draw: st.DrawFn, most: int) -> Question:
         draw(st.sampled_from((None, None, True, False))),
         Link(draw(st.sampled_from((0.5, 4.0, 1e9))), draw(st.sampled_from((0.0, 0.0, 0.5)))),
         draw(st.sampled_from((math.inf, math.inf, 20, 40, 80))),
+        prove=True,
     )
     if draw(st.booleans()):
         cluster = draw(clusters())

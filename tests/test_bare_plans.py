@@ -100,7 +100,9 @@ def test_the_longest_stage_is_the_shortest_there_is(
     document: dict[str, Any], most: int, bandwidth: float
 ) -> None:
     graph = parse_graph(document)
-    asked = BareSetting(most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0))
+    asked = BareSetting(
+        most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0), prove=True
+    )
 
     plan = plan_graph(graph, asked)
 
@@ -119,7 +121,9 @@ def test_what_is_only_searched_in_part_is_bounded(
 ) -> None:
     """As graphs with many places to cut are; the proof of an integer program is good to 4e-6."""
     graph = parse_graph(document)
-    asked = BareSetting(most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0))
+    asked = BareSetting(
+        most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0), prove=True
+    )
 
     with mock.patch("gpipe_compiler.passes.cut.counts.MOST_DOWN_SETS", 2):
         plan = plan_graph(graph, asked)
@@ -219,7 +223,7 @@ def test_stages_that_do_not_fit_bound_nothing() -> None:
     ]
     graph = parse_graph({"ops": ops, "edges": [["first", "second"]]})
 
-    plan = plan_graph(graph, BareSetting(2, 1, link=Link(1.0, 0.0), memory=10))
+    plan = plan_graph(graph, BareSetting(2, 1, link=Link(1.0, 0.0), memory=10, prove=True))
 
     assert plan.step_time_s == plan.lower_bound_s == 12
     assert plan.proved

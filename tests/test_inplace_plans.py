@@ -42,7 +42,7 @@ def test_ops_in_place_forbid_no_cut(stages: int) -> None:
     bench = Workbench(graph, Cluster.of(DEFAULT_HOST, Link(1e12, 0.0)))
 
     def planned(*, in_place: bool) -> Plan:
-        policy = Policy(in_place=in_place)
+        policy = Policy(in_place=in_place, prove=True)
         return bench.plan(bench.choose(stages, 4, policy), policy)
 
     made, plain = planned(in_place=True), planned(in_place=False)

@@ -69,7 +69,7 @@ def fixed_bytes(plan_: Plan, stage: int) -> int:
 
 
 def test_a_step_that_recomputes_takes_what_the_closed_form_says(graph: Graph) -> None:
-    made = planned(graph, Policy(remat=RematChoice.FULL))
+    made = planned(graph, Policy(remat=RematChoice.FULL, prove=True))
 
     times = stage_times(made)
     forward = [s for t in times for s in (t.receive_s, t.forward_s)]

@@ -104,7 +104,7 @@ def test_owners_on_one_device_add_up_among_themselves():
             stages=4,
             microbatches=4,
             cluster=Cluster.of(FLAT, FAST),
-            policy=Policy(schedule=schedule),
+            policy=Policy(schedule=schedule, prove=True),
         )
         assert found.prediction.shared_sum_s == pytest.approx(sums * BYTES / 1e18, abs=0), schedule
         held = owners(found, "layers.0.weight")
@@ -131,7 +131,7 @@ def test_no_cut_is_quicker(share, monkeypatch):
 def cut_at(ends):
     """In the place of `passes.cut.cut`: the layers up to each end make a stage."""
 
-    def cut(problem, setting, work):
+    def cut(problem, setting, **_):
         if any(len(group) > 1 and min(group) < LAYERS for group in problem.groups):
             raise PlanError("these cuts are given")
         layer_of = {node.name: layer for layer, node in enumerate(problem.nodes)}

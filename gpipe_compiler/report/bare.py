@@ -7,7 +7,7 @@ from rich.text import Text
 
 from gpipe_compiler.bare_plan import BarePlan
 from gpipe_compiler.report.tables import cell, figure_table, pairs_table
-from gpipe_compiler.report.units import format_bytes, format_seconds, format_share
+from gpipe_compiler.report.units import format_bytes, format_seconds, proof
 from gpipe_compiler.runtime.wording import counted, printable
 
 _NAMES = 4
@@ -42,11 +42,11 @@ def show_bare_plan(plan: BarePlan) -> RenderableType:
             format_bytes(stage.parameter_bytes),
         )
         table.add_row(*map(cell, cells))
-    proof = "proved optimal" if plan.proved else f"gap at most {format_share(plan.gap)}"
+    known = proof(plan.value_s, plan.lower_bound_s, proved=plan.proved)
     rows = [
         ("step", format_seconds(plan.step_time_s)),
         ("longest stage", f"{format_seconds(plan.bottleneck_s)} a micro-batch, with its transfers"),
-        ("lower bound", f"{format_seconds(plan.lower_bound_s)} ({proof})"),
+        ("lower bound", f"{format_seconds(plan.lower_bound_s)} ({known})"),
         ("peak memory", format_bytes(max(plan.device_bytes, default=0))),
         ("planned in", format_seconds(plan.seconds)),
     ]

@@ -31,6 +31,7 @@ from gpipe_compiler.report.units import (
     format_seconds,
     format_share,
     format_type,
+    proof,
     short_path,
     short_source,
 )
@@ -198,7 +199,7 @@ def prediction_table(plan: Plan) -> Table:
 def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     """What to expect of a step, in pairs of what and how much."""
     prediction = plan.prediction
-    proof = "proved optimal" if prediction.proved else f"gap at most {format_share(prediction.gap)}"
+    known = proof(prediction.objective_s, prediction.lower_bound_s, proved=prediction.proved)
     of_what = "" if prediction.longest_s is None else " of the longest stage"
     both_ways = ", gradients included" if plan.training else ""
     again = [("recomputing", f"{format_share(prediction.recompute)} of the devices' time")]
@@ -208,7 +209,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
         *_timed_rows(prediction),
         ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
         *_longest_rows(prediction),
-        ("lower bound", f"{format_seconds(prediction.lower_bound_s)}{of_what} ({proof})"),
+        ("lower bound", f"{format_seconds(prediction.lower_bound_s)}{of_what} ({known})"),
         *_inside_rows(plan),
         ("bubble", format_share(prediction.bubble)),
         *([("tied together", plan.tied)] if plan.tied else []),

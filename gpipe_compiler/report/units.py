@@ -14,6 +14,10 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
+_ROUNDED = 1e-9
+"""Relative: how far apart two sums of the same times may be."""
+
+
 def format_bytes(count: float) -> str:
     """Bytes with three figures in the largest unit that leaves at least one: `6.13 MiB`."""
     size, index = float(count), 0
@@ -51,6 +55,20 @@ def _figures(number: float) -> str:
 def format_rate(per_second: float) -> str:
     """A rate with three figures: `0.0061`, `5.3`, `23,162`."""
     return _figures(per_second)
+
+
+def proof(found_s: float, bound_s: float, *, proved: bool) -> str:
+    """What is known of a plan.
+
+    Args:
+        found_s: what it takes; `bound_s`: what every plan takes at least.
+        proved: whether it was asked for, and found, that none is better.
+    """
+    if proved:
+        return "proved optimal"
+    if found_s <= bound_s * (1 + _ROUNDED):
+        return "lower bound met"
+    return f"gap at most {format_share(found_s / bound_s - 1)}" if bound_s > 0 else "gap not known"
 
 
 def format_share(share: float) -> str:

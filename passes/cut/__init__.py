@@ -1,5 +1,5 @@
 """The cut: which op runs in which stage. `choose` says what is chosen, and by which searches."""
 
-from gpipe_compiler.passes.cut.choose import MOST_DOWN_SETS, Cut, cut
+from gpipe_compiler.passes.cut.choose import Cut, cut
 
-__all__ = ["MOST_DOWN_SETS", "Cut", "cut"]
+__all__ = ["Cut", "cut"]

@@ -1,16 +1,15 @@
 """Chooses the stages: the cut of a problem into consecutive down-sets with the shortest step.
 
-The time of a step is `simulate.py`'s. Where a problem has few down-sets the answer is the best
-there is; where it has many, it is the best within a family of down-sets that holds every linear
-cut along several topological orders, what a sweep finds that no other place to cut rules out
-(`cut/frontier.py`), and the neighbourhood of the best cut found. An integer program
-(`cut/certificate.py`) says how far that can be from the best, and sometimes finds a better one.
+The time of a step is `simulate.py`'s. The search looks at few places to cut, and then at those
+about the best (`cut/quick.py`). With `prove` it goes on: through all down-sets where they are not
+too many, else by an integer program (`cut/certificate.py`) that says how far the cut can be from
+the best, and sometimes finds a better one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +20,15 @@ from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
-from gpipe_compiler.passes.cut.frontier import SPEEDS, frontier
 from gpipe_compiler.passes.cut.judge import Judge
-from gpipe_compiler.passes.cut.line import Line
 from gpipe_compiler.passes.cut.lineup import Lineup, ideal
 from gpipe_compiler.passes.cut.orders import (
     down_sets,
-    masks_between,
-    neighbourhood,
     prefixes,
     topological_orders,
 )
 from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.quick import Looked, few, quick
 from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
@@ -41,34 +37,13 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import StageTimes, recomputed
 
 MOST_DOWN_SETS = 20_000
-"""Above so many the search is no longer over all of them."""
+"""Above so many a proof is no longer by the search of all of them."""
 
 FEW_DOWN_SETS = 600
 """Up to so many, nothing is merged that need not be."""
 
-MOST_NODES = 1_500
-"""Graphs of more nodes are only cut along single orders of them."""
-
-SLACKS = (1.3, 3.0)
-"""How much longer than the average, and the longest node, stages along an order may be."""
-
-ROUNDS = 4
-"""How often the neighbourhood of the best cut is searched, at most, where not all is."""
-
-FRONTIER = 2_000
-"""Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
-
-NEIGHBOURS = 1_000
-"""Down-sets in that neighbourhood at most."""
-
 PER_SOLVER = 15
 """So many numbers worked out here take as long as one that the integer program touches."""
-
-A_GLANCE = 0.25
-"""Of all the work: with less, no integer program is tried, and the sweep is made once."""
-
-LINEAR = 8
-"""Searches along single orders may work so many times less than those that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +56,9 @@ class Cut:
         step_s: the simulated time of the step.
         lower_bound_s: no cut into as many stages, on any of the devices there are, takes less;
             of `step_s` or `bottleneck_s`, whichever is the objective.
-        proved: whether the objective is the least possible, to within 1e-9 of it (4e-6 where an
-            integer program has proved it), among the cuts that fit, or where none does, among
-            those that exceed a device's memory by the least.
+        proved: whether a proof was asked for, and the objective is the least possible, to within
+            1e-9 of it (4e-6 where an integer program has proved it), among the cuts that fit, or
+            where none does, among those that exceed a device's memory by the least.
         down_sets: how many places to cut were looked at.
         bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
         seats: for every device of the pipeline, which of the setting's seats it is.
@@ -115,7 +90,7 @@ class Cut:
     @property
     def gap(self) -> float:
         """How far the cut may be from the best, as a share of the lower bound."""
-        if self.proved:
+        if self.objective_s <= self.lower_bound_s:
             return 0.0
         if self.lower_bound_s <= 0:
             return math.inf
@@ -125,10 +100,11 @@ class Cut:
 def cut(
     problem: CutProblem,
     setting: Setting,
-    most_down_sets: int = MOST_DOWN_SETS,
     *,
     work: int = WORK,
     hint: Sequence[int] = (),
+    prove: bool = False,
+    search: bool = True,
 ) -> Cut:
     """The best cut found into stages that are not empty.
 
@@ -138,12 +114,11 @@ def cut(
     For inference the backward times and gradients of the problem do not count.
 
     Args:
-        most_down_sets: up to so many places to cut, the search is over all of them; 0 for no
-            search beside the hint.
-        work: how much all searches may work out whose length is not known beforehand, counted in
-            numbers, so that the answer is the same on every machine; `WORK` is some ten seconds.
-            With less, fewer places to cut are looked at too.
+        work: how much all searches of a proof may work out whose length is not known beforehand,
+            counted in numbers, so that the answer is the same on every machine.
         hint: for every node, its stage in a cut that may be good.
+        prove: whether to find out how far from the best the cut is, whatever that takes.
+        search: whether to look for any cut beside the hint.
 
     Raises:
         UsageError: for no stages or no micro-batches.
@@ -166,7 +141,8 @@ def cut(
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    return _Cutter(problem, graph, setting, work, limited=limited).best(most_down_sets, hint)
+    cutter = _Cutter(problem, graph, setting, work, limited=limited)
+    return cutter.best(hint, prove=prove, search=search)
 
 
 class _Cutter:
@@ -203,41 +179,62 @@ class _Cutter:
         judge = Judge(problem, setting, again)
         total_s = float(graph.least_s.sum())
         self.solver = Solver(setting, judge, lineups, tuple(repeats), total_s, work)
-        self.share = min(1.0, work / WORK)
 
-    def best(self, most_down_sets: int, hint: Sequence[int]) -> Cut:
+    def best(self, hint: Sequence[int], *, prove: bool, search: bool) -> Cut:
+        solver, stages = self.solver, self.setting.stages
         if hint:
-            self.solver.consider(hint)
-            if self.solver.found and not most_down_sets:
-                return self._cut(0.0, 1)
-        stages = self.setting.stages
+            solver.consider(hint)
+            if solver.found and not search:
+                return self._cut(Looked(0.0, 1), prove=False)
         once = self.setting.objective is Objective.BOTTLENECK
-        if self.solver.brief:
+        if solver.brief:
             for stage_of in classic_cuts(self.graph, stages):
-                self.solver.consider(stage_of)  # unless a constraint rules it out
-        if self.graph.size > MOST_NODES:
-            looked = self._lines(lean(self.graph, keep=stages, once=once))
-            if not self.solver.found:
-                raise self._nothing()
-            return self._cut(0.0, looked)
-        few = min(most_down_sets, 2 * FEW_DOWN_SETS)
-        most_down_sets = max(few, int(most_down_sets * self.share))
-        fine = down_sets(self.graph, most_down_sets)
+                solver.consider(stage_of)  # unless a constraint rules it out
+        merged = lean(self.graph, keep=stages, once=once)
+        whole = few(self.graph, stages) is not None or merged.size == self.graph.size
+        found = quick(self.graph if whole else merged, solver.lineups[0], self)
+        found = found if whole else Looked(0.0, found.looked)
+        if prove and not solver.reaches(max(found.bound_s, self.simple_s)):
+            found = self._proof(merged)
+        if not solver.found:
+            raise self._nothing()
+        return self._cut(found, prove=prove)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """See `Searched`."""
+        if not self.solver.found:
+            return math.inf, math.inf
+        return self.solver.verdict.rank(self.setting.objective)
+
+    @property
+    def stage_of(self) -> Sequence[int]:
+        """See `Searched`."""
+        return self.solver.verdict.stage_of if self.solver.found else ()
+
+    def family(self, graph: Contracted, masks: Collection[int], *, whole: bool) -> float:
+        """See `Searched`."""
+        space = Space(graph, masks)
+        if not any(lineup.limited for lineup in self.solver.lineups):
+            space.limit(self.solver.longest_stage())
+        return self.solver.search(space, last=whole)
+
+    def _proof(self, merged: Contracted) -> Looked:
+        """The search of all there is, or a bound where that is too much."""
+        solver = self.solver
+        solver.proves = True
+        fine = down_sets(self.graph, MOST_DOWN_SETS)
         bound, looked = 0.0, 0
         if fine is None or len(fine) > FEW_DOWN_SETS:
-            merged = lean(self.graph, keep=stages, once=once)
-            bound, looked = self._merged(merged, most_down_sets)
-        if fine is not None and not self.solver.reaches(bound):
-            bound = max(bound, self.solver.search(self._whole(self.graph, fine), last=True))
+            bound, looked = self._merged(merged)
+        if fine is not None and not solver.reaches(bound):
+            bound = max(bound, solver.search(self._whole(self.graph, fine), last=True))
             looked = max(looked, len(fine))
-        if fine is not None and not self.solver.reaches(max(bound, self.simple_s)):
+        if fine is not None and not solver.reaches(max(bound, self.simple_s)):
             self._rows()
-        if not self.solver.found:
-            raise self._nothing()
-        open_ended = not self.solver.reaches(max(bound, self.simple_s))
-        if fine is None and self.share >= A_GLANCE and open_ended:
+        if fine is None and solver.found and not solver.reaches(max(bound, self.simple_s)):
             self.simple_s = max(self.simple_s, self._certified())
-        return self._cut(bound, looked)
+        return Looked(bound, looked)
 
     def _rows(self) -> None:
         """Cuts along single orders of the nodes: where the search of all gave up, these may not.
@@ -267,13 +264,10 @@ class _Cutter:
         bound, value = certificate.bound_s, self.solver.value
         return value if bound >= value * (1 - 4 * CLOSE) else bound
 
-    def _merged(self, merged: Contracted, most_down_sets: int) -> tuple[float, int]:
+    def _merged(self, merged: Contracted) -> tuple[float, int]:
         """A bound on all cuts from the graph without what costs nothing, and what was looked at."""
-        everything = down_sets(merged, most_down_sets)
-        same = merged.size == self.graph.size
-        if everything is None:
-            return self._parts(merged)
-        if same:
+        everything = down_sets(merged, MOST_DOWN_SETS)
+        if everything is None or merged.size == self.graph.size:
             return 0.0, 0  # what follows is the same search
         bound = self.solver.search(self._whole(merged, everything), last=False)
         if self.solver.reaches(bound):
@@ -290,49 +284,6 @@ class _Cutter:
             space.limit(self.solver.longest_stage())
         return space
 
-    def _lines(self, graph: Contracted) -> int:
-        """The best cuts along single orders of the nodes, in stages not much longer than equal."""
-        share = float(graph.least_s.sum()) / self.setting.stages + float(graph.least_s.max())
-        for order in topological_orders(graph):
-            for slack in SLACKS:
-                line = Line(graph, order)
-                line.limit(share * slack)
-                self.solver.begin(line, if_fits=slack < SLACKS[-1])
-                if math.isfinite(self.solver.value) and not self.solver.room:
-                    break
-        return graph.size + 1
-
-    def _parts(self, merged: Contracted) -> tuple[float, int]:
-        """The search through a part of what there is; it bounds nothing."""
-        looked, glance = 0, self.share < A_GLANCE
-        self.solver.work = self.work // LINEAR
-        for order in topological_orders(merged):
-            looked += self._part(merged, set(prefixes(order)))
-        self.solver.work = self.work
-        most = max(FEW_DOWN_SETS // 2, int(FRONTIER * self.share))
-        family = frontier(merged, self.solver.lineups[0], most, SPEEDS[:1] if glance else SPEEDS)
-        for _ in range(1 if glance else ROUNDS):
-            before = self.solver.value
-            if self.solver.found:
-                family |= set(self._masks(merged))
-            looked = max(looked, self._part(merged, family))
-            if not self.solver.found or not self.solver.value < before * (1 - 1e-6):
-                break
-            family |= neighbourhood(merged, self._masks(merged), NEIGHBOURS)
-        return 0.0, looked
-
-    def _part(self, merged: Contracted, family: set[int]) -> int:
-        """Searches a family for what is better than the best so far; returns its size."""
-        space = Space(merged, family)
-        if not any(lineup.limited for lineup in self.solver.lineups):
-            space.limit(self.solver.longest_stage())
-        self.solver.search(space, last=False)
-        return space.size
-
-    def _masks(self, graph: Contracted) -> list[int]:
-        """The places between the stages of the best cut, as down-sets of a graph."""
-        return masks_between(graph, self.solver.verdict.stage_of)
-
     def _nothing(self) -> PlanError:
         constrained = sorted({node for node, _ in self.problem.pinned})
         constrained += sorted({node for pair in self.problem.apart for node in pair})
@@ -344,20 +295,20 @@ class _Cutter:
             hint="ask for fewer stages" + (", or drop a constraint" if names else ""),
         )
 
-    def _cut(self, bound: float, looked: int) -> Cut:
+    def _cut(self, found: Looked, *, prove: bool) -> Cut:
         verdict, value = self.solver.verdict, self.solver.value
-        known = bound if self.complete and self.solver.least_excess else 0.0
+        known = found.bound_s if self.complete and self.solver.least_excess else 0.0
         # Plain numbers: a plan tells them as JSON, which knows none of numpy's truths.
         value = float(value)
         bound = float(min(max(known, self.simple_s), value))
-        proved = bound >= value * (1 - 1e-9) and self.solver.least_excess
+        met = bound >= value * (1 - 1e-9) and self.solver.least_excess
         return Cut(
             verdict.stage_of,
             verdict.times,
             verdict.step_s,
-            value if proved else bound,
-            proved,
-            looked,
+            value if met else bound,
+            met and prove,
+            found.looked,
             verdict.bottleneck_s,
             verdict.seats,
             verdict.excess,

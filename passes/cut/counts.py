@@ -9,7 +9,7 @@ good a cut into every count can be, and only the counts that may better the best
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,18 +19,12 @@ from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
-from gpipe_compiler.passes.cut.contract import contract, lean, relevant
-from gpipe_compiler.passes.cut.frontier import frontier
+from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
 from gpipe_compiler.passes.cut.judge import Judge
 from gpipe_compiler.passes.cut.lineup import Lineup
-from gpipe_compiler.passes.cut.orders import (
-    down_sets,
-    masks_between,
-    neighbourhood,
-    prefixes,
-    topological_orders,
-)
+from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.quick import quick
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.solve import Solver
 from gpipe_compiler.passes.cut.space import Space
@@ -49,15 +43,6 @@ ROW_WORK = 8
 HOPEFUL = 1.1
 """So many times the best cut of all may the best of a count take, for its boundaries to be moved to
 better places."""
-
-FRONTIER = 1_000
-"""Down-sets of the sweep over the nodes at most (`cut/frontier.py`)."""
-
-ROUNDS = 4
-"""How often the neighbourhood of the best cut is searched, at most, where not all is."""
-
-NEIGHBOURS = 500
-"""Down-sets in that neighbourhood at most."""
 
 WORK = 45_000_000
 """Numbers worked out, about, by searches of one count whose length is not known beforehand; about a
@@ -88,7 +73,7 @@ def equal_devices(settings: Sequence[Setting]) -> bool:
 
 
 def cut_counts(
-    problem: CutProblem, settings: Sequence[Setting], work: int = WORK
+    problem: CutProblem, settings: Sequence[Setting], work: int = WORK, *, prove: bool = False
 ) -> tuple[Setting, Cut]:
     """The best cut found into any of these numbers of stages, and which of them it is.
 
@@ -99,6 +84,7 @@ def cut_counts(
         settings: one for each count, the largest first; they differ in nothing else
             (`equal_devices`).
         work: limits the searches, by a count of numbers and not by a clock.
+        prove: whether to find out how far from the best the cut is, whatever that takes.
 
     Raises:
         PlanError: when the problem can be cut into none of these numbers of stages.
@@ -110,9 +96,9 @@ def cut_counts(
         # Without a part of a backward that can wait it is 1F1B, of which more is known.
         asked = {setting.stages: setting for setting in settings}
         in_turn = [replace(setting, kind=ScheduleKind.ONE_F_ONE_B) for setting in settings]
-        setting, best = _Counts(problem, in_turn, work).best()
+        setting, best = _Counts(problem, in_turn, work).best(prove=prove)
         return asked[setting.stages], best
-    return _Counts(problem, settings, work).best()
+    return _Counts(problem, settings, work).best(prove=prove)
 
 
 class _Counts:
@@ -148,7 +134,7 @@ class _Counts:
         self.bound_s = min(
             simple_bound(fine, setting, _lineup(setting)) for setting in self.settings
         )
-        self.looked, self.everything = 0, False
+        self.looked = 0
 
     def _solver(self, setting: Setting, total_s: float) -> Solver:
         judge = Judge(self.problem, setting, np.zeros(setting.stages))
@@ -160,22 +146,44 @@ class _Counts:
         """Of the best cut so far."""
         return min(solver.value for solver in self.solvers.values())
 
-    def best(self) -> tuple[Setting, Cut]:
+    @property
+    def rank(self) -> tuple[float, float]:
+        """See `Searched`."""
+        return 0.0, self.value
+
+    @property
+    def stage_of(self) -> Sequence[int]:
+        """See `Searched`."""
+        return self._leader().verdict.stage_of if math.isfinite(self.value) else ()
+
+    def family(self, graph: Contracted, masks: Collection[int], *, whole: bool) -> float:
+        """See `Searched`."""
+        self.looked = max(self.looked, len(masks))
+        return self._search(Space(graph, masks), whole=whole)
+
+    def best(self, *, prove: bool) -> tuple[Setting, Cut]:
         """The best cut after a search, and how good it is."""
         for stages, solver in self.solvers.items():
             for stage_of in classic_cuts(self.fine, stages) if solver.brief else ():
                 solver.consider(stage_of)
-        self._search_all()
-        if not self.everything and self.bound_s < self.value * (1 - _SAME):
-            self._certify()
+        alone = self.lineup.stages == 1
+        if alone:
+            self.bound_s = max(self.bound_s, self.family(self.graph, [0], whole=True))
+        else:
+            bound_s = quick(self.graph, self.lineup, self).bound_s
+            self.bound_s = max(self.bound_s, bound_s * self.lossless)
+        if prove and self.bound_s < self.value * (1 - _SAME):
+            for solver in self.solvers.values():
+                solver.proves = True
+            self._prove()
         solver = self._leader()
-        verdict, proved = solver.verdict, self.bound_s >= solver.value * (1 - _SAME)
+        verdict, met = solver.verdict, self.bound_s >= solver.value * (1 - _SAME)
         return solver.setting, Cut(
             verdict.stage_of,
             verdict.times,
             verdict.step_s,
-            solver.value if proved else self.bound_s,
-            proved,
+            solver.value if met else self.bound_s,
+            met and prove,
             self.looked,
             verdict.bottleneck_s,
             verdict.seats,
@@ -183,34 +191,19 @@ class _Counts:
             self.widest.objective,
         )
 
-    def _search_all(self) -> None:
-        orders = topological_orders(self.graph)
-        alone = self.lineup.stages == 1
-        masks = [0] if alone else down_sets(self.graph, MOST_DOWN_SETS)
+    def _prove(self) -> None:
+        masks = down_sets(self.graph, MOST_DOWN_SETS)
         if masks is None:
-            self._search_parts(orders)
+            self._certify()
             return
-        in_turns = not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE)
-        families = list(dict.fromkeys(tuple(prefixes(order)) for order in orders))
-        linear = set().union(*families)
-        short = in_turns and self.graph.size <= SHORT
-        whole = Space(self.graph, masks)
-        if in_turns:
-            self._share(whole)
-            pace = self.lineup.paces[0]
-            rows = [whole.part(family, pace) for family in families if len(family) < len(masks)]
-            for row in rows:
-                self._search(row, whole=False, closed=False)
-            # The search of all may give up where those along single orders do not.
-            self._rows(rows if short else ())
-        elif len(linear) * 3 < len(masks):
-            self._search(Space(self.graph, linear), whole=False)
-        bound = self._search(whole, whole=True)
+        space = Space(self.graph, masks)
+        bound_s = self._search(space, whole=True)
         if not self.lossless:
-            bound = min(bound, self._idle(masks))
-        self.bound_s, self.everything = max(bound, self.bound_s), True
-        if short and not rows and self.bound_s < self.value * (1 - _SAME):
-            self._rows([whole])
+            bound_s = min(bound_s, self._idle(masks))
+        self.bound_s = max(self.bound_s, bound_s)
+        turns = not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE)
+        if turns and self.graph.size <= SHORT and self.bound_s < self.value * (1 - _SAME):
+            self._rows([space])
 
     def _idle(self, masks: Sequence[int]) -> float:
         """A bound on cuts in which nodes that cost nothing may be stages of their own."""
@@ -235,32 +228,6 @@ class _Counts:
             self._share(space)
             solver.close(space, tables(space, solver.lineups[0]), whole=False)
             solver.work = self.work
-
-    def _search_parts(self, orders: Sequence[Sequence[int]]) -> None:
-        """Through single orders, the sweep, and what lies about the best cut; it bounds nothing."""
-        for order in orders:
-            row = Space(self.graph, prefixes(order))
-            self._search(row, whole=False)
-            self._sends(row)
-        family = frontier(self.graph, self.lineup, FRONTIER)
-        for _ in range(ROUNDS):
-            before = self.value
-            family |= set(self._masks())
-            self._search(Space(self.graph, family), whole=False)
-            if not self.value < before * (1 - 1e-6):
-                break
-            family |= neighbourhood(self.graph, self._masks(), NEIGHBOURS)
-
-    def _sends(self, row: Space) -> None:
-        """Cuts along a single order, where a value costs anew for every stage that it goes to."""
-        if not self.once or not any(value.shared for value in self.graph.values):
-            return
-        self._share(row)
-        bounds = tables(row, self.lineup, fewer=True)
-        for solver in self.solvers.values():
-            if solver.least(bounds) < self.value * (1 - _SAME):
-                solver.sends(row, bounds)
-                self._share(row)
 
     def _search(self, space: Space, *, whole: bool, closed: bool = True) -> float:
         """Searches a family on all counts; returns a bound on its cuts and the best so far.
@@ -299,10 +266,6 @@ class _Counts:
 
     def _leader(self) -> Solver:
         return min(self.solvers.values(), key=lambda solver: solver.value)
-
-    def _masks(self) -> list[int]:
-        """The places between the stages of the best cut."""
-        return masks_between(self.graph, self._leader().verdict.stage_of)
 
     def _certify(self) -> None:
         """A bound by an integer program over all counts; a better cut that it finds is kept."""

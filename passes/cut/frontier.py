@@ -49,7 +49,11 @@ Keys = npt.NDArray[np.uint64]
 
 
 def frontier(
-    graph: Contracted, lineup: Lineup, most: int, speeds: Sequence[float] = SPEEDS
+    graph: Contracted,
+    lineup: Lineup,
+    most: int,
+    speeds: Sequence[float] = SPEEDS,
+    labels: int = MOST_LABELS,
 ) -> set[int]:
     """Down-sets as bit masks that, at one of the speeds, no other down-set rules out.
 
@@ -72,7 +76,7 @@ def frontier(
     for link in links:
         cost = np.array([v.receive_s(link) + v.gradient_s(link) for v in graph.values])
         for speed in speeds:
-            sweep = Sweep.over(graph, order, own, cost / speed)
+            sweep = Sweep.over(graph, order, own, cost / speed, labels)
             found |= sweep.masks(max(1, most // (len(links) * len(speeds))))
     return found
 

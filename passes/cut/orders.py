@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
+
+NEAREST = 2
+"""Moves out of a down-set, with a little more and a little less work, beside each one into it."""
 
 
 def topological_orders(graph: Contracted) -> tuple[tuple[int, ...], ...]:
@@ -134,45 +137,65 @@ def masks_between(graph: Contracted, stage_of: Sequence[int]) -> list[int]:
     ]
 
 
-def neighbourhood(graph: Contracted, masks: Sequence[int], limit: int) -> set[int]:
-    """Down-sets that a few single nodes tell from the given ones, the nearest, `limit` in all."""
-    after = graph.after()
-    before = [sum(1 << b for b in nodes) for nodes in graph.before]
-    following = [sum(1 << a for a in nodes) for nodes in after]
-    pinned = graph.size - 1 if graph.last else -1
-    near = _Near(before, following, pinned)
-    share = max(1, limit // max(1, len(masks)))
-    found: set[int] = set()
-    for mask in masks:
-        found |= near.of(mask, share)
+def neighbours(
+    graph: Contracted, after: Sequence[Collection[int]], mask: int, most: int
+) -> set[int]:
+    """Down-sets that a node, with all that has to move with it, tells from a given one.
+
+    And those where one goes in and another, with about as much work, comes out. Of moves in either
+    direction there are so many at most, those of the fewest nodes.
+    """
+    seconds = graph.least_s.tolist()
+    inside = [bool(mask >> node & 1) for node in range(graph.size)]
+    outside = [not held for held in inside]
+    if graph.last:
+        outside[-1] = False
+    more = list(_moves(outside, graph.before, after, most))
+    fewer = list(_moves(inside, after, graph.before, most))
+    gone = [_mask(nodes) for nodes in fewer]
+    found = {mask ^ nodes for nodes in gone}
+    lighter = sorted((sum(seconds[n] for n in nodes), i) for i, nodes in enumerate(fewer))
+    for nodes in more:
+        grown = mask | _mask(nodes)
+        found.add(grown)
+        at = bisect.bisect(lighter, (sum(seconds[n] for n in nodes), 0))
+        for _, index in lighter[max(0, at - NEAREST) : at + NEAREST]:
+            if not any(graph.before[node] & fewer[index] for node in nodes):
+                found.add(grown ^ gone[index])
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Near:
-    before: Sequence[int]
-    following: Sequence[int]
-    pinned: int
+def _mask(nodes: Iterable[int]) -> int:
+    return sum(1 << node for node in nodes)
 
-    def of(self, mask: int, limit: int) -> set[int]:
-        """Breadth first from one down-set, over steps of one node."""
-        found = {mask: None}
-        pending = [mask]
-        for current in pending:
-            for moved in self.steps(current):
-                if moved not in found:
-                    if len(found) >= limit:
-                        return set(found)
-                    found[moved] = None
-                    pending.append(moved)
-        return set(found)
 
-    def steps(self, mask: int) -> Iterable[int]:
-        """The down-sets with one node more or less."""
-        for node, before in enumerate(self.before):
-            bit = 1 << node
-            if mask & bit:
-                if not mask & self.following[node]:
-                    yield mask ^ bit
-            elif before & ~mask == 0 and node != self.pinned:
-                yield mask | bit
+def _moves(
+    movable: Sequence[bool],
+    needs: Sequence[Collection[int]],
+    needed: Sequence[Collection[int]],
+    most: int,
+) -> Iterator[frozenset[int]]:
+    """Nodes with all of the movable ones that they need, the smallest sets first.
+
+    Args:
+        needs: of every node, those that must move before it; `needed`: the other way round.
+    """
+    sets: dict[int, frozenset[int]] = {}
+    missing = {
+        node: sum(movable[other] for other in needs[node])
+        for node, may in enumerate(movable)
+        if may
+    }
+    ready = [(1, node, frozenset((node,))) for node, count in missing.items() if not count]
+    heapq.heapify(ready)
+    while ready and most:
+        _, node, moved = heapq.heappop(ready)
+        sets[node] = moved
+        most -= 1
+        yield moved
+        for other in needed[node]:
+            if other in missing:
+                missing[other] -= 1
+                if not missing[other]:
+                    union = {other}.union(*(sets[n] for n in needs[other] if n in sets))
+                    heapq.heappush(ready, (len(union), other, frozenset(union)))

@@ -9,7 +9,6 @@ from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
 from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
 from gpipe_compiler.passes.cut.judge import Judge, Verdict
-from gpipe_compiler.passes.cut.line import Line
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
@@ -30,6 +29,9 @@ MOST_LABELS = 4_000
 WORK = 600_000_000
 """Numbers worked out, about, by searches whose length is not known beforehand; by the one through
 all chains of a small graph in some ten seconds. All other limits here are for that much."""
+
+SHORTLY = WORK // 40
+"""As much of it as an enumeration gets that is no proof."""
 
 SMALL = 16
 """Nodes of a graph that is small in this sense; of larger ones, a tenth has to do."""
@@ -58,6 +60,8 @@ class Solver:
 
     Attributes:
         known_s: the objective of a cut found elsewhere: only better ones are looked for.
+        proves: whether what searches leave open is enumerated, which may take long. Else it is
+            only where stages share devices, of whose steps little else is known, and `SHORTLY`.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Solver:
     ) -> None:
         self.setting, self.judge, self.lineups, self.repeats = setting, judge, lineups, repeats
         self.known_s = math.inf
+        self.proves = False
         self.room = 0
         self.least_excess = True
         self._best: Verdict | None = None
@@ -132,8 +137,8 @@ class Solver:
         bounds = []
         for lineup in lineups:
             space.limit(self.longest_stage())
-            bounds.append(self._prove_by(space, lineup, tables(space, lineup), whole=last))
-        if last:
+            bounds.append(self._prove_by(space, lineup, tables(space, lineup)))
+        if last and self._enumerates:
             self._work = self._for_enumeration(space)
             for index in sorted(range(len(lineups)), key=bounds.__getitem__):
                 if bounds[index] < self.value * (1 - TOLERANCE):
@@ -150,7 +155,13 @@ class Solver:
         if self._make_room(space, last=False, if_fits=if_fits) and not (if_fits and self.room):
             self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
 
+    @property
+    def _enumerates(self) -> bool:
+        return self.proves or self.lineups[0].shared
+
     def _for_enumeration(self, space: Space) -> int:
+        if not self.proves:
+            return min(self.work, SHORTLY)
         if space.graph.size <= SMALL:
             return self.work
         return self.work // (60 if self._step else 10)
@@ -187,6 +198,7 @@ class Solver:
             return False
         least = max(self._best.excess)
         self.least_excess = last
+        self._work = self.work if self.proves else self._for_enumeration(space)
         for lineup in self.lineups if last else ():
             todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats, Goal.EXCESS)
             outcome, self._work = todo.run(least, self._work)
@@ -242,31 +254,25 @@ class Solver:
         """
         lineup = self.lineups[0]
         leading = self.value <= self.known_s  # another count is seldom worth as much work
-        bound = self._prove_by(space, lineup, bounds, whole=whole, thorough=whole or leading)
-        if whole and bound < self.ceiling * (1 - TOLERANCE):
+        bound = self._prove_by(space, lineup, bounds, thorough=whole or leading)
+        if whole and self._enumerates and bound < self.ceiling * (1 - TOLERANCE):
             self._work = self._for_enumeration(space)
             bound = max(bound, self._enumerate(space, lineup))
         return bound
 
-    def sends(self, space: Space, bounds: Tables) -> None:
-        """Searches a part of the cuts for a shorter longest stage, minding what is sent to several
-        stages; where whole families are searched, that is done anyway."""
-        self._prove_longest(space, self.lineups[0], bounds, whole=True)
-
     # --- searches ----------------------------------------------------------------------------
 
     def _prove_by(
-        self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool, thorough: bool = True
+        self, space: Space, lineup: Lineup, bounds: Tables, *, thorough: bool = True
     ) -> float:
         """Searches by what is known of the schedule; returns a lower bound.
 
         Args:
-            whole: whether all is searched, so that the longest stage is worth any work.
             thorough: whether more is to be done by a bound of 1F1B than to look for a good cut.
         """
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
-            return self._prove_longest(space, lineup, bounds, whole=whole)
+            return self._prove_longest(space, lineup, bounds)
         plain = max(float(bounds.way_s[stages, -1]), m * float(bounds.device_s[stages, -1]))
         if lineup.shared:
             return plain
@@ -304,14 +310,10 @@ class Solver:
         rounds = Rounds(self._m, stages, again)
         return max(found.bound_s, self._search(space, lineup, bounds, rounds).bound_s)
 
-    def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables, *, whole: bool) -> float:
-        """The same for the longest stage.
-
-        Args:
-            whole: whether the family is all that there is; of a part, what it costs does not pay.
-        """
+    def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
+        """The same for the longest stage."""
         least = float(bounds.stage_s[self.setting.stages, -1])
-        if not whole or isinstance(space, Line) or least >= self.ceiling * (1 - TOLERANCE):
+        if least >= self.ceiling * (1 - TOLERANCE):
             return least
         sends = Sends.of(space, lineup)
         if sends is None:

@@ -20,6 +20,7 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut import choose as cut_module
+from gpipe_compiler.passes.cut import quick as quick_module
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
 from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -51,11 +52,18 @@ def hold(problem: CutProblem, setting: Setting, answer: Cut) -> None:
 def hold_best(problem: CutProblem, setting: Setting) -> None:
     excess, value = least(problem, setting)
     if math.isinf(value):
-        with pytest.raises(PlanError):
-            cut(problem, setting)
+        for prove in (False, True):
+            with pytest.raises(PlanError):
+                cut(problem, setting, prove=prove)
         return
 
-    answer = cut(problem, setting)
+    quick = cut(problem, setting)
+    assert (max(quick.excess_bytes), quick.objective_s) >= (excess, value * (1 - 1e-9))
+    assert quick.lower_bound_s <= value * (1 + 1e-9)
+    assert not quick.proved
+    hold(problem, setting, quick)
+
+    answer = cut(problem, setting, prove=True)
 
     assert max(answer.excess_bytes) == excess
     assert answer.objective_s == pytest.approx(value, rel=1e-9)
@@ -91,7 +99,7 @@ def test_no_cut_of_twelve_ops_is_better(seed: int) -> None:
 def test_graphs_of_twelve_ops_are_solved_to_proof(seed: int) -> None:
     problem, setting = drawn(seed, 12)
     try:
-        answer = cut(problem, setting)
+        answer = cut(problem, setting, prove=True)
     except PlanError:
         return
 
@@ -116,16 +124,18 @@ def test_merging_what_costs_nothing_loses_nothing(
 )
 @given(SEEDS, st.booleans())
 def test_bound_holds_where_not_everything_is_searched(
-    monkeypatch: pytest.MonkeyPatch, seed: int, lines: bool
+    monkeypatch: pytest.MonkeyPatch, seed: int, prove: bool
 ) -> None:
-    """For graphs with too many down-sets, and for those with thousands of nodes (`lines`)."""
-    monkeypatch.setattr(cut_module, "MOST_NODES", 0 if lines else 1_500)
+    """As graphs with very many down-sets are searched."""
+    monkeypatch.setattr(quick_module, "MOST", 2)
+    monkeypatch.setattr(quick_module, "PER_STAGE", 0)
+    monkeypatch.setattr(cut_module, "MOST_DOWN_SETS", 2)
     problem, setting = drawn(seed, 6)
     excess, value = least(problem, setting)
     if math.isinf(value):
         return
     try:
-        answer = cut(problem, setting, most_down_sets=2)
+        answer = cut(problem, setting, prove=prove)
     except PlanError:
         assert problem.pinned or problem.apart  # which no cut along an order of nodes may satisfy
         return
@@ -158,7 +168,7 @@ def test_the_faster_device_takes_the_larger_stage() -> None:
     setting = Setting.equal(ScheduleKind.GPIPE, 2, 4, FAST)
     seats = (Seat(0), Seat(1))
 
-    answer = cut(chain(3, other_kinds=kinds), dataclasses.replace(setting, seats=seats))
+    answer = cut(chain(3, other_kinds=kinds), dataclasses.replace(setting, seats=seats), prove=True)
 
     per_seat = [answer.stage_of.count(stage) for stage in range(2)]
     assert dict(zip(answer.seats, per_seat, strict=True)) == {0: 1, 1: 2}
@@ -170,7 +180,7 @@ def test_the_bottleneck_counts_all_transfers_of_a_stage() -> None:
     setting = Setting.equal(ScheduleKind.GPIPE, 3, 4, FAST)
     setting = dataclasses.replace(setting, objective=Objective.BOTTLENECK)
 
-    answer = cut(chain(6), setting)
+    answer = cut(chain(6), setting, prove=True)
 
     assert answer.bottleneck_s == pytest.approx(6 + 4 * 0.04)
     assert answer.proved
@@ -181,7 +191,7 @@ def test_what_nothing_fits_is_exceeded_by_the_least() -> None:
     kept = tuple(Kept((n,), 10) for n in range(4))
     setting = Setting.equal(ScheduleKind.GPIPE, 2, 4, FAST, Seat(memory=15))
 
-    answer = cut(chain(4, kept=kept), setting)
+    answer = cut(chain(4, kept=kept), setting, prove=True)
 
     assert answer.excess_bytes == (5, 5)
     assert not answer.fits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.contract import contract
@@ -18,12 +18,8 @@ def random_cut(seed: int) -> Callable[..., Cut]:
     def cut(
         problem: CutProblem,
         setting: Setting,
-        most_down_sets: int = 0,
-        *,
-        work: int = 0,
-        hint: Sequence[int] | None = None,
+        **_: object,
     ) -> Cut:
-        del most_down_sets, work, hint
         draw = random.Random(seed)
         stages = setting.stages
         graph = contract(problem.check(), stages)

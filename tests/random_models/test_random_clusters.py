@@ -135,6 +135,7 @@ def askings(draw: st.DrawFn) -> Asked:
         draw(st.sampled_from(RematChoice)),
         data_parallel=replicas,
         optimizer=draw(st.sampled_from(OptimizerKind)),
+        prove=True,
     )
     stages = draw(st.integers(1, 4))
     if policy.schedule in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
