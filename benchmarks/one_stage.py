@@ -3,14 +3,16 @@
     python benchmarks/one_stage.py [--rounds 9] [NAME ...]
 
 One micro-batch, one thread for an op. Of a training step (forward and backward, without the
-optimizer) and of inference the table gives the model's processor seconds, and what the package
-takes in shares of the model's: of processor time, and of the most bytes that the allocator has
-given out at a time. Model and package take turns, round by round; the shares are medians.
+optimizer) and of inference, each by a package compiled for it, the table gives the model's
+processor seconds, and what the package takes in shares of the model's: of processor time, and of
+the most bytes that the allocator has given out at a time. Model and package take turns, round by
+round; the shares are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import statistics
 import sys
@@ -24,7 +26,6 @@ from typing import Any
 import torch
 from step_time import EXAMPLES
 from tables import machine, markdown
-from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -182,38 +183,42 @@ def compared(model: Callable[[], object], package: Callable[[], object], rounds:
     )
 
 
+def pipeline_of(subject: Subject, folder: Path, *, training: bool) -> Any:
+    """The package of one stage."""
+    options = CompileOptions(stages=1, microbatches=1, validate=False, training=training)
+    if not training:
+        subject = dataclasses.replace(subject, training=False, target=None, loss_fn=None)
+    made = compile_package(subject, options, folder / f"{subject.name}_{training}")
+    assert made.directory is not None
+    return load_package(made.directory).Pipeline().train(training)
+
+
 def shares(name: str, folder: Path, rounds: int) -> tuple[Share, Share]:
     """A training step, and inference."""
     subject = NETWORKS[name].subject(name.replace(" ", "_"))
-    options = CompileOptions(stages=1, microbatches=1, validate=False)
-    pipe = load_package(
-        compile_package(subject, options, folder / subject.name).directory
-    ).Pipeline()
-    model: nn.Module = subject.model
-    given = (tuple(subject.args), dict(subject.kwargs))
+    trains, infers = (pipeline_of(subject, folder, training=mode) for mode in (True, False))
+    model, loss_fn = subject.model, subject.loss_fn
+    assert loss_fn is not None
+    args, kwargs = tuple(subject.args), dict(subject.kwargs)
+    parameters = [p for stage in trains.stages.values() for p in stage.parameters()]
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        subject.loss_fn(model(*given[0], **given[1]), subject.target).backward()
+        loss_fn(model(*args, **kwargs), subject.target).backward()
 
     def package_step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        pipe.step(given, subject.target)
+        trains.step((args, kwargs), subject.target)
 
     def infer() -> None:
         with torch.no_grad():
-            model(*given[0], **given[1])
+            model(*args, **kwargs)
 
-    parameters = [p for stage in pipe.stages.values() for p in stage.parameters()]
     model.train()
-    pipe.train()
     training = compared(step, package_step, rounds)
     model.eval()
-    pipe.eval()
-    for parameter in (*model.parameters(), *parameters):
-        parameter.grad = None
-    return training, compared(infer, lambda: pipe(given), rounds)
+    return training, compared(infer, lambda: infers((args, kwargs)), rounds)
 
 
 def main() -> None:

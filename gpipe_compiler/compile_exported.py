@@ -102,7 +102,11 @@ def _refuse_parts(found: Found, plan: Plan, *, validate: bool = False) -> None:
     if plan.microbatches == 1:
         return
     _refuse_other_dims(found)
-    refuse_mixing(found, plan)
+    try:
+        refuse_mixing(found, plan)
+    except ModelError as error:
+        hint = "compile with --microbatches 1, or with --target torch"
+        raise ModelError(error.problem, location=error.location, hint=hint) from error
     check_rows(plan, _numbers(plan))
     if validate:
         reference_of(found.subject, plan, seed=0)
@@ -146,6 +150,11 @@ def _refuse_unfit(options: CompileOptions) -> None:
         raise UsageError(
             f"--precision {options.precision.value}: an ONNX model has no autocast",
             hint="leave it out, and have build_model() return the model in 16 bits",
+        )
+    if options.per_microbatch:
+        raise UsageError(
+            "--per-microbatch: a package for ONNX Runtime is held against the whole batch",
+            hint="leave it out, and compile with --microbatches 1 where samples meet",
         )
     if options.data_parallel != 1:
         raise UsageError(

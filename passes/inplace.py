@@ -32,6 +32,8 @@ from gpipe_compiler.passes.twins import (
 )
 from gpipe_compiler.quiet import quiet
 
+_NOBODY: frozenset[str] = frozenset()
+
 _ASKS = frozenset({"size", "dim", "numel", "stride"})
 """Methods that read nothing of a tensor's content."""
 
@@ -240,13 +242,12 @@ class _Legal:
         assert isinstance(op.result, str)
         operand, result = run.tensors[twin.operand], run.tensors[op.result]
         key = run.memory[twin.operand]
-        kept = (keys for name, keys in run.saved.items() if name != op.name)
         return (
             _layout(operand) == _layout(result)
             and key != run.memory[op.result]
             and run.sharing[key] <= chain
             and key not in run.states
-            and not any(key in keys for keys in kept)
+            and run.savers.get(key, _NOBODY) <= {op.name}
             and not (operand.requires_grad and operand._is_view())
         )
 

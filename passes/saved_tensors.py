@@ -208,13 +208,13 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
     }
     # As the storages of a whole graph are numbered after its short one (`_by_blocks`).
     number: dict[int, int] = {}
-    seen = list(storages)
+    seen = {key: place for place, key in enumerate(storages)}
     for source in graph.inputs:
         _number_in_turn(number, by_value[source.name])
     for op in graph.ops:
         _number_in_turn(number, by_op.get(op.name, ()))
         for name in op.outputs:
-            _number_in_turn(number, sorted(by_value.get(name, _NOTHING), key=seen.index))
+            _number_in_turn(number, sorted(by_value.get(name, _NOTHING), key=seen.__getitem__))
     table = SavedTensors(
         {name: frozenset(number[key] for key in keys) for name, keys in by_op.items()},
         {number[key]: storage.nbytes() for key, storage in storages.items()},

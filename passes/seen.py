@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ class SeenRun:
     states: frozenset[int]
     saved: Mapping[str, frozenset[int]]
     alive: object
+
+    @cached_property
+    def savers(self) -> Mapping[int, frozenset[str]]:
+        """By key, the ops that autograd keeps its memory for."""
+        found: dict[int, set[str]] = {}
+        for name, keys in self.saved.items():
+            for key in keys:
+                found.setdefault(key, set()).add(name)
+        return {key: frozenset(names) for key, names in found.items()}
 
     @classmethod
     def of(cls, graph: Graph, *, training: bool) -> SeenRun:

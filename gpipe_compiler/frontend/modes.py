@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,16 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
     return check(merged, after="merging train and eval mode")
 
 
+def _aligned(ours: Sequence[object], theirs: Sequence[object]) -> Sequence[difflib.Match]:
+    """The runs of equal items in two lists, in order, and an empty one at the end.
+
+    Equal lists take linear time; others as many steps as there are pairs of equal items.
+    """
+    if ours == theirs:
+        return difflib.Match(0, 0, len(ours)), difflib.Match(len(ours), len(ours), 0)
+    return difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+
+
 class _Merging:
     """The state of one merge."""
 
@@ -97,11 +107,8 @@ class _Merging:
     def ops(self) -> Iterator[Op]:
         """The merged ops, in an order that is right for both modes."""
         ours, theirs = self._train.ops, self._evaluation.ops
-        matcher = difflib.SequenceMatcher(
-            None, [op_key(op) for op in ours], [op_key(op) for op in theirs], autojunk=False
-        )
         i = j = 0
-        for block in matcher.get_matching_blocks():
+        for block in _aligned([op_key(op) for op in ours], [op_key(op) for op in theirs]):
             yield from (self._one_sided(op, Mode.TRAIN) for op in ours[i : block.a])
             yield from (self._one_sided(op, Mode.EVAL) for op in theirs[j : block.b])
             i, j = block.a + block.size, block.b + block.size

@@ -5,6 +5,7 @@ Held against ONNX Runtime and plain PyTorch on the batch in one piece.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile_exported import compile_exported
+from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.subject import Subject
 
 Compile = Callable[..., Compiled]
@@ -121,6 +123,19 @@ def test_a_torch_model(model: type[nn.Module], shape: tuple[int, ...], tmp_path:
         (found,) = pipe({"x": x.numpy()}).values()
         np.testing.assert_allclose(found, made(x).detach().numpy(), rtol=1e-4, atol=1e-5)
     _assert_whole(compiled, {"x": torch.randn(shape).numpy()})
+
+
+def test_a_torch_model_in_parts_is_refused_with_ways_out_that_there_are(tmp_path: Path) -> None:
+    subject = Subject("model", _Centred(), (torch.randn(8, 6),), training=False)
+    options = CompileOptions(2, microbatches=4, training=False)
+    with pytest.raises(ModelError, match="takes the samples of a batch together") as told:
+        compile_exported(subject, options, tmp_path / "package")
+    assert "--microbatches 1" in told.value.hint
+    with pytest.raises(UsageError, match="--per-microbatch") as used:
+        compile_exported(
+            subject, dataclasses.replace(options, per_microbatch=True), tmp_path / "package"
+        )
+    assert "--per-microbatch" not in told.value.hint + used.value.hint
 
 
 def _assert_whole(
