@@ -8,7 +8,7 @@ passes that need those orders ask (`atoms`, `duplicate`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,21 +76,61 @@ class Effects:
         return frozenset(op.states(graph.modules)).union(*viewed)
 
 
-def effects(graph: Graph) -> Effects:
+@dataclass(frozen=True, eq=False)
+class WatchedRun:
+    """A graph run once in one mode on fake tensors, with what each op writes.
+
+    Attributes:
+        environment: every value by name; keeps the storages alive that `written` has the keys of.
+    """
+
+    run: DryRun
+    environment: Mapping[str, Any]
+    written: Mapping[str, frozenset[int]]
+
+    @classmethod
+    def of(cls, graph: Graph, batch_size: int, *, training: bool) -> WatchedRun:
+        """The graph run for so many samples.
+
+        Raises:
+            ModelError: naming the op that cannot run.
+        """
+        run = DryRun.of(graph, training=training)
+        watch = WriteWatch()
+        # The tensors that written storages belong to are alive to the end of the run if another op
+        # can see them, so the keys are still theirs then.
+        written: dict[str, frozenset[int]] = {}
+
+        def observer(op: Op, execute: Callable[[], Any]) -> Any:
+            watch.written.clear()
+            with watch:
+                returned = execute()
+            written[op.name] = frozenset(watch.written)
+            return returned
+
+        return cls(run, run.run(batch_size, observer), written)
+
+
+def effects(graph: Graph, seen: Sequence[WatchedRun] = ()) -> Effects:
     """The effects of every op in its mode, found by watching a run on fake tensors.
+
+    Args:
+        seen: runs of the shortest graph (`passes.blocks`) at the graph's batch size, one for each
+            of its `modes`, where there are any.
 
     Raises:
         ModelError: naming the op that cannot run.
     """
-    return graph.once("effects", lambda: _all_effects(graph))
+    return graph.once("effects", lambda: _all_effects(graph, seen))
 
 
-def _all_effects(graph: Graph) -> Effects:
+def _all_effects(graph: Graph, seen: Sequence[WatchedRun]) -> Effects:
     blocks = Blocks.of(graph)
-    if blocks is not None:
-        with contextlib.suppress(IrregularError):
-            return _by_blocks(blocks, _effects(blocks.short))
-    return _effects(graph)
+    if blocks is None:
+        return _effects(graph, seen)
+    with contextlib.suppress(IrregularError):
+        return _by_blocks(blocks, _effects(blocks.short, seen))
+    return _effects(graph, ())
 
 
 def _by_blocks(blocks: Blocks, known: Effects) -> Effects:
@@ -118,17 +158,18 @@ def _by_blocks(blocks: Blocks, known: Effects) -> Effects:
     return Effects(writes, state_writes, aliases, state_aliases)
 
 
-def _effects(graph: Graph) -> Effects:
+def _effects(graph: Graph, seen: Sequence[WatchedRun]) -> Effects:
     found = _Collected()
     observed = modes(graph)
-    for training in observed:
-        _observe(graph, training, found)
+    size = graph.batch_size
+    for run in seen or [WatchedRun.of(graph, size, training=mode) for mode in observed]:
+        _observe(graph, run, found)
     if (
         found.writes
         and False not in observed
         and any(_may_share_by_mode(graph, op) for op in graph.ops)
     ):
-        _observe(graph, False, found)
+        _observe(graph, WatchedRun.of(graph, size, training=False), found)
         _close(found.aliases)
     return Effects(
         {name: frozenset(values) for name, values in found.writes.items()},
@@ -198,25 +239,12 @@ class WriteWatch(DispatchWatch):
         self.written.update(map(storage_key, tensors_in(written)))
 
 
-def _observe(graph: Graph, training: bool, found: _Collected) -> None:
+def _observe(graph: Graph, seen: WatchedRun, found: _Collected) -> None:
     """Adds what one mode of the graph shows."""
-    run = DryRun.of(graph, training=training)
+    run, environment, written = seen.run, seen.environment, seen.written
     states_at: dict[int, set[str]] = {}
     for name, tensor in run.states.items():
         states_at.setdefault(storage_key(tensor), set()).add(name)
-    watch = WriteWatch()
-    # Storages written by each op; the tensors they belong to are alive to the end of the run if
-    # another op can see them, so the keys are still theirs then.
-    written: dict[str, set[int]] = {}
-
-    def observer(op: Op, execute: Callable[[], Any]) -> Any:
-        watch.written.clear()
-        with watch:
-            returned = execute()
-        written[op.name] = set(watch.written)
-        return returned
-
-    environment = run.run(graph.batch_size, observer)
     storages = {n: storage_key(v) for n, v in environment.items() if isinstance(v, torch.Tensor)}
     values_at: dict[int, set[str]] = {}
     for name, key in storages.items():

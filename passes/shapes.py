@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.blocks import Blocks, IrregularError, settled
-from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
-from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.dry_run import modes, storage_key
+from gpipe_compiler.passes.effects import WatchedRun, effects
 from gpipe_compiler.passes.own_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.precedence import must_run_in_place
 from gpipe_compiler.passes.repeats import repeats
@@ -41,15 +41,15 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
     """
     stretches = graph.repeats or repeats(graph)
     graph = graph.replace(precision=precision, repeats=())
-    values = None
+    described = None
     if stretches:
         whole = graph.replace(repeats=stretches)
-        values = _by_blocks(Blocks(whole), batch_size)
-        graph = graph if values is None else whole
-    if values is None:
-        values, _ = _values(graph, batch_size)
-    annotated = graph.replace(values=values, batch_size=batch_size)
-    found = effects(annotated)
+        described = _by_blocks(Blocks(whole), batch_size)
+        graph = graph if described is None else whole
+    if described is None:
+        described = _described(graph, batch_size)
+    annotated = graph.replace(values=described.values, batch_size=batch_size)
+    found = effects(annotated, described.once)
     written = written_inputs(annotated, found)
     if written:
         return annotate(own_inputs(graph, written), batch_size, precision)
@@ -57,16 +57,30 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
     return check(annotated.replace(held=held), after="shapes")
 
 
-def _values(graph: Graph, batch_size: int) -> tuple[dict[str, Value], list[Mapping[str, Any]]]:
-    """All values described, and as they are in every run."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Described:
+    """All values described.
+
+    Attributes:
+        once: the runs with the asked batch size, of every mode.
+        twice: the values in those with twice as many samples.
+    """
+
+    values: Mapping[str, Value]
+    once: Sequence[WatchedRun]
+    twice: Sequence[Mapping[str, Any]]
+
+
+def _described(graph: Graph, batch_size: int) -> _Described:
     observed: dict[str, _Pair] = {}
-    environments: list[Mapping[str, Any]] = []
+    runs: list[WatchedRun] = []
+    doubled: list[Mapping[str, Any]] = []
     numbers = _StorageNumbers()
     for training in modes(graph):
-        run = DryRun.of(graph, training=training)
-        once = run.run(batch_size)
-        twice = run.run(2 * batch_size)
-        environments.extend((once, twice))
+        runs.append(WatchedRun.of(graph, batch_size, training=training))
+        once = runs[-1].environment
+        twice = runs[-1].run.run(2 * batch_size)
+        doubled.append(twice)
         fresh = {name: _Pair(once[name], twice[name]) for name in once if name not in observed}
         numbers.add(once, known=observed.keys() & once.keys())
         observed |= fresh
@@ -74,13 +88,15 @@ def _values(graph: Graph, batch_size: int) -> tuple[dict[str, Value], list[Mappi
         name: _describe(name, pair, batch_size, numbers.of.get(name, -1))
         for name, pair in observed.items()
     }
-    return _in_order(graph, values), environments
+    return _Described(_in_order(graph, values), runs, doubled)
 
 
-def _by_blocks(blocks: Blocks, batch_size: int) -> dict[str, Value] | None:
+def _by_blocks(blocks: Blocks, batch_size: int) -> _Described | None:
     """All values described after those of the short graph; None where these do not tell."""
     short = blocks.short
-    known, environments = _values(short, batch_size)
+    described = _described(short, batch_size)
+    known = described.values
+    environments = [*(run.environment for run in described.once), *described.twice]
     if not settled(blocks, environments):
         return None
     first: dict[int, str] = {}  # the first value in each memory
@@ -96,7 +112,7 @@ def _by_blocks(blocks: Blocks, batch_size: int) -> dict[str, Value] | None:
     except IrregularError:
         return None
     numbers: dict[str, int] = {}
-    return {
+    values = {
         name: dataclasses.replace(
             value,
             name=name,
@@ -104,6 +120,7 @@ def _by_blocks(blocks: Blocks, batch_size: int) -> dict[str, Value] | None:
         )
         for name, value, memory in rows
     }
+    return dataclasses.replace(described, values=values)
 
 
 @dataclass(frozen=True, slots=True)
