@@ -13,7 +13,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.dry_run import DryRun
 
-DRY_RUNS = 24
+DRY_RUNS = 20
 """Of two graphs, before and after writes in place are chosen: at the batch size and at twice that,
 for shapes, effects, kernels and random ops, in train and in eval mode; what autograd keeps, costs
 and memory."""
