@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -30,7 +30,7 @@ from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.prediction import predict, shared
-from gpipe_compiler.recomputing import DeviceWays, runs, ways
+from gpipe_compiler.recomputing import DeviceWays, Way, runs, ways, ways_by_calls
 from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Remat
@@ -295,35 +295,64 @@ class Drafting:
         return sum(max(0.0, excess) for excess in over), draft.prediction.step_s, again
 
     def _fitted(self, draft: Draft) -> list[Draft]:
-        """The same cut, whose stages recompute as fast as fits: in segments too, or not."""
-        devices = self._ways(draft, FEW if self.work < WORK else MANY)
-        return [self._remade(draft, devices, allowed) for allowed in (tuple(Remat), _WHOLE)]
+        """The same cut, whose stages recompute as fast as fits: in segments too, or not.
 
-    def _remade(
-        self, draft: Draft, devices: Sequence[DeviceWays], allowed: Collection[Remat]
-    ) -> Draft:
-        stages = list(draft.stages)
-        for device, seat in zip(devices, draft.found.seats, strict=True):
+        Segments are whole calls of modules, the outermost with which a device fits; they are any
+        only where it fits with none of these.
+        """
+        segmented: dict[int, Way] = {}
+        whole: dict[int, Way] = {}
+        for device, seat in enumerate(draft.found.seats):
             memory = self.setting.seats[seat].memory
-            for number, way in device.fastest(memory, allowed).items():
-                stages[number] = way.of(stages[number], split=self.setting.splits_backward)
+            for known in self._levels(draft, device):
+                fits, found = known.fastest(memory, tuple(Remat))
+                whole.update(known.fastest(memory, _WHOLE)[1])
+                if fits:
+                    break
+            segmented.update(found)
+        return [self._remade(draft, taken) for taken in (segmented, whole)]
+
+    def _remade(self, draft: Draft, taken: Mapping[int, Way]) -> Draft:
+        """The same cut, whose stages recompute in these ways."""
+        split = self.setting.splits_backward
+        stages = (taken[stage.index].of(stage, split=split) for stage in draft.stages)
         return self._draft(draft.found, draft.table, tuple(stages))
 
-    def _ways(self, draft: Draft, most: int) -> list[DeviceWays]:
-        """What the stages of every device can do.
+    def _levels(self, draft: Draft, device: int) -> Iterator[DeviceWays]:
+        """What the stages of a device can do, with segments further and further inside."""
+        seconds = self._forwards(draft, device)
+        order = draft.orders[device]
+        numbers = {action.stage for action in order}
+        calls = {n: ways_by_calls(self.facts, draft.stages[n], seconds) for n in numbers}
+        most = FEW if self.work < WORK else MANY
+        split = self.setting.splits_backward
+        for level in range(max(map(len, calls.values()))):
+            known = {
+                n: found[min(level, len(found) - 1)]
+                if found
+                else ways(self.facts, draft.stages[n], seconds, most)
+                for n, found in calls.items()
+            }
+            yield DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
+        yield self._ways(draft, device, most)
+
+    def _ways(self, draft: Draft, device: int, most: int) -> DeviceWays:
+        """All that the stages of a device can do.
 
         Args:
             most: places of each stage to look at (`passes.remat.choices`).
         """
-        found = []
-        forwards = [{name: op.forward_s for name, op in cost.ops.items()} for cost in self.costs]
-        for order, seat in zip(draft.orders, draft.found.seats, strict=True):
-            seconds = forwards[self.setting.seats[seat].kind]
-            numbers = {action.stage for action in order}
-            known = {n: ways(self.facts, draft.stages[n], seconds, most) for n in numbers}
-            split = self.setting.splits_backward
-            found.append(DeviceWays.of(order, draft.joint, draft.stages, known, split=split))
-        return found
+        seconds = self._forwards(draft, device)
+        order = draft.orders[device]
+        numbers = {action.stage for action in order}
+        known = {n: ways(self.facts, draft.stages[n], seconds, most) for n in numbers}
+        split = self.setting.splits_backward
+        return DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
+
+    def _forwards(self, draft: Draft, device: int) -> dict[str, float]:
+        """Seconds of every op's forward on a device of the pipeline."""
+        kind = self.setting.seats[draft.found.seats[device]].kind
+        return {name: op.forward_s for name, op in self.costs[kind].ops.items()}
 
     def with_frontiers(self, draft: Draft, choice: RematChoice) -> Draft:
         """The same, with every stage's frontier of time against memory; for a plan to be used.
@@ -335,10 +364,11 @@ class Drafting:
         if self.facts.graph.loss is None or self.work < WORK:
             return draft
         stages = list(draft.stages)
-        for device in self._ways(draft, MANY if choice is RematChoice.AUTO else FEW):
-            for stage in device.stages:
+        for device in range(len(draft.orders)):
+            known = self._ways(draft, device, MANY if choice is RematChoice.AUTO else FEW)
+            for stage in known.stages:
                 stages[stage.index] = dataclasses.replace(
-                    stages[stage.index], frontier=device.frontier(stage.index)
+                    stages[stage.index], frontier=known.frontier(stage.index)
                 )
         return dataclasses.replace(draft, stages=tuple(stages))
 

@@ -7,7 +7,7 @@ choices of segments that no other is better than (`passes.remat`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.holding import held
 from gpipe_compiler.passes.cut.graph import Facts
-from gpipe_compiler.passes.remat import Choice, choices, stage_problem
+from gpipe_compiler.passes.remat import Choice, choices, choices_of, stage_problem, whole_calls
 from gpipe_compiler.plan import RematPoint, Stage
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.schedule.waiting import waiting
@@ -70,13 +70,26 @@ def ways(facts: Facts, stage: Stage, seconds: Mapping[str, float], most: int) ->
         most: places of the stage to look at (`passes.remat.choices`).
     """
     problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
-    found = [Way(Remat.NONE, 0.0), Way(Remat.FULL, stage.forward_s)]
-    found += [
-        Way(Remat.SEGMENTS, choice.seconds, choice)
-        for choice in choices(problem, most)
-        if choice.segments
-    ]
-    return tuple(found)
+    return _ways(stage, choices(problem, most))
+
+
+def ways_by_calls(
+    facts: Facts, stage: Stage, seconds: Mapping[str, float]
+) -> list[tuple[Way, ...]]:
+    """All that may be worth it with segments that are whole calls of modules: first the outermost
+    (`passes.remat.whole_calls`), then these and those inside, and so on."""
+    kept = facts.kept
+    calls = [(call.path, [kept[node].name for node in call.nodes]) for call in facts.modules]
+    here = set(stage.ops)
+    inside = [(path, names) for path, names in calls if here.issuperset(names)]
+    problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
+    levels = whole_calls(facts.graph, facts.effects, seconds, stage.ops, inside, facts.duplicable)
+    return [_ways(stage, choices_of(problem, segments)) for segments in levels]
+
+
+def _ways(stage: Stage, found: Iterable[Choice]) -> tuple[Way, ...]:
+    several = (Way(Remat.SEGMENTS, one.seconds, one) for one in found if one.segments)
+    return Way(Remat.NONE, 0.0), Way(Remat.FULL, stage.forward_s), *several
 
 
 @dataclass(frozen=True)
@@ -142,8 +155,9 @@ class DeviceWays:
         """Bytes that the stages hold for good."""
         return sum(stage.state_bytes for stage in self.stages)
 
-    def fastest(self, memory: float, allowed: Collection[Remat]) -> dict[int, Way]:
+    def fastest(self, memory: float, allowed: Collection[Remat]) -> tuple[bool, dict[int, Way]]:
         """The ways that take the least time in so much memory; else those that need the least.
+        And whether they fit.
 
         Args:
             memory: bytes, of which the state takes its part.
@@ -162,7 +176,7 @@ class DeviceWays:
         else:
             best = int(np.lexsort((taken, peaks))[0])
         found = np.unravel_index(best, [len(chosen) for chosen in places])
-        return {
+        return bool(fits.any()), {
             stage.index: known[chosen[index]]
             for stage, known, chosen, index in zip(
                 self.stages, self.ways, places, found, strict=True

@@ -244,7 +244,7 @@ class _Trials:
             seconds = {name: cost.forward_s for name, cost in costs.items()}
             known = {n: ways(prepared.facts, stages[n], seconds, FEW) for n in numbers}
             device = DeviceWays.of(order, plan.joint, stages, known, split=split)
-            for number, way in device.fastest(memory, tuple(Remat)).items():
+            for number, way in device.fastest(memory, tuple(Remat))[1].items():
                 stages[number] = way.of(stages[number], split=split)
         return tuple(stages)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -198,3 +199,36 @@ def test_memory_comes_first() -> None:
 def test_no_share_is_refused() -> None:
     with pytest.raises(UsageError, match="--cut-inside -1 is no share"):
         Policy(cut_inside=-1)
+
+
+def calls_again(made: Plan) -> list[set[str]]:
+    """Of every segment the modules all of whose ops it holds, and that hold all of its ops."""
+    graph = made.graph
+    assert graph is not None
+    cheap = {name for stage in made.stages for name in stage.duplicates}
+    inside: dict[str, set[str]] = {}
+    for op in graph.ops:
+        parts = op.module.split(".")
+        for end in range(1, len(parts) + 1):
+            inside.setdefault(".".join(parts[:end]), set()).add(op.name)
+    return [
+        {path for path, ops in inside.items() if ops - cheap == set(segment) - cheap}
+        for stage in made.stages
+        for segment in stage.segments
+    ]
+
+
+def test_whole_layers_run_again(decoder: Graph) -> None:
+    policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.AUTO)
+
+    def planned(memory: float) -> Plan:
+        cluster = Cluster.of(dataclasses.replace(DEFAULT_HOST, memory=int(memory)), CLUSTER.link)
+        return plan(decoder, stages=2, microbatches=4, policy=policy, cluster=cluster)
+
+    most = max(planned(1e12).prediction.device_bytes)
+    made = planned(most * 0.6)
+    again = calls_again(made)
+
+    assert max(made.prediction.device_bytes) <= most * 0.6
+    assert again
+    assert all(any(re.fullmatch(r"layers\.\d", path) for path in paths) for paths in again)

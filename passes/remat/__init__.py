@@ -1,7 +1,17 @@
 """Which ops of a stage to run again in its backward, for the memory that they keep otherwise."""
 
-from gpipe_compiler.passes.remat.choices import FEW, MANY, choices
+from gpipe_compiler.passes.remat.choices import FEW, MANY, choices, choices_of
 from gpipe_compiler.passes.remat.problem import Choice, RematProblem, evaluate
-from gpipe_compiler.passes.remat.stage import stage_problem
+from gpipe_compiler.passes.remat.stage import stage_problem, whole_calls
 
-__all__ = ["FEW", "MANY", "Choice", "RematProblem", "choices", "evaluate", "stage_problem"]
+__all__ = [
+    "FEW",
+    "MANY",
+    "Choice",
+    "RematProblem",
+    "choices",
+    "choices_of",
+    "evaluate",
+    "stage_problem",
+    "whole_calls",
+]

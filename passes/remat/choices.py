@@ -63,6 +63,14 @@ def choices(problem: RematProblem, most: int = MANY) -> tuple[Choice, ...]:
     return tuple(_undominated(found.values()))
 
 
+@lru_cache(maxsize=512)
+def choices_of(problem: RematProblem, segments: tuple[Segment, ...]) -> tuple[Choice, ...]:
+    """The undominated choices of some of these segments, the fastest first."""
+    ends = {problem.places[0], problem.places[-1], *itertools.chain(*segments)}
+    chosen = search(problem, sorted(ends), frozenset(segments))
+    return tuple(_undominated(evaluate(problem, some) for some in chosen))
+
+
 def _usual(problem: RematProblem) -> list[Choice]:
     """What people take: nothing, everything at once, and equal segments, the last one kept."""
     first, last = problem.places[0], problem.places[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +27,17 @@ Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
-def search(problem: RematProblem, places: Sequence[int]) -> list[tuple[Segment, ...]]:
+def search(
+    problem: RematProblem, places: Sequence[int], allowed: Collection[Segment] | None = None
+) -> list[tuple[Segment, ...]]:
     """The segments with ends at some places that no others are better than.
 
     Where there are too many ways to a place, they are the best of a part.
+
+    Args:
+        allowed: the segments there may be; None for any.
     """
-    return _Search(problem, places).run()
+    return _Search(problem, places, allowed).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +132,10 @@ class _Arrivals:
 class _Search:
     """One run over some places."""
 
-    def __init__(self, problem: RematProblem, places: Sequence[int]) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: RematProblem, places: Sequence[int], allowed: Collection[Segment] | None
+    ) -> None:
+        self.problem, self.allowed = problem, allowed
         self.places = places
         self.sizes = np.array(problem.sizes, dtype=np.int64)
         self.arrivals = [
@@ -205,8 +212,9 @@ class _Search:
                     if maker < places[index]:
                         given |= storages
             inside = frozenset(saved - given)
-            if inside:
-                seconds = self.problem.seconds((places[index], places[later]))
+            segment = places[index], places[later]
+            if inside and (self.allowed is None or segment in self.allowed):
+                seconds = self.problem.seconds(segment)
                 yield _Move(later, seconds, frozenset(given), inside, segment=True)
 
     def _segments(self, row: int) -> tuple[Segment, ...]:

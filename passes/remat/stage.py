@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpipe_compiler.ir import Graph, Mode
 from gpipe_compiler.passes.effects import Effects
-from gpipe_compiler.passes.remat.problem import RematProblem, Step, Storages
+from gpipe_compiler.passes.remat.problem import RematProblem, Segment, Step, Storages
 from gpipe_compiler.passes.saved_tensors import SavedTensors
 
 _NOTHING: Storages = frozenset()
@@ -68,14 +68,7 @@ def _places(
     position: Mapping[str, int],
 ) -> list[int]:
     end = sum(name not in graph.loss_only for name in ops)
-    barred: set[int] = set()
-    for name in ops:
-        if graph.op_of[name].mode is not Mode.ALWAYS:
-            barred.update(range(position[name] + 1, _last_reader(graph, position, name, end) + 1))
-        for value in effects.writes.get(name, ()):
-            maker = graph.producer.get(value)
-            made = position.get(maker.name, -1) if maker is not None else -1
-            barred.update(range(made + 1, position[name] + 1))
+    barred = _barred(graph, effects, ops, position)
     places = []
     for place in range(end + 1):
         # What writes in place makes no storage of its own either; yet before it is not as after it.
@@ -87,6 +80,65 @@ def _places(
         if place not in barred and not same:
             places.append(place)
     return places
+
+
+def whole_calls(
+    graph: Graph,
+    effects: Effects,
+    seconds: Mapping[str, float],
+    ops: Sequence[str],
+    calls: Iterable[tuple[str, Collection[str]]],
+    duplicable: Collection[str],
+) -> list[tuple[Segment, ...]]:
+    """The segments of a stage that are whole calls of modules and take at most half of its forward,
+    by how many others lie around them: the outermost first, and then these with those inside.
+
+    Args:
+        seconds: of every op's forward.
+        ops: of the stage, in order.
+        calls: the path of a module, and the ops of the call but for those that are duplicable.
+    """
+    position = {name: index for index, name in enumerate(ops)}
+    end = sum(name not in graph.loss_only for name in ops)
+    barred = _barred(graph, effects, ops, position)
+    most = sum(seconds[name] for name in ops[:end]) / 2
+    found = set()
+    for path, names in calls:
+        places = [position.get(name, end) for name in names]
+        start, stop = min(places), max(places) + 1
+        own = [f"{graph.op_of[name].module}.".startswith(f"{path}.") for name in ops]
+        while start and own[start - 1] and ops[start - 1] in duplicable:
+            start -= 1
+        while stop < end and own[stop] and ops[stop] in duplicable:
+            stop += 1
+        whole = stop <= end and all(own[start:stop]) and barred.isdisjoint((start, stop))
+        if whole and sum(seconds[name] for name in ops[start:stop]) <= most:
+            found.add((start, stop))
+    around = {
+        (start, stop): sum(one <= start and stop <= other for one, other in found)
+        for start, stop in found
+    }
+    deepest = max(around.values(), default=0)
+    return [
+        tuple(sorted(segment for segment, count in around.items() if count <= depth))
+        for depth in range(1, deepest + 1)
+    ]
+
+
+def _barred(
+    graph: Graph, effects: Effects, ops: Sequence[str], position: Mapping[str, int]
+) -> set[int]:
+    """Where no segment may begin or end."""
+    end = sum(name not in graph.loss_only for name in ops)
+    barred: set[int] = set()
+    for name in ops:
+        if graph.op_of[name].mode is not Mode.ALWAYS:
+            barred.update(range(position[name] + 1, _last_reader(graph, position, name, end) + 1))
+        for value in effects.writes.get(name, ()):
+            maker = graph.producer.get(value)
+            made = position.get(maker.name, -1) if maker is not None else -1
+            barred.update(range(made + 1, position[name] + 1))
+    return barred
 
 
 def _last_reader(graph: Graph, position: Mapping[str, int], name: str, end: int) -> int:
