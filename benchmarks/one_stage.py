@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import statistics
 import sys
@@ -154,6 +155,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 def most_bytes(run: Callable[[], object]) -> int:
     """The most that a call holds at a time, beyond what there was before, kernels included."""
+    run()
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     found = sorted(_allocations(seen.profiler.kineto_results.experimental_event_tree()))
@@ -176,10 +179,11 @@ def compared(model: Callable[[], object], package: Callable[[], object], rounds:
     for run in (model, package, model, package):
         run()
     pairs = [(seconds(model), seconds(package)) for _ in range(rounds)]
+    own_bytes, bytes_ = most_bytes(model), most_bytes(package)
     return Share(
         statistics.median(own for own, _ in pairs),
         statistics.median(other / own for own, other in pairs),
-        most_bytes(package) / most_bytes(model),
+        bytes_ / own_bytes,
     )
 
 
