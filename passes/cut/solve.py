@@ -16,7 +16,7 @@ from gpipe_compiler.passes.cut.search import Criterion, Found, search
 from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Objective, Setting
 from gpipe_compiler.passes.cut.space import Space
-from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, fits, least_excess, tables
+from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate import recomputed
 
@@ -146,13 +146,9 @@ class Solver:
                     bounds[index] = max(bounds[index], self._enumerate(space, lineups[index]))
         return min(bounds, default=math.inf)
 
-    def begin(self, space: Space, *, if_fits: bool = False) -> None:
-        """Looks for a good cut in a family, and proves nothing.
-
-        Args:
-            if_fits: only where some cut of the family fits the devices.
-        """
-        if self._make_room(space, last=False, if_fits=if_fits) and not (if_fits and self.room):
+    def begin(self, space: Space) -> None:
+        """Looks for a good cut in a family, and proves nothing."""
+        if self._make_room(space, last=False):
             self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
 
     @property
@@ -166,12 +162,8 @@ class Solver:
             return self.work
         return self.work // (60 if self._step else 10)
 
-    def _make_room(self, space: Space, *, last: bool, if_fits: bool = False) -> bool:
-        """Finds out by how much memory must be exceeded; False where there is no cut at all.
-
-        Args:
-            if_fits: whether it does not matter by how much; False too, then, where none fits.
-        """
+    def _make_room(self, space: Space, *, last: bool) -> bool:
+        """Finds out by how much memory must be exceeded; False where there is no cut at all."""
         if space.idle:
             return True
         self.room = 0
@@ -180,8 +172,6 @@ class Solver:
             return True
         if not self.lineups[0].shared:
             by_memory = {tuple(lineup.memory): lineup for lineup in self.lineups}
-            if if_fits and self._best is None:
-                return any(fits(space, lineup) for lineup in by_memory.values())
             least = min(least_excess(space, lineup) for lineup in by_memory.values())
             if not math.isfinite(least):
                 return False

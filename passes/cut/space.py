@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -54,10 +52,7 @@ class Space:
             last kind the fastest of all for every node; the rows as of `Contracted.seconds`.
         moving: of every value, the columns `sends` to `gradient_bytes` of `Movable`.
         idle: whether stages may hold nothing, and the last one nothing but what must lie there.
-        cached_pairs: as `CACHED_PAIRS`.
     """
-
-    cached_pairs = CACHED_PAIRS
 
     def __init__(self, graph: Contracted, masks: Iterable[int], *, idle: bool = False) -> None:
         self.graph = graph
@@ -150,7 +145,7 @@ class Space:
         row = known.get(start)
         if row is None:
             row = self._row(self._crossings(start), start, pace)
-            if self._cached + len(row.ends) <= self.cached_pairs:
+            if self._cached + len(row.ends) <= CACHED_PAIRS:
                 known[start] = row
                 self._cached += len(row.ends)
         stop = self._stop(start)
@@ -164,34 +159,6 @@ class Space:
     def blocks(self, pace: Pace, starts: Integers) -> Iterator[Pairs]:
         """The stages that begin at these down-sets, and maybe others, some `BLOCK` at a time."""
         return self._blocks.of(pace, starts, self.size)
-
-    def part(self, masks: Iterable[int], pace: Pace) -> Space:
-        """The family of those of these down-sets that are in this one, which knows its rows."""
-        wanted = set(masks)
-        chosen = np.flatnonzero([mask in wanted for mask in self.masks])
-        part = copy.copy(self)
-        part.masks = [self.masks[index] for index in chosen.tolist()]
-        part.size = len(chosen)
-        part.member = np.ascontiguousarray(self.member[:, chosen])
-        part.nodes, part.inside = self.nodes[chosen], self.inside[..., chosen]
-        part._work, part._given = self._work[chosen], self._given[chosen]
-        part._maximal, part._live = self._maximal[chosen], self._live[chosen]
-        part._crossing, part._touched = self._crossing[:, chosen], self._touched[:, chosen]
-        part._split = self._split[chosen]
-        part._start_cache()
-        part.limit(self.limit_s)
-        place = np.full(self.size, -1)
-        place[chosen] = np.arange(part.size)
-        known = part._rows.setdefault(pace, {})
-        for pairs in self.blocks(pace, chosen):
-            both = np.flatnonzero((place[pairs.start] >= 0) & (place[pairs.end] >= 0))
-            end, start = place[pairs.end[both]], place[pairs.start[both]]
-            times, held = pairs.times[:, both], pairs.held[:, both]
-            begins = np.flatnonzero(np.diff(start, prepend=-1)).tolist()
-            for low, high in itertools.pairwise((*begins, len(start))):
-                row = Row(end[low:high], times[:, low:high], held[:, low:high])
-                known[int(start[low])] = row
-        return part
 
     def _crossings(self, start: int) -> Crossings:
         """What all rows of a down-set have in common."""

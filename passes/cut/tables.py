@@ -267,23 +267,6 @@ def least_excess(space: Space, lineup: Lineup) -> float:
     return float(best[-1, -1])
 
 
-def fits(space: Space, lineup: Lineup) -> bool:
-    """Whether all stages of some cut fit their devices: `least_excess` is 0."""
-    possible = np.isfinite(boundaries(space, lineup))
-    reached = np.zeros_like(possible)
-    reached[0, 0] = True
-    for start in range(space.size - 1):
-        reached[:, start] &= possible[:, start]
-        counts = np.flatnonzero(reached[:-1, start])
-        if not len(counts):
-            continue
-        low, high = counts[0], counts[-1] + 1
-        row = space.row(start, lineup.paces[low])
-        fit = lineup.excess(low, high - low, row.held) <= 0
-        reached[low + 1 : high + 1, _span(row)] |= fit & reached[low:high, start, None]
-    return bool(reached[-1, -1])
-
-
 def _span(row: Row) -> slice | Integers:
     """The ends of a row; as a slice, which is sooner looked up, where none between is missing."""
     ends = row.ends
