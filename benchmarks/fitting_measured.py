@@ -138,7 +138,12 @@ def planned(sized: Sized, stages: int, memory: int) -> Plan:
     subject = Subject(
         "fitting", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
     )
-    policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.AUTO, optimizer=OptimizerKind.MOMENTUM)
+    policy = Policy(
+        ScheduleKind.ONE_F_ONE_B,
+        RematChoice.AUTO,
+        optimizer=OptimizerKind.MOMENTUM,
+        cut_inside=0.0,
+    )
     bench = Workbench(trace_subject(subject)[0], cluster)
     choice = bench.choose(stages, MICROBATCHES, policy)
     return bench.plan(choice, policy, WORK // SHARE, exact_memory=True)

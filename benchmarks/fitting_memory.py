@@ -134,7 +134,7 @@ def planned(
     graph = trace_fx(subject, training=True)
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
     constraints = pinned(balance)
-    policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM)
+    policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0)
     bench = Workbench(graph, Cluster.of(device, PCIE3))
     prepared = bench.prepare(microbatches, policy)
     setting = setting_for(bench.cluster, devices, microbatches, policy, training=True)
