@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from adversary.case import Case, Refused
+from adversary.case import ONE_PIECE_BF16, Case, Refused
 from torch import Tensor, nn
 
 
@@ -237,7 +237,8 @@ CASES = (
             *("min", "any", "all", "count", "gram"),
         )
     ),
-    *(over_batch(how, expect=NOT_OF_PARTS) for how in ("norm", "std", "median", "similarities")),
+    *(over_batch(how, expect=NOT_OF_PARTS) for how in ("norm", "std", "median")),
+    over_batch("similarities", expect=NOT_OF_PARTS, manners=({}, ONE_PIECE_BF16)),
     Case("sum_in_training", lambda: OverBatch("sum"), rows, first, classes),
     Case("max_in_training", lambda: OverBatch("max"), rows, first, classes),
 )
