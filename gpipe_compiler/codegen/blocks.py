@@ -58,6 +58,7 @@ class StageBlocks:
     """The blocks of a stage.
 
     Attributes:
+        split: the paths of modules of which other stages run ops.
         written: the classes, inner ones first.
     """
 
@@ -66,6 +67,7 @@ class StageBlocks:
     imports: Imports
     contents: Contents
     blocks: Blocks
+    split: Collection[str]
     names: Names
     written: dict[int, WrittenBlock] = field(default_factory=dict)
 
@@ -101,7 +103,8 @@ class StageBlocks:
             [path for path in graph.module_classes if path in kept],
             absent.__contains__,
         )
-        made = cls(facts, state, imports, contents, blocks, Names((*RESERVED, own_name)))
+        names = Names((*RESERVED, own_name))
+        made = cls(facts, state, imports, contents, blocks, absent, names)
         for block in blocks.classes:
             made.written[id(block)] = made._write(block)
         return made
@@ -230,10 +233,27 @@ class StageBlocks:
         typed = [f"{own}: {_type(item.values.values())}" for own, item in parameters.items()]
         body = self._body(block, method, root)
         text = [*_init(typed, lines), *self._forward(method, body)]
-        own_name = self.names.take(class_name(block.user))
+        own_name = self._name(block)
         base = self._holders[root].cls.__name__
         header = f"class {own_name}(nn.{base if base == 'ModuleDict' else 'Module'}):"
         return WrittenBlock(own_name, passed, parameters, (header, *text))
+
+    def _name(self, block: BlockClass) -> str:
+        """The user's name; of several classes that have one, with what tells it from the others."""
+        own = class_name(block.user)
+        alike = [other for other in self.blocks.classes if other.user == block.user]
+        if block.first.path in self.split:
+            own = f"{own}Part"
+        elif len(alike) > 1:
+            held = [self._holders[other.first.path].members.keys() for other in alike]
+            common = set(held[0]).intersection(*held)
+            here = self._holders[block.first.path].members
+            words = [word for word in here if word not in common and word.isidentifier()]
+            own = f"{own}With{class_name(words[0])}" if words else own
+        numbered = (f"{own}{number}" for number in itertools.count(2))
+        return self.names.take(
+            next(free for free in itertools.chain((own,), numbered) if free not in self.names)
+        )
 
     def _method(
         self, block: BlockClass, ops: Sequence[Op], attributes: Mapping[Slot, str]

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 
-class Residual(nn.Module):
+class ResidualPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
@@ -24,7 +24,7 @@ class Stage0(nn.Module):
         self.stem = nn.ModuleDict(
             {"0": nn.Conv2d(3, 4, kernel_size=3, padding=1), "1": nn.BatchNorm2d(4), "2": nn.ReLU()}
         )
-        self.blocks = nn.ModuleDict({"0": Residual()})
+        self.blocks = nn.ModuleDict({"0": ResidualPart()})
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.

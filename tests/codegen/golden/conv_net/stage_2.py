@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Residual(nn.Module):
+class ResidualPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bn2 = nn.BatchNorm2d(4)
@@ -21,7 +21,7 @@ class Residual(nn.Module):
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": Residual()})
+        self.blocks = nn.ModuleDict({"1": ResidualPart()})
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 

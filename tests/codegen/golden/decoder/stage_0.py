@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class AttentionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(8, 24)
@@ -30,7 +30,7 @@ class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(11, 8)
-        self.attentions = nn.ModuleDict({"0": Attention()})
+        self.attentions = nn.ModuleDict({"0": AttentionPart()})
         self.wpe = nn.Parameter(torch.empty(6, 8))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

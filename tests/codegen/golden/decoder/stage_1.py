@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class AttentionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(8, 8)
@@ -18,7 +18,7 @@ class Attention(nn.Module):
         return attentions_0_out
 
 
-class Attention_2(nn.Module):
+class AttentionPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(8, 24)
@@ -38,7 +38,7 @@ class Attention_2(nn.Module):
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attentions = nn.ModuleDict({"0": Attention(), "1": Attention_2()})
+        self.attentions = nn.ModuleDict({"0": AttentionPart(), "1": AttentionPart2()})
 
     def forward(self, softmax: Tensor, transpose_2: Tensor, add: Tensor) -> tuple[Tensor, ...]:
         """One micro-batch of B samples; sizes in comments are for it.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class AttentionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(8, 8)
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attentions = nn.ModuleDict({"1": Attention()})
+        self.attentions = nn.ModuleDict({"1": AttentionPart()})
         self.norm = nn.LayerNorm(8)
         self.lm_head = nn.Linear(8, 11, bias=False)
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Residual(nn.Module):
+class ResidualPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bn2 = nn.BatchNorm2d(4)
@@ -18,7 +18,7 @@ class Residual(nn.Module):
         return blocks_0_relu_1
 
 
-class Residual_2(nn.Module):
+class ResidualPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
@@ -36,7 +36,7 @@ class Residual_2(nn.Module):
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": Residual(), "1": Residual_2()})
+        self.blocks = nn.ModuleDict({"0": ResidualPart(), "1": ResidualPart2()})
 
     def forward(self, blocks_0_conv2: Tensor, stem_2: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.

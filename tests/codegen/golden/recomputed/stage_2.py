@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Residual(nn.Module):
+class ResidualPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bn2 = nn.BatchNorm2d(4)
@@ -22,7 +22,7 @@ class Residual(nn.Module):
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": Residual()})
+        self.blocks = nn.ModuleDict({"1": ResidualPart()})
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 

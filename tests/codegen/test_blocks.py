@@ -1,0 +1,124 @@
+"""Blocks of a stage as classes: as long for any number of layers, and open to what people do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.stage import write_stage
+from gpipe_compiler.plan import Plan
+
+
+class Feed(nn.Module):
+    def __init__(self, dim: int, hidden: int, slope: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.leaky_relu(self.up(x), self.slope))
+
+
+class Layer(nn.Module):
+    """Reads a buffer, its own sizes, and a mask that all layers are given."""
+
+    def __init__(self, dim: int, hidden: int, slope: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.feed = Feed(dim, hidden, slope)
+        self.register_buffer("shift", torch.linspace(0, 1, dim))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        mixed = self.norm(x).view(batch, length * dim)
+        x = x + mixed.view(batch, length, dim) * mask + self.shift
+        return x + self.feed(x)
+
+
+class Layers(nn.Module):
+    """Layers whose hidden sizes and slopes may differ; the last reads what the first holds."""
+
+    def __init__(self, count: int, *, differ: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Layer(4, 4 + index * differ, 0.1 + index * differ) for index in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x * self.layers[0].shift
+
+
+def text_of(plan: Plan) -> str:
+    """The source of the one stage of a plan."""
+    assert plan.graph is not None
+    return write_stage(plan, Facts.of(plan.graph), plan.stages[0]).text
+
+
+def module_of(text: str) -> nn.Module:
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    made = namespace["Stage0"]()
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and the gradients of a module, by the names of its parameters."""
+    output = module(x)
+    output.square().sum().backward()
+    return [output, *(p.grad for _, p in sorted(module.named_parameters()) if p.grad is not None)]
+
+
+def test_a_stage_is_as_long_for_two_layers_as_for_eight(planned: Callable[..., Plan]) -> None:
+    texts = [text_of(planned(Layers(count), torch.rand(2, 3, 4), count=1)) for count in (2, 8)]
+
+    assert len({len(text.splitlines()) for text in texts}) == 1
+    plain = [re.sub(r"range\(\d+\)|\d+ lines", "", text) for text in texts]
+    assert [text.count("class Layer(nn.Module)") for text in plain] == [1, 1]
+    assert "for layer in self.layers.values():" in plain[1]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_layers_are_exact(planned: Callable[..., Plan], differ: bool) -> None:
+    """Whether they are equal or differ in sizes and numbers, which their constructors are given."""
+    torch.manual_seed(0)
+    model, x = Layers(3, differ=differ), torch.rand(2, 3, 4)
+
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    assert text.count("(nn.Module)") == 3
+    for found, expected in zip(gradients(stage, x), gradients(model, x), strict=True):
+        assert torch.equal(found, expected), text
+
+
+def test_the_layers_of_a_stage_can_be_recomputed_one_by_one(planned: Callable[..., Plan]) -> None:
+    """As people do with their own models: by class, from outside."""
+    torch.manual_seed(0)
+    model, x = Layers(3), torch.rand(2, 3, 4)
+    stage = module_of(text_of(planned(copy.deepcopy(model), x, count=1)))
+    stage.load_state_dict(model.state_dict())
+    layers = [module for module in stage.modules() if type(module).__name__ == "Layer"]
+    for layer in layers:
+        layer.forward = functools.partial(  # type: ignore[method-assign]
+            checkpoint, layer.forward, use_reentrant=False
+        )
+
+    assert len(layers) == 3
+    for found, expected in zip(gradients(stage, x), gradients(model, x), strict=True):
+        assert torch.equal(found, expected)
