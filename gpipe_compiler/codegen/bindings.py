@@ -11,8 +11,15 @@ from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.uses import Uses
-from gpipe_compiler.codegen.variables import Run, Variables, wishes
-from gpipe_compiler.ir import Graph, Mode, Op, Result, ValueKind
+from gpipe_compiler.codegen.variables import (
+    Run,
+    Variables,
+    argument_name,
+    is_operand,
+    plain_name,
+    wishes,
+)
+from gpipe_compiler.ir import Graph, MethodCall, Mode, Op, Result, ValueKind
 from gpipe_compiler.ir.ops import result_names
 
 
@@ -52,12 +59,22 @@ class Bindings:
     def of(self, op: Op, run: Run, expression: Expression, position: int) -> Bound:
         """The statement of an op, whose variables are known from here on."""
         read = [value for value in op.outputs if value in self.uses.count]
-        asked = dict(zip(op.outputs, wishes(op, run), strict=True))
+        here = op.name in self.graph.op_of
+        inner = here and any(is_operand(self.graph, op, value) for value in op.outputs)
+        asked = (
+            dict.fromkeys(op.outputs)
+            if inner
+            else dict(zip(op.outputs, wishes(op, run), strict=True))
+        )
         freed = self.letting_go.ending(position)
         for value in read:
             wish = self.named(op, value, asked[value])
-            if wish is None and freed and len(read) == 1:
-                wish = self._reused(op, run, freed)
+            if wish is None and len(read) == 1:
+                wish = self._reused(op, freed)
+            if wish is None:
+                alone = run.statement if run.last == {op.name} and not inner else None
+                called = not here and value in self.graph.producer  # a block's value
+                wish = argument_name(self.graph, value) if called else plain_name(op, value, alone)
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
             self.letting_go.bound(variable)
@@ -90,15 +107,19 @@ class Bindings:
     def _is_read(self, result: Result) -> bool:
         return any(value in self.uses.count for value in result_names(result))
 
-    def _reused(self, op: Op, run: Run, freed: Sequence[str]) -> str:
-        """The name for what a statement of the user makes on the way: that of an operand which is
-        free now, or the one that the statement binds in the end."""
-        operands = {self.writer.variables[value].flat for value in op.inputs}
-        targets = run.statement.targets if run.statement is not None else ()
-        target = targets[0] if len(targets) == 1 else None
-        return next((name for name in freed if name in operands), target or freed[0])
+    def _reused(self, op: Op, freed: Sequence[str]) -> str | None:
+        """The name of the only operand of an op that gives it another shape or type, if free."""
+        operands = {
+            self.writer.variables[value].flat
+            for value in op.inputs
+            if self.graph.values.get(value) is None
+            or self.graph.values[value].kind is ValueKind.TENSOR
+        }
+        if len(operands) != 1 or not isinstance(op.call, MethodCall):
+            return None
+        return next((name for name in freed if name in operands), None)
 
-    def _variable(self, value: str, wish: str | None, position: int) -> str:
+    def _variable(self, value: str, wish: str, position: int) -> str:
         partner = self.uses.partner.get(value)
         if partner is not None and self.variables.holder(partner):
             shared = self.variables.alias(value, partner)

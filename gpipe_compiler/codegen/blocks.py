@@ -286,7 +286,6 @@ class StageBlocks:
                 for value in given
                 if value in read
             ),
-            known_outside=False,
         )
         return method, passed
 

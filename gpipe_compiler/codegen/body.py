@@ -22,7 +22,7 @@ from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
 from gpipe_compiler.codegen.uses import Uses, is_attribute
-from gpipe_compiler.codegen.variables import Run, Variables, find_runs
+from gpipe_compiler.codegen.variables import Run, Variables, argument_name, find_runs, plain_name
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (
     Call,
@@ -75,9 +75,8 @@ def write_body(
     if saved is not None:
         releases = Releases.of(graph, ops, method.arguments, method.returns, saved)
     uses = Uses.of(ops, method.returns, releases.asked)
-    own = {*method.arguments, *method.returns} if method.known_outside else ()
-    variables = Variables(names, uses.last, lambda value: _kind(graph, value), own)
-    arguments = tuple(variables.enter(value) for value in method.arguments)
+    variables = Variables(names, uses.last, lambda value: _kind(graph, value))
+    arguments = tuple(variables.fresh(v, argument_name(graph, v)) for v in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     pairs = zip(method.arguments, arguments, strict=True)
     tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
@@ -150,7 +149,7 @@ class _Scribe:
                     statement = statement_at(item.op.source)
                     targets = statement.targets if statement else ()
                     asked = targets[0] if len(targets) == 1 else None
-                    wish = self.bindings.named(item.op, item.value, asked)
+                    wish = self.bindings.named(item.op, item.value, asked) or item.value
                     variable = self.variables.assign(item.value, wish, -1)
                     self._append(item.op, f"{variable} = ", expression)
                     made[expression.flat] = name(variable)
@@ -326,7 +325,7 @@ class _Scribe:
         for place, result in zip(layers.carried, op.outputs, strict=True):
             before = arguments[place]
             if not (isinstance(before, Ref) and self._takes_over(result, before.name, position)):
-                variable = self.variables.fresh(result)
+                variable = self.variables.fresh(result, argument_name(self.graph, result))
                 self._append(op, f"{variable} = ", written[place])
                 self.writer.variables[result] = name(variable)
             written[place] = self.writer.variables[result]
@@ -361,7 +360,7 @@ class _Scribe:
         inner.variables.update(zip(block.inputs, bound, strict=True))
         ops = drop_dead(block.ops, value_names(block.outputs))
         uses = Uses.of(ops, tuple(value_names(block.outputs)))
-        variables = Variables(self.names, uses.last, lambda _: None, ())
+        variables = Variables(self.names, uses.last, lambda _: None)
         scribe = _Scribe(self.graph, inner, variables, self.names, uses)
         scribe.write(ops)
         body = list(scribe.statements)
@@ -373,7 +372,7 @@ class _Scribe:
             if made_inside and expression.flat.isidentifier():
                 self.writer.variables[target] = expression
                 continue
-            variable = self.variables.fresh(target)
+            variable = self.variables.fresh(target, plain_name(op, target))
             self.writer.variables[target] = name(variable)
             body.append(Statement(f"{variable} = ", expression, Mode.ALWAYS, op.module))
         context = context_of(made.context, self.writer)

@@ -39,7 +39,6 @@ class Method:
         returns: the values it gives back.
         given: values that it reads off the shapes of its arguments.
         batch_sizes: values that are the number of samples.
-        known_outside: whether what it returns has names that the reader knows.
     """
 
     ops: tuple[Op, ...]
@@ -47,7 +46,6 @@ class Method:
     returns: tuple[str, ...]
     batch_sizes: frozenset[str]
     given: tuple[Given, ...] = ()
-    known_outside: bool = True
 
 
 def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Method:

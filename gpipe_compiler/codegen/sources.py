@@ -22,6 +22,8 @@ class UserStatement:
         operations: calls, operators and subscripts in it; ops beyond that number come from inside
             the functions it calls. No limit for a comprehension.
         names_size: whether what it assigns is the size of a tensor.
+        rebinds: whether it computes what it assigns from what the same name held before.
+        function: of the function whose result it returns, the name; "" where it returns nothing.
     """
 
     file: str
@@ -29,6 +31,8 @@ class UserStatement:
     targets: tuple[str, ...]
     operations: int
     names_size: bool = False
+    rebinds: bool = False
+    function: str = ""
 
 
 def statement_at(location: SourceLocation | None) -> UserStatement | None:
@@ -45,11 +49,25 @@ def _statements(file: str) -> dict[int, UserStatement]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return {}
+    functions: dict[ast.AST, str] = {
+        part: function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for part in ast.walk(function)
+        if isinstance(part, ast.Return)
+    }
     table: dict[int, UserStatement] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
+            targets = _targets(node)
             statement = UserStatement(
-                file, node.lineno, _targets(node), _operations(node), _names_size(node)
+                file,
+                node.lineno,
+                targets,
+                _operations(node),
+                _names_size(node),
+                isinstance(node, ast.AugAssign) or not _read(node).isdisjoint(targets),
+                functions.get(node, ""),
             )
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 table[line] = statement
@@ -67,6 +85,11 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
             return (name,)
         case _:
             return ()
+
+
+def _read(node: ast.stmt) -> set[str]:
+    names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+    return {item.id for item in names if isinstance(item.ctx, ast.Load)}
 
 
 def _operations(node: ast.stmt) -> int:

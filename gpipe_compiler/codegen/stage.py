@@ -287,6 +287,5 @@ def _return_lines(graph: Graph, plan: Plan, stage: Stage, written: _Written) -> 
         use = f", for {listed(users)}" if users else ""
         if condition:
             use += ", in one mode alone"
-        label = value if value == variable else f"{value} ({variable})"
-        entries.append(f"{label}: {value_text(graph, value)}{use}.")
+        entries.append(f"{variable}: {value_text(graph, value)}{use}.")
     return entries

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.sources import UserStatement, statement_at
-from gpipe_compiler.ir import FunctionCall, Op
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, ValueKind
+
+_NUMBER = re.compile(r"_\d+$")
 
 END = 1 << 60
 """The position after the last statement: what is returned is used there."""
@@ -17,13 +20,11 @@ END = 1 << 60
 class Variables:
     """Gives values their variables, in program order.
 
-    A user's name is bound anew (`x = self.conv(x)`) once every value that it holds is dead.
-    Otherwise, and for what enters or leaves the method, a value's own name is taken.
+    A name is bound anew (`x = self.conv(x)`) once every value that it holds is dead.
 
     Args:
         last_use: the position of each value's last reader.
         kind: what a value is; a name keeps to one kind.
-        own: values that always go by their own names.
     """
 
     def __init__(
@@ -31,30 +32,23 @@ class Variables:
         names: Names,
         last_use: Mapping[str, int],
         kind: Callable[[str], object],
-        own: Iterable[str],
     ) -> None:
         self._names = names
         self._last_use = last_use
         self._kind = kind
-        self._own = frozenset(own)
         self._holds: dict[str, set[str]] = {}
+        self._like: dict[str, list[str]] = {}
         self._of: dict[str, str] = {}
         self._watched: dict[str, None] = {}
 
-    def enter(self, value: str) -> str:
-        """The name of a value that the method is given."""
-        return self._bind(value, self._names.take(value))
-
-    def assign(self, value: str, wish: str | None, position: int) -> str:
-        """The variable for a value made at `position`."""
-        if wish is not None and value not in self._own:
-            held = self._holds.get(wish)
-            if held is not None and all(self._dead(value, old, position) for old in held):
+    def assign(self, value: str, wish: str, position: int) -> str:
+        """The variable for a value made at `position`, -1 for what the method is given."""
+        for variable in self._like.get(wish, ()):
+            held = self._holds[variable]
+            if all(self._dead(value, old, position) for old in held):
                 held.clear()
-                return self._bind(value, wish)
-            if held is None and wish not in self._names:
-                return self._bind(value, self._names.take(wish))
-        return self._bind(value, self._names.take(value))
+                return self._bind(value, variable)
+        return self.fresh(value, wish)
 
     def dead(self, position: int) -> Iterator[tuple[str, frozenset[str]]]:
         """The variables of which nothing is read after a position, and what they hold."""
@@ -74,9 +68,11 @@ class Variables:
         self.forget(variable)
         return held
 
-    def fresh(self, value: str) -> str:
-        """A variable that holds nothing yet, whatever the user called it."""
-        return self._bind(value, self._names.take(value))
+    def fresh(self, value: str, wish: str) -> str:
+        """A variable that holds nothing yet."""
+        variable = self._names.take(wish)
+        self._like.setdefault(wish, []).append(variable)
+        return self._bind(value, variable)
 
     def alias(self, value: str, of: str) -> str | None:
         """The variable of the value `of` for `value` too: both are one tensor."""
@@ -128,8 +124,10 @@ def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
         else:
             runs[index][1].append(op)
     table: dict[str, Run] = {}
+    place = {op.name: position for position, op in enumerate(ops)}
     for statement, members in runs:
-        read = {name for op in members for name in op.inputs}
+        span = ops[place[members[0].name] : place[members[-1].name] + 1]
+        read = {name for op in span for name in op.inputs}
         last = frozenset(op.name for op in members if not read.intersection(op.outputs))
         # Ops without any source are the compiler's own, a default loss: they nest as they come.
         nested = len(members) <= statement.operations if statement else _unsourced(members)
@@ -149,12 +147,63 @@ def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
     targets = run.statement.targets
     if len(op.outputs) > 1:
         return targets if len(targets) == len(op.outputs) else nothing
-    if op.name not in run.last and run.nested:
-        return nothing
+    chained = run.statement.rebinds and not run.nested
     if len(targets) == 1:
-        return (targets[0],)
+        return (targets[0],) if chained or run.last == {op.name} else nothing
     match op.call:
         case FunctionCall(function=operator.getitem, args=(_, int(index))):
             if op.name in run.last and 0 <= index < len(targets):
                 return (targets[index],)
     return nothing
+
+
+def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> str:
+    """The name of a value by what makes it: a module, a function of the user, or an op.
+
+    Args:
+        statement: the user's, where the value is all that it makes.
+    """
+    if len(op.outputs) > 1 or value == "loss":
+        return value
+    if statement is not None and statement.function and statement.function != "forward":
+        return f"{statement.function.strip('_')}_out"
+    if isinstance(op.call, ModuleCall):
+        return _of_module(op.call.module) or value
+    if statement is not None and statement.function and _of_module(op.module):
+        return _of_module(op.module)
+    return _NUMBER.sub("", value)
+
+
+def _of_module(path: str) -> str:
+    """`gate_proj_out` for what `layers.1.mlp.gate_proj` makes, `layers_1` for `layers.1`."""
+    around, _, last = path.rpartition(".")
+    if not last.isdecimal():
+        return f"{last}_out" if last and not f"_{last}".endswith("_out") else last
+    outer = around.rpartition(".")[2]
+    return f"{outer}_{last}" if outer and not outer.isdecimal() else ""
+
+
+def is_operand(graph: Graph, op: Op, value: str) -> bool:
+    """Whether the statement of the user that makes a value is not done with it."""
+    statement, module = statement_at(op.source), graph.producer[value].module
+    if statement is None:
+        return False
+    known = graph.values.get(value)
+    if statement.rebinds and (known is None or known.kind is ValueKind.TENSOR):
+        return False  # what it makes once may be read by it again
+    return any(
+        reader.module == module and statement_at(reader.source) == statement
+        for reader in graph.consumers.get(value, ())
+    )
+
+
+def argument_name(graph: Graph, value: str) -> str:
+    """The name for a value that a method is given."""
+    op = graph.producer.get(value)
+    if op is None:
+        return value
+    statement = statement_at(op.source)
+    if statement is None or is_operand(graph, op, value):
+        return plain_name(op, value)
+    run = Run(statement, False, frozenset({op.name}))
+    return wishes(op, run)[op.outputs.index(value)] or plain_name(op, value, statement)

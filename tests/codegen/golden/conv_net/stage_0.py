@@ -11,9 +11,9 @@ class ResidualPart(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
 
-    def forward(self, stem_2: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27
-        out = self.relu(self.bn1(self.conv1(stem_2)))  # (B, 4, 8, 8)
+        out = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
         out = self.conv2(out)
         return out
 
@@ -33,17 +33,17 @@ class Stage0(nn.Module):
             images: (B, 3, 8, 8) float32, the model's args[0].
 
         Returns:
-            stem_2: (B, 4, 8, 8) float32, for stage 1.
-            blocks_0_conv2: (B, 4, 8, 8) float32, for stage 1.
+            x: (B, 4, 8, 8) float32, for stage 1.
+            out: (B, 4, 8, 8) float32, for stage 1.
         """
         # stem (models.py:41)
-        x = self.stem["0"](images)  # (B, 4, 8, 8)
-        x = self.stem["1"](x)
-        stem_2 = self.stem["2"](x)
-        del x
+        stem_0 = self.stem["0"](images)  # (B, 4, 8, 8)
+        stem_1 = self.stem["1"](stem_0)
+        x = self.stem["2"](stem_1)
+        del stem_1
 
-        blocks_0_conv2 = self.blocks["0"](stem_2)
-        return stem_2, blocks_0_conv2
+        out = self.blocks["0"](x)
+        return x, out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -10,12 +10,12 @@ class ResidualPart(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
+    def forward(self, out: Tensor, relu_out: Tensor) -> Tensor:
         # models.py:27-29
-        out = self.bn2(blocks_1_conv2)  # (B, 4, 8, 8)
-        out += blocks_0_relu_1
-        blocks_1_relu_1 = self.relu(out)
-        return blocks_1_relu_1
+        out = self.bn2(out)  # (B, 4, 8, 8)
+        out += relu_out
+        relu_out = self.relu(out)
+        return relu_out
 
 
 class Stage2(nn.Module):
@@ -25,32 +25,33 @@ class Stage2(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
-    def forward(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
+    def forward(self, out: Tensor, relu_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            blocks_1_conv2: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
-            blocks_0_relu_1: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
+            out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
+            relu_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
-            head: (B, 5) float32, for the caller.
+            head_out: (B, 5) float32, for the caller.
         """
         # models.py:43-44
-        blocks_1_relu_1 = self.blocks["1"](blocks_1_conv2, blocks_0_relu_1)  # (B, 4, 8, 8)
-        blocks_1_relu_1 = self.pool(blocks_1_relu_1)  # (B, 4, 1, 1)
-        x = blocks_1_relu_1.flatten(1)  # (B, 4)
-        head = self.head(x)  # (B, 5)
-        return head
+        relu_out = self.blocks["1"](out, relu_out)  # (B, 4, 8, 8)
+        pool_out = self.pool(relu_out)  # (B, 4, 1, 1)
+        del relu_out
+        x = pool_out.flatten(1)  # (B, 4)
+        head_out = self.head(x)  # (B, 5)
+        return head_out
 
-    def loss(self, head: Tensor, target: Tensor) -> Tensor:
+    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            head: (B, 5) float32, what forward returned.
+            head_out: (B, 5) float32, what forward returned.
             target: (B,) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(head.flatten(0, -2), target.flatten())
+        loss = F.cross_entropy(head_out.flatten(0, -2), target.flatten())
         return loss
 
 

@@ -12,18 +12,18 @@ class AttentionPart(nn.Module):
         self.qkv = nn.Linear(8, 24)
         self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
 
-    def forward(self, add: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # models.py:58-65
-        batch, length, dim = add.shape
-        q, k, v = self.qkv(add).chunk(3, dim=-1)
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
         floor_div = dim // 2
         q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
         k = k.view(batch, length, 2, floor_div).transpose(1, 2)
         v = v.view(batch, length, 2, floor_div).transpose(1, 2)
         scores = q @ k.transpose(-2, -1) / floor_div**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
-        mixed = scores.softmax(dim=-1)
-        return v, mixed
+        softmax = scores.softmax(dim=-1)
+        return v, softmax
 
 
 class Stage0(nn.Module):
@@ -40,11 +40,11 @@ class Stage0(nn.Module):
             ids: (B, 6) int64, the model's args[0].
 
         Returns:
-            add: (B, 6, 8) float32, for stage 1.
-            transpose_2: (B, 2, 6, 4) float32, for stage 1.
+            x: (B, 6, 8) float32, for stage 1.
+            v: (B, 2, 6, 4) float32, for stage 1.
             softmax: (B, 2, 6, 6) float32, for stage 1.
         """
         # models.py:82
-        add = self.wte(ids) + self.wpe[: ids.size(1)]  # (B, 6, 8)
-        transpose_2, softmax = self.attentions["0"](add)
-        return add, transpose_2, softmax
+        x = self.wte(ids) + self.wpe[: ids.size(1)]  # (B, 6, 8)
+        v, softmax = self.attentions["0"](x)
+        return x, v, softmax

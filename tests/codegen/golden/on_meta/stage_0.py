@@ -1,35 +1,71 @@
-"""Stage 0 of meta_decoder, the 1st of 2: tokens to blocks.1.attention."""
+"""Stage 0 of meta_decoder, the 1st of 2: tokens to blocks.1.attention.out."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+        self.register_buffer("cos", torch.zeros(8, 16))
+        self.register_buffer("sin", torch.zeros(8, 16))
+        self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
+
+    def forward(self, norm_out: Tensor) -> Tensor:
+        # meta_decoder.py:33-44
+        batch = norm_out.shape[0]
+        qkv = self.qkv(norm_out).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
+        scale = torch.sqrt(torch.full([], 16.0, device=norm_out.device))
+        first, second = query.chunk(2, -1)
+        turn_out = query * self.cos + torch.cat([-second, first], -1) * self.sin  # (B, 2, 8, 16)
+        first, second = key.chunk(2, -1)
+        turn_out_2 = key * self.cos + torch.cat([-second, first], -1) * self.sin
+        matmul = turn_out @ turn_out_2.transpose(-1, -2)  # (B, 2, 8, 8)
+        del turn_out, turn_out_2
+        scores = matmul / scale
+        del matmul
+        scores.masked_fill_(~self.mask, -1000000000.0)
+        softmax = F.softmax(scores, dim=-1)
+        del scores
+        mixed = softmax @ value  # (B, 2, 8, 16)
+        del qkv, query, key, value, first, second
+        reshape = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
+        del mixed
+        out = self.out(reshape)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.attention = Attention()
+        self.narrow = nn.Linear(32, 32)
+        self.noise = nn.Parameter(torch.empty(1, 1, 32))
+        self.scale = nn.Parameter(torch.empty(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # meta_decoder.py:58
+        norm_out = self.norm(x)  # (B, 8, 32)
+        out = self.attention(norm_out)
+        del norm_out
+        add = out + self.noise
+        del out
+        add = x + self.scale * self.narrow(F.gelu(add))
+        return add
+
+
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(400, 32, padding_idx=0)
-        self.blocks = nn.ModuleDict({"0": nn.Module(), "1": nn.Module()})
-        self.blocks["0"].norm = nn.LayerNorm(32)
-        self.blocks["0"].attention = nn.Module()
-        self.blocks["0"].attention.qkv = nn.Linear(32, 96)
-        self.blocks["0"].attention.out = nn.Linear(32, 32)
-        self.blocks["0"].attention.register_buffer("cos", torch.zeros(8, 16))
-        self.blocks["0"].attention.register_buffer("sin", torch.zeros(8, 16))
-        self.blocks["0"].attention.register_buffer(
-            "mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False
-        )
-        self.blocks["0"].narrow = nn.Linear(32, 32)
-        self.blocks["0"].noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.blocks["0"].scale = nn.Parameter(torch.empty(32))
+        self.blocks = nn.ModuleDict({"0": Block(), "1": nn.Module()})
         self.blocks["1"].norm = nn.LayerNorm(32)
-        self.blocks["1"].attention = nn.Module()
-        self.blocks["1"].attention.qkv = nn.Linear(32, 96)
-        self.blocks["1"].attention.register_buffer("cos", torch.zeros(8, 16))
-        self.blocks["1"].attention.register_buffer("sin", torch.zeros(8, 16))
-        self.blocks["1"].attention.register_buffer(
-            "mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False
-        )
+        self.blocks["1"].attention = Attention()
         self.position = nn.Parameter(torch.empty(1, 8, 32))
         self.register_buffer("shift", torch.zeros(32), persistent=False)
 
@@ -40,70 +76,18 @@ class Stage0(nn.Module):
             tokens: (B, 8) int64, the model's args[0].
 
         Returns:
-            add_5: (B, 8, 32) float32, for stage 1.
-            matmul_3: (B, 2, 8, 16) float32, for stage 1.
+            blocks_0: (B, 8, 32) float32, for stage 1.
+            out: (B, 8, 32) float32, for stage 1.
         """
-        # meta_decoder.py:38-77
-        batch = tokens.size(0)
+        # meta_decoder.py:77
         x = self.tokens(tokens) + self.position + self.shift  # (B, 8, 32)
-
-        # blocks.0 (meta_decoder.py:58)
-        blocks_0_norm = self.blocks["0"].norm(x)
-
-        # blocks.0.attention (meta_decoder.py:33-44)
-        qkv = self.blocks["0"].attention.qkv(blocks_0_norm).view(batch, 8, 3, 2, 16)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=tokens.device))
-        first, second = query.chunk(2, -1)
-        mul = query * self.blocks["0"].attention.cos  # (B, 2, 8, 16)
-        mul_1 = torch.cat([-second, first], -1) * self.blocks["0"].attention.sin
-        mul = mul + mul_1
-        del mul_1
-        first, second = key.chunk(2, -1)
-        mul_2 = key * self.blocks["0"].attention.cos
-        mul_3 = torch.cat([-second, first], -1) * self.blocks["0"].attention.sin
-        mul_2 = mul_2 + mul_3
-        del mul_3
-        mul = mul @ mul_2.transpose(-1, -2)  # (B, 2, 8, 8)
-        del mul_2
-        scores = mul / scale
-        del mul
-        scores.masked_fill_(~self.blocks["0"].attention.mask, -1000000000.0)
-        scores = F.softmax(scores, dim=-1)
-        mixed = scores @ value  # (B, 2, 8, 16)
-        del qkv, query, key, value, first, second
-        mixed = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
-        blocks_0_attention_out = self.blocks["0"].attention.out(mixed)
-
-        # blocks.0 (meta_decoder.py:58)
-        blocks_0_attention_out = blocks_0_attention_out + self.blocks["0"].noise
-        add_5 = x + self.blocks["0"].scale * self.blocks["0"].narrow(F.gelu(blocks_0_attention_out))
+        blocks_0 = self.blocks["0"](x)
+        del x
 
         # blocks.1 (meta_decoder.py:58)
-        blocks_1_norm = self.blocks["1"].norm(add_5)
-
-        # blocks.1.attention (meta_decoder.py:33-43)
-        qkv = self.blocks["1"].attention.qkv(blocks_1_norm).view(batch, 8, 3, 2, 16)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=tokens.device))
-        first, second = query.chunk(2, -1)
-        mul_5 = query * self.blocks["1"].attention.cos  # (B, 2, 8, 16)
-        mul_6 = torch.cat([-second, first], -1) * self.blocks["1"].attention.sin
-        mul_5 = mul_5 + mul_6
-        del mul_6
-        first, second = key.chunk(2, -1)
-        mul_7 = key * self.blocks["1"].attention.cos
-        mul_8 = torch.cat([-second, first], -1) * self.blocks["1"].attention.sin
-        mul_7 = mul_7 + mul_8
-        del mul_8
-        mul_5 = mul_5 @ mul_7.transpose(-1, -2)  # (B, 2, 8, 8)
-        del mul_7
-        scores = mul_5 / scale
-        del mul_5
-        scores.masked_fill_(~self.blocks["1"].attention.mask, -1000000000.0)
-        scores = F.softmax(scores, dim=-1)
-        matmul_3 = scores @ value  # (B, 2, 8, 16)
-        return add_5, matmul_3
+        norm_out = self.blocks["1"].norm(blocks_0)
+        out = self.blocks["1"].attention(norm_out)
+        return blocks_0, out
 
 
 # How the state begins where there are no weights yet (runtime/initial.py); * is any layer's number.
@@ -166,10 +150,18 @@ INITIAL = {
         ("seed", "blocks.0.attention.qkv.weight"),
         ("orthogonal_", 1),
     ),
-    "blocks.0.attention.out.weight": (("uniform_", -0.17677669529663684, 0.17677669529663684),),
+    "blocks.*.attention.out.weight": (("uniform_", -0.17677669529663684, 0.17677669529663684),),
+    "blocks.1.attention.out.weight": (
+        ("seed", "blocks.0.attention.out.weight"),
+        ("uniform_", -0.17677669529663684, 0.17677669529663684),
+    ),
     **dict.fromkeys(
-        ("blocks.0.attention.out.bias", "blocks.0.narrow.bias"),
+        ("blocks.*.attention.out.bias", "blocks.0.narrow.bias"),
         (("uniform_", -0.17677669529663687, 0.17677669529663687),),
+    ),
+    "blocks.1.attention.out.bias": (
+        ("seed", "blocks.0.attention.out.bias"),
+        ("uniform_", -0.17677669529663687, 0.17677669529663687),
     ),
     "blocks.0.narrow.weight": (("normal_", 0.0, 0.008164965809277261),),
 }

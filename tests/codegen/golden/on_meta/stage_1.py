@@ -1,103 +1,108 @@
-"""Stage 1 of meta_decoder, the 2nd of 2: blocks.1.attention to head."""
+"""Stage 1 of meta_decoder, the 2nd of 2: blocks.1 to head."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(32, 32)
+        self.noise = nn.Parameter(torch.empty(1, 1, 32))
+        self.scale = nn.Parameter(torch.empty(32))
+
+    def forward(self, out: Tensor, blocks_0: Tensor) -> Tensor:
+        # meta_decoder.py:58
+        add = blocks_0 + self.scale * self.narrow(F.gelu(out + self.noise))  # (B, 8, 32)
+        return add
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+        self.register_buffer("cos", torch.zeros(8, 16))
+        self.register_buffer("sin", torch.zeros(8, 16))
+        self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
+
+    def forward(self, norm_out: Tensor) -> Tensor:
+        # meta_decoder.py:33-44
+        batch = norm_out.shape[0]
+        qkv = self.qkv(norm_out).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
+        scale = torch.sqrt(torch.full([], 16.0, device=norm_out.device))
+        first, second = query.chunk(2, -1)
+        turn_out = query * self.cos + torch.cat([-second, first], -1) * self.sin  # (B, 2, 8, 16)
+        first, second = key.chunk(2, -1)
+        turn_out_2 = key * self.cos + torch.cat([-second, first], -1) * self.sin
+        matmul = turn_out @ turn_out_2.transpose(-1, -2)  # (B, 2, 8, 8)
+        del turn_out, turn_out_2
+        scores = matmul / scale
+        del matmul
+        scores.masked_fill_(~self.mask, -1000000000.0)
+        softmax = F.softmax(scores, dim=-1)
+        del scores
+        mixed = softmax @ value  # (B, 2, 8, 16)
+        del qkv, query, key, value, first, second
+        reshape = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
+        del mixed
+        out = self.out(reshape)
+        return out
+
+
+class Block_2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.attention = Attention()
+        self.narrow = nn.Linear(32, 32)
+        self.noise = nn.Parameter(torch.empty(1, 1, 32))
+        self.scale = nn.Parameter(torch.empty(32))
+
+    def forward(self, blocks_1: Tensor) -> Tensor:
+        # meta_decoder.py:58
+        norm_out = self.norm(blocks_1)  # (B, 8, 32)
+        out = self.attention(norm_out)
+        del norm_out
+        add = out + self.noise
+        del out
+        add = blocks_1 + self.scale * self.narrow(F.gelu(add))
+        return add
+
+
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": nn.Module(), "2": nn.Module()})
-        self.blocks["1"].attention = nn.Module()
-        self.blocks["1"].attention.out = nn.Linear(32, 32)
-        self.blocks["1"].narrow = nn.Linear(32, 32)
-        self.blocks["1"].noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.blocks["1"].scale = nn.Parameter(torch.empty(32))
-        self.blocks["2"].norm = nn.LayerNorm(32)
-        self.blocks["2"].attention = nn.Module()
-        self.blocks["2"].attention.qkv = nn.Linear(32, 96)
-        self.blocks["2"].attention.out = nn.Linear(32, 32)
-        self.blocks["2"].attention.register_buffer("cos", torch.zeros(8, 16))
-        self.blocks["2"].attention.register_buffer("sin", torch.zeros(8, 16))
-        self.blocks["2"].attention.register_buffer(
-            "mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False
-        )
-        self.blocks["2"].narrow = nn.Linear(32, 32)
-        self.blocks["2"].noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.blocks["2"].scale = nn.Parameter(torch.empty(32))
+        self.blocks = nn.ModuleDict({"1": Block(), "2": Block_2()})
         self.batch_norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(32, 400, bias=False)
 
-    def forward(self, matmul_3: Tensor, add_5: Tensor) -> Tensor:
+    def forward(self, out: Tensor, blocks_0: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            matmul_3: (B, 2, 8, 16) float32, from stage 0, made at meta_decoder.py:43.
-            add_5: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:58.
+            out: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:44.
+            blocks_0: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:58.
 
         Returns:
-            head: (B, 8, 400) float32, for the caller.
+            head_out: (B, 8, 400) float32, for the caller.
         """
-        # meta_decoder.py:38
-        batch = matmul_3.shape[0]
-
-        # blocks.1.attention (meta_decoder.py:44)
-        blocks_1_attention_out = self.blocks["1"].attention.out(
-            matmul_3.transpose(1, 2).reshape(batch, 8, 32)
-        )
-
-        # blocks.1 (meta_decoder.py:58)
-        blocks_1_attention_out = blocks_1_attention_out + self.blocks["1"].noise
-        mul_9 = self.blocks["1"].scale * self.blocks["1"].narrow(F.gelu(blocks_1_attention_out))
-        mul_9 = add_5 + mul_9
-
-        # blocks.2 (meta_decoder.py:58)
-        blocks_2_norm = self.blocks["2"].norm(mul_9)
-
-        # blocks.2.attention (meta_decoder.py:33-44)
-        qkv = self.blocks["2"].attention.qkv(blocks_2_norm).view(batch, 8, 3, 2, 16)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=matmul_3.device))
-        first, second = query.chunk(2, -1)
-        mul_10 = query * self.blocks["2"].attention.cos  # (B, 2, 8, 16)
-        mul_11 = torch.cat([-second, first], -1) * self.blocks["2"].attention.sin
-        mul_10 = mul_10 + mul_11
-        del mul_11
-        first, second = key.chunk(2, -1)
-        mul_12 = key * self.blocks["2"].attention.cos
-        mul_13 = torch.cat([-second, first], -1) * self.blocks["2"].attention.sin
-        mul_12 = mul_12 + mul_13
-        del mul_13
-        mul_10 = mul_10 @ mul_12.transpose(-1, -2)  # (B, 2, 8, 8)
-        del mul_12
-        scores = mul_10 / scale
-        del mul_10
-        scores.masked_fill_(~self.blocks["2"].attention.mask, -1000000000.0)
-        scores = F.softmax(scores, dim=-1)
-        mixed = scores @ value  # (B, 2, 8, 16)
-        del qkv, query, key, value, first, second
-        mixed = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
-        blocks_2_attention_out = self.blocks["2"].attention.out(mixed)
-
-        # blocks.2 (meta_decoder.py:58)
-        blocks_2_attention_out = blocks_2_attention_out + self.blocks["2"].noise
-        mul_14 = self.blocks["2"].scale * self.blocks["2"].narrow(F.gelu(blocks_2_attention_out))
-        mul_14 = mul_9 + mul_14
-
         # meta_decoder.py:80
-        head = self.head(self.batch_norm(mul_14))  # (B, 8, 400)
-        return head
+        blocks_2 = self.blocks["2"](self.blocks["1"](out, blocks_0))  # (B, 8, 32)
+        head_out = self.head(self.batch_norm(blocks_2))  # (B, 8, 400)
+        return head_out
 
-    def loss(self, head: Tensor, target: Tensor) -> Tensor:
+    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            head: (B, 8, 400) float32, what forward returned.
+            head_out: (B, 8, 400) float32, what forward returned.
             target: (B, 8) int64, the target.
         """
         # meta_decoder.py:97
-        loss = F.cross_entropy(head.flatten(0, 1), target.flatten())
+        loss = F.cross_entropy(head_out.flatten(0, 1), target.flatten())
         return loss
 
 
@@ -118,14 +123,6 @@ INITIAL = {
         ("fill_", "%0", 1.0),
         ("mul", "%0", 0.1),
         ("copy_", "self", "%2"),
-    ),
-    "blocks.*.attention.out.weight": (
-        ("seed", "blocks.0.attention.out.weight"),
-        ("uniform_", -0.17677669529663684, 0.17677669529663684),
-    ),
-    "blocks.*.attention.out.bias": (
-        ("seed", "blocks.0.attention.out.bias"),
-        ("uniform_", -0.17677669529663687, 0.17677669529663687),
     ),
     "blocks.*.narrow.weight": (
         ("seed", "blocks.0.narrow.weight"),
@@ -187,6 +184,14 @@ INITIAL = {
     "blocks.2.attention.qkv.weight": (
         ("seed", "blocks.0.attention.qkv.weight"),
         ("orthogonal_", 1),
+    ),
+    "blocks.2.attention.out.weight": (
+        ("seed", "blocks.0.attention.out.weight"),
+        ("uniform_", -0.17677669529663684, 0.17677669529663684),
+    ),
+    "blocks.2.attention.out.bias": (
+        ("seed", "blocks.0.attention.out.bias"),
+        ("uniform_", -0.17677669529663687, 0.17677669529663687),
     ),
     "tokens.weight": (("normal_", 0.0, 1.0), ("at", (0,), "zero_")),
 }

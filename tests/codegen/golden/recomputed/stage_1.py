@@ -10,12 +10,12 @@ class ResidualPart(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, blocks_0_conv2: Tensor, stem_2: Tensor) -> Tensor:
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
         # models.py:27-29
-        out = self.bn2(blocks_0_conv2)  # (B, 4, 8, 8)
-        out += stem_2
-        blocks_0_relu_1 = self.relu(out)
-        return blocks_0_relu_1
+        out = self.bn2(out)  # (B, 4, 8, 8)
+        out += x
+        relu_out = self.relu(out)
+        return relu_out
 
 
 class ResidualPart2(nn.Module):
@@ -26,9 +26,9 @@ class ResidualPart2(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
 
-    def forward(self, blocks_0_relu_1: Tensor) -> Tensor:
+    def forward(self, relu_out: Tensor) -> Tensor:
         # models.py:26-27
-        out = self.relu(self.bn1(self.conv1(blocks_0_relu_1)))  # (B, 4, 8, 8)
+        out = self.relu(self.bn1(self.conv1(relu_out)))  # (B, 4, 8, 8)
         out = self.conv2(out)
         return out
 
@@ -38,31 +38,31 @@ class Stage1(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({"0": ResidualPart(), "1": ResidualPart2()})
 
-    def forward(self, blocks_0_conv2: Tensor, stem_2: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            blocks_0_conv2: (B, 4, 8, 8) float32, from stage 0, made at models.py:27.
-            stem_2: (B, 4, 8, 8) float32, from stage 0, made at models.py:41.
+            out: (B, 4, 8, 8) float32, from stage 0, made at models.py:27.
+            x: (B, 4, 8, 8) float32, from stage 0, made at models.py:41.
 
         Returns:
-            blocks_0_relu_1: (B, 4, 8, 8) float32, for stage 2.
-            blocks_1_conv2: (B, 4, 8, 8) float32, for stage 2.
+            relu_out: (B, 4, 8, 8) float32, for stage 2.
+            out: (B, 4, 8, 8) float32, for stage 2.
         """
         # models.py:27-29
-        blocks_0_relu_1 = checkpoint(self.segment_1, blocks_0_conv2, stem_2, use_reentrant=False)
-        blocks_1_conv2 = checkpoint(self.segment_2, blocks_0_relu_1, use_reentrant=False)
-        return blocks_0_relu_1, blocks_1_conv2
+        relu_out = checkpoint(self.segment_1, out, x, use_reentrant=False)  # (B, 4, 8, 8)
+        out = checkpoint(self.segment_2, relu_out, use_reentrant=False)
+        return relu_out, out
 
-    def segment_1(self, blocks_0_conv2: Tensor, stem_2: Tensor) -> Tensor:
+    def segment_1(self, out: Tensor, x: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        blocks_0_relu_1 = self.blocks["0"](blocks_0_conv2, stem_2)  # (B, 4, 8, 8)
-        return blocks_0_relu_1
+        relu_out = self.blocks["0"](out, x)  # (B, 4, 8, 8)
+        return relu_out
 
-    def segment_2(self, blocks_0_relu_1: Tensor) -> Tensor:
+    def segment_2(self, relu_out: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        blocks_1_conv2 = self.blocks["1"](blocks_0_relu_1)  # (B, 4, 8, 8)
-        return blocks_1_conv2
+        out = self.blocks["1"](relu_out)  # (B, 4, 8, 8)
+        return out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

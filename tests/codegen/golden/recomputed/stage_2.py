@@ -11,12 +11,12 @@ class ResidualPart(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
+    def forward(self, out: Tensor, relu_out: Tensor) -> Tensor:
         # models.py:27-29
-        out = self.bn2(blocks_1_conv2)  # (B, 4, 8, 8)
-        out += blocks_0_relu_1
-        blocks_1_relu_1 = self.relu(out)
-        return blocks_1_relu_1
+        out = self.bn2(out)  # (B, 4, 8, 8)
+        out += relu_out
+        relu_out = self.relu(out)
+        return relu_out
 
 
 class Stage2(nn.Module):
@@ -26,44 +26,42 @@ class Stage2(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
-    def forward(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
+    def forward(self, out: Tensor, relu_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            blocks_1_conv2: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
-            blocks_0_relu_1: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
+            out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
+            relu_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
-            head: (B, 5) float32, for the caller.
+            head_out: (B, 5) float32, for the caller.
         """
         # models.py:29-44
-        blocks_1_relu_1 = checkpoint(
-            self.segment_1, blocks_1_conv2, blocks_0_relu_1, use_reentrant=False
-        )
-        head = checkpoint(self.segment_2, blocks_1_relu_1, use_reentrant=False)  # (B, 5)
-        return head
+        relu_out = checkpoint(self.segment_1, out, relu_out, use_reentrant=False)  # (B, 4, 8, 8)
+        head_out = checkpoint(self.segment_2, relu_out, use_reentrant=False)  # (B, 5)
+        return head_out
 
-    def segment_1(self, blocks_1_conv2: Tensor, blocks_0_relu_1: Tensor) -> Tensor:
+    def segment_1(self, out: Tensor, relu_out: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        blocks_1_relu_1 = self.blocks["1"](blocks_1_conv2, blocks_0_relu_1)  # (B, 4, 8, 8)
-        return blocks_1_relu_1
+        relu_out = self.blocks["1"](out, relu_out)  # (B, 4, 8, 8)
+        return relu_out
 
-    def segment_2(self, blocks_1_relu_1: Tensor) -> Tensor:
+    def segment_2(self, relu_out: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
         # models.py:43-44
-        x = self.pool(blocks_1_relu_1).flatten(1)  # (B, 4)
-        head = self.head(x)  # (B, 5)
-        return head
+        x = self.pool(relu_out).flatten(1)  # (B, 4)
+        head_out = self.head(x)  # (B, 5)
+        return head_out
 
-    def loss(self, head: Tensor, target: Tensor) -> Tensor:
+    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            head: (B, 5) float32, what forward returned.
+            head_out: (B, 5) float32, what forward returned.
             target: (B,) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(head.flatten(0, -2), target.flatten())
+        loss = F.cross_entropy(head_out.flatten(0, -2), target.flatten())
         return loss
 
 
