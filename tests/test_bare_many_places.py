@@ -61,7 +61,10 @@ def test_the_merged_graph_tells_no_more_than_is_true(q: Question) -> None:
         asked.append(graph)
         return None if merged and len(asked) == 1 else down_sets(graph, limit)
 
-    with mock.patch.object(counts, "down_sets", few), mock.patch.object(quick, "MOST", 1):
+    with (
+        mock.patch.object(counts, "down_sets", few),
+        mock.patch.object(quick, "_most", return_value=1),
+    ):
         plan = plan_graph(q.graph, q.asked)
 
     near = 1e-6 * max(1.0, best)

@@ -17,9 +17,13 @@ from gpipe_compiler.passes.cut.orders import down_sets, masks_between
 from gpipe_compiler.passes.cut.places import Places
 
 MOST = 300
-"""Places to cut that are looked at together; so many per stage where that is more, `PER_STAGE`."""
+"""Places to cut that are looked at together, where stages are few."""
 
-PER_STAGE = 6
+PER_STAGE, MOST_OF_MANY = 62, 500
+"""So many per stage where that is more, and no more than so many in all."""
+
+LEAST_PER_STAGE = 6
+"""So many per stage whatever it takes."""
 
 SWEPT = 2_000
 """Nodes of a graph up to which a sweep finds places, too (`cut/frontier.py`)."""
@@ -66,7 +70,11 @@ class Looked:
 
 def few(graph: Contracted, stages: int) -> list[int] | None:
     """All places to cut where they are so few that all are looked at; None where they are not."""
-    return down_sets(graph, max(MOST, PER_STAGE * stages))
+    return down_sets(graph, _most(stages))
+
+
+def _most(stages: int) -> int:
+    return max(MOST, min(PER_STAGE * stages, MOST_OF_MANY), LEAST_PER_STAGE * stages)
 
 
 def quick(graph: Contracted, lineup: Lineup, searched: Searched) -> Looked:
@@ -78,7 +86,7 @@ def quick(graph: Contracted, lineup: Lineup, searched: Searched) -> Looked:
     masks = few(graph, lineup.stages)
     if masks is not None:
         return Looked(searched.family(graph, masks, whole=True), len(masks))
-    most = max(MOST, PER_STAGE * lineup.stages)
+    most = _most(lineup.stages)
     places = Places.of(graph, lineup)
     family = places.everywhere(most) | _asked(graph, lineup.stages)
     if graph.size <= SWEPT:

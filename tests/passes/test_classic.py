@@ -65,8 +65,7 @@ def hold(problem: CutProblem, setting: Setting) -> None:
 def test_no_classic_cut_is_better(seed: int, size: int) -> None:
     """With few places to cut looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick_module, "MOST", 2)
-        patch.setattr(quick_module, "PER_STAGE", 0)
+        patch.setattr(quick_module, "_most", lambda _: 2)
         hold(*drawn(seed, size))
 
 

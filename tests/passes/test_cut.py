@@ -127,8 +127,7 @@ def test_bound_holds_where_not_everything_is_searched(
     monkeypatch: pytest.MonkeyPatch, seed: int, prove: bool
 ) -> None:
     """As graphs with very many down-sets are searched."""
-    monkeypatch.setattr(quick_module, "MOST", 2)
-    monkeypatch.setattr(quick_module, "PER_STAGE", 0)
+    monkeypatch.setattr(quick_module, "_most", lambda _: 2)
     monkeypatch.setattr(cut_module, "MOST_DOWN_SETS", 2)
     problem, setting = drawn(seed, 6)
     excess, value = least(problem, setting)
