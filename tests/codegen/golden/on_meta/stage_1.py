@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
+class BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.narrow = nn.Linear(32, 32)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         return out
 
 
-class Block_2(nn.Module):
+class BlockWithNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(32)
@@ -75,7 +75,7 @@ class Block_2(nn.Module):
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": Block(), "2": Block_2()})
+        self.blocks = nn.ModuleDict({"1": BlockPart(), "2": BlockWithNorm()})
         self.batch_norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(32, 400, bias=False)
 
