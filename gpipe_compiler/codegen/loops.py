@@ -63,10 +63,12 @@ def _loop_at(
 
 
 def _alike(one: BlockCall, other: BlockCall, class_of: Callable[[BlockCall], BlockClass]) -> bool:
-    """Whether two calls are of one block, by neighbours in one list of modules."""
-    lists = [call.path.rpartition(".")[0] for call in (one, other)]
-    different = one.path != other.path
-    return class_of(one) is class_of(other) and lists[0] == lists[1] and different
+    """Whether two calls are of one block, by modules of one list."""
+    (around, _, word), (other_around, _, other_word) = (
+        call.path.rpartition(".") for call in (one, other)
+    )
+    listed = around == other_around and word.isdecimal() and other_word.isdecimal()
+    return class_of(one) is class_of(other) and listed and word != other_word
 
 
 def _wires(one: BlockCall, other: BlockCall) -> tuple[int, ...] | None:
