@@ -84,7 +84,7 @@ def _of_layers(initial: Mapping[str, Steps], names: Iterable[str]) -> dict[str, 
     for common, members in groups.items():
         steps = [initial[state] for state in members if state in initial]
         texts = [repr(item) for item in steps]  # 0.0 and -0.0 are equal
-        if len(members) == len(steps) > 1:
+        if len(members) == len(steps) > 1 and common not in members:
             found[common] = max(steps, key=lambda item: texts.count(repr(item)))
         for state in members:
             if state in initial and repr(found.get(common)) != repr(initial[state]):
