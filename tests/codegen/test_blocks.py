@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -107,18 +111,43 @@ def test_layers_are_exact(planned: Callable[..., Plan], differ: bool) -> None:
         assert torch.equal(found, expected), text
 
 
-def test_the_layers_of_a_stage_can_be_recomputed_one_by_one(planned: Callable[..., Plan]) -> None:
-    """As people do with their own models: by class, from outside."""
+def recompute(layer: nn.Module) -> None:
+    layer.forward = functools.partial(  # type: ignore[method-assign]
+        checkpoint, layer.forward, use_reentrant=False
+    )
+
+
+def compile_in_place(layer: nn.Module) -> None:
+    layer.compile(backend="aot_eager")
+
+
+def shard(layer: nn.Module) -> None:
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("apply", [recompute, compile_in_place, shard])
+@pytest.mark.usefixtures("alone")
+def test_what_people_apply_to_layers_applies_to_those_of_a_stage(
+    planned: Callable[..., Plan], apply: Callable[[nn.Module], None]
+) -> None:
+    """As they do with their own models: by class, from outside."""
     torch.manual_seed(0)
     model, x = Layers(3), torch.rand(2, 3, 4)
     stage = module_of(text_of(planned(copy.deepcopy(model), x, count=1)))
     stage.load_state_dict(model.state_dict())
     layers = [module for module in stage.modules() if type(module).__name__ == "Layer"]
     for layer in layers:
-        layer.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, layer.forward, use_reentrant=False
-        )
+        apply(layer)
 
     assert len(layers) == 3
     for found, expected in zip(gradients(stage, x), gradients(model, x), strict=True):
-        assert torch.equal(found, expected)
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(whole, expected)
