@@ -19,9 +19,15 @@ from torch.nn import functional as F
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, StateRef, Value
-from gpipe_compiler.passes.coordinates import Cases, Condition, Element, is_causal, some
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.index_arithmetic import Positions
+from gpipe_compiler.passes.positions import (
+    Cases,
+    Condition,
+    Element,
+    Positions,
+    is_causal,
+    some,
+)
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import called, without_unread
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.ir import Ref
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.passes.coordinates import (
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.positions import Positions
+from gpipe_compiler.passes.positions.coordinates import (
     Affine,
     Cases,
     Compared,
@@ -22,8 +24,6 @@ from gpipe_compiler.passes.coordinates import (
     Negated,
     is_causal,
 )
-from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.index_arithmetic import Positions
 from gpipe_compiler.passes.shapes import annotate
 
 COMPARES = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne)

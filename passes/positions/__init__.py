@@ -1,0 +1,16 @@
+"""Follows tensors that are made of positions and constants alone, such as attention masks.
+
+What is found holds at any size and in any precision: positions are followed as integers only, in
+types that hold any size.
+"""
+
+from gpipe_compiler.passes.positions.coordinates import (
+    Cases,
+    Condition,
+    Element,
+    is_causal,
+    some,
+)
+from gpipe_compiler.passes.positions.known import Positions
+
+__all__ = ["Cases", "Condition", "Element", "Positions", "is_causal", "some"]

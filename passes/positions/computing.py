@@ -1,0 +1,237 @@
+"""Rules of ops that make numbers and conditions: positions, constants, arithmetic, comparisons."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+
+from gpipe_compiler.ir import Argument, Ref
+from gpipe_compiler.passes.positions.coordinates import (
+    Affine,
+    Cases,
+    Condition,
+    Element,
+    UnknownError,
+    compared,
+    coordinate,
+    every,
+    negated,
+    number,
+    some,
+)
+from gpipe_compiler.passes.positions.elements import (
+    Given,
+    Reading,
+    Rule,
+    arguments,
+    as_cases,
+    as_condition,
+    up_to,
+)
+
+
+def _without_place(kwargs: Mapping[str, Argument]) -> dict[str, Argument]:
+    """Keyword arguments that say what a new tensor holds; the result itself says its type."""
+    return {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "requires_grad")}
+
+
+def _arange(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+    if _without_place(kwargs) or not 1 <= len(args) <= 3:
+        raise UnknownError
+    start = 0 if len(args) == 1 else args[0]
+    step = args[2] if len(args) == 3 else 1
+    if type(start) is not int or type(step) is not int:
+        raise UnknownError
+    return Cases(((True, coordinate(0, 1).scaled(step).plus(number(start, 1))),))
+
+
+def _filled(value: float | None) -> Rule:
+    """A new tensor of one number; None for one that is given after the size."""
+
+    def rule(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+        given = args[-1] if args else kwargs.get("fill_value")
+        found = given if value is None else value
+        if not isinstance(found, int | float):
+            raise UnknownError
+        return Cases(((True, number(found, reading.rank)),))
+
+    return rule
+
+
+def _diff(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+    """Differences of positions, also of a row that begins with the one before the first."""
+    tensor, times, dim, before, after = arguments(
+        "input n dim prepend append", args, kwargs, n=1, dim=-1, prepend=None, append=None
+    )
+    held = reading.own(tensor)
+    if times != 1 or after is not None:
+        raise UnknownError
+    rank = len(held.shape)
+    row = as_cases(held.element, rank).only
+    dim %= rank
+    if before is not None:
+        first = reading.own(before)
+        if len(first.shape) != rank or first.shape[dim] != 1 or not _is_fixed(reading, before, dim):
+            raise UnknownError
+        places = [coordinate(d, rank) for d in range(rank)]
+        places[dim] = number(-1, rank)
+        given = as_cases(first.element, rank).only
+        places_of_one = [coordinate(d, rank) for d in range(rank)]
+        places_of_one[dim] = number(0, rank)
+        if given.at(places_of_one, rank) != row.at(places, rank):
+            raise UnknownError
+    return Cases(((True, number(row.weights[dim], rank)),))
+
+
+def _is_fixed(reading: Reading, argument: Argument, dim: int) -> bool:
+    """Whether a dimension is of one size at any batch."""
+    return isinstance(argument, Ref) and (reading.graph.values[argument.name].batch_dim != dim)
+
+
+def _cumsum(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+    tensor, dim = arguments("self dim", args, kwargs)
+    rank = reading.rank
+    each = as_cases(reading.own(tensor).element, rank).only
+    if not each.constant or not isinstance(each.offset, int):
+        raise UnknownError
+    place = coordinate(dim % rank, rank).plus(number(1, rank))
+    return Cases(((True, place.scaled(each.offset)),))
+
+
+def _pairs(
+    reading: Reading, one: Argument, other: Argument
+) -> list[tuple[Condition, Affine, Affine]]:
+    """Two operands case by case."""
+    rank = reading.rank
+    cases = itertools.product(
+        as_cases(reading.wide(one), rank).cases, as_cases(reading.wide(other), rank).cases
+    )
+    found = [(every(a, b), left, right) for (a, left), (b, right) in cases]
+    return [case for case in found if case[0] is not False]
+
+
+def _arithmetic(function: Callable[[Affine, Affine], Affine]) -> Rule:
+    def rule(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+        if kwargs or len(args) != 2:
+            raise UnknownError
+        pairs = _pairs(reading, *args)
+        return Cases(tuple((when, function(left, right)) for when, left, right in pairs))
+
+    return rule
+
+
+def _product(left: Affine, right: Affine) -> Affine:
+    if left.constant:
+        return right.scaled(left.offset)
+    if right.constant:
+        return left.scaled(right.offset)
+    raise UnknownError
+
+
+def _comparison(name: str) -> Rule:
+    def rule(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+        if kwargs or len(args) != 2:
+            raise UnknownError
+        pairs = _pairs(reading, *args)
+        return some(*(every(when, _related(name, a, b)) for when, a, b in pairs))
+
+    return rule
+
+
+def _related(name: str, left: Affine, right: Affine) -> Condition:
+    if left.constant and right.constant:
+        return bool(getattr(operator, name)(left.offset, right.offset))
+    if not isinstance(left.offset, int) or not isinstance(right.offset, int):
+        raise UnknownError
+    less, more = left.plus(right, -1), right.plus(left, -1)
+    match name:
+        case "le":
+            return compared(less, equal=False)
+        case "ge":
+            return compared(more, equal=False)
+        case "lt":
+            return negated(compared(more, equal=False))
+        case "gt":
+            return negated(compared(less, equal=False))
+        case "eq":
+            return compared(less, equal=True)
+        case _:
+            return negated(compared(less, equal=True))
+
+
+def _logic(join: Callable[..., Condition], *, of_bools: bool) -> Rule:
+    """`&` and the like, which are others of integers; `logical_and` and the like are not."""
+
+    def rule(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+        parts = [reading.wide(argument) for argument in args]
+        if kwargs or (of_bools and any(isinstance(part, Cases) for part in parts)):
+            raise UnknownError
+        return join(*map(as_condition, parts))
+
+    return rule
+
+
+def _chosen(reading: Reading, condition: Condition, yes: Argument, no: Argument) -> Element:
+    rank = reading.rank
+    parts = (condition, reading.wide(yes)), (negated(condition), reading.wide(no))
+    return Cases(
+        tuple(
+            (every(when, inner), affine)
+            for when, element in parts
+            for inner, affine in as_cases(element, rank).cases
+            if every(when, inner) is not False
+        )
+    )
+
+
+def _where(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+    condition, yes, no = arguments("condition self other", args, kwargs)
+    return _chosen(reading, as_condition(reading.wide(condition)), yes, no)
+
+
+def _masked_fill(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+    tensor, mask, value = arguments("self mask value", args, kwargs)
+    return _chosen(reading, as_condition(reading.wide(mask)), value, tensor)
+
+
+def _triangle(*, lower: bool) -> Rule:
+    def rule(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
+        tensor, diagonal = arguments("self diagonal", args, kwargs, diagonal=0)
+        if type(diagonal) is not int:
+            raise UnknownError
+        inside = (
+            up_to(diagonal, reading.rank) if lower else negated(up_to(diagonal - 1, reading.rank))
+        )
+        return _chosen(reading, inside, tensor, 0)
+
+    return rule
+
+
+_LOGIC: Mapping[str, tuple[Callable[..., Condition], bool]] = {
+    **dict.fromkeys(("and_", "__and__", "bitwise_and"), (every, True)),
+    **dict.fromkeys(("or_", "__or__", "bitwise_or"), (some, True)),
+    **dict.fromkeys(("invert", "inv", "__invert__", "bitwise_not"), (negated, True)),
+    "logical_and": (every, False),
+    "logical_or": (some, False),
+    "logical_not": (negated, False),
+}
+
+COMPUTING: Mapping[str, Rule] = {
+    "arange": _arange,
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1)),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(0)),
+    **dict.fromkeys(("full", "new_full", "full_like", "tensor"), _filled(None)),
+    "diff": _diff,
+    "cumsum": _cumsum,
+    "add": _arithmetic(Affine.plus),
+    "sub": _arithmetic(lambda left, right: left.plus(right, -1)),
+    "mul": _arithmetic(_product),
+    **{name: _comparison(name) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
+    **{name: _logic(join, of_bools=of_bools) for name, (join, of_bools) in _LOGIC.items()},
+    "where": _where,
+    "masked_fill": _masked_fill,
+    "tril": _triangle(lower=True),
+    "triu": _triangle(lower=False),
+}
+"""By the name of the method or function."""
