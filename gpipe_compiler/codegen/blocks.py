@@ -241,15 +241,19 @@ class StageBlocks:
     def _name(self, block: BlockClass) -> str:
         """The user's name; of several classes that have one, with what tells it from the others."""
         own = class_name(block.user)
-        alike = [other for other in self.blocks.classes if other.user == block.user]
+        alike = (other.first.path for other in self.blocks.classes if other.user == block.user)
         if block.first.path in self.split:
             own = f"{own}Part"
-        elif len(alike) > 1:
-            held = [self._holders[other.first.path].members.keys() for other in alike]
-            common = set(held[0]).intersection(*held)
-            here = self._holders[block.first.path].members
-            words = [word for word in here if word not in common and word.isidentifier()]
-            own = f"{own}With{class_name(words[0])}" if words else own
+        else:
+            whole = [self._holders[path].members for path in alike if path not in self.split]
+            holding = {
+                word: sum(word in members for members in whole)
+                for word in self._holders[block.first.path].members
+                if word.isidentifier()
+            }
+            rarest = min(holding, key=holding.__getitem__, default="")
+            if rarest and holding[rarest] < len(whole):
+                own = f"{own}With{class_name(rarest)}"
         numbered = (f"{own}{number}" for number in itertools.count(2))
         return self.names.take(
             next(free for free in itertools.chain((own,), numbered) if free not in self.names)
