@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from gpipe_compiler.codegen.comments import shape_text
@@ -15,11 +15,12 @@ from gpipe_compiler.codegen.variables import (
     Run,
     Variables,
     argument_name,
+    cast_by,
     is_operand,
     plain_name,
     wishes,
 )
-from gpipe_compiler.ir import Graph, MethodCall, Mode, Op, Result, ValueKind
+from gpipe_compiler.ir import Graph, Mode, Op, Result, ValueKind
 from gpipe_compiler.ir.ops import result_names
 
 
@@ -66,13 +67,10 @@ class Bindings:
             if inner
             else dict(zip(op.outputs, wishes(op, run), strict=True))
         )
-        freed = self.letting_go.ending(position)
         for value in read:
-            wish = self.named(op, value, asked[value])
-            if wish is None and len(read) == 1:
-                wish = self._reused(op, freed)
+            wish = self.named(op, value, asked[value]) or self._cast(op, position)
             if wish is None:
-                alone = run.statement if run.last == {op.name} and not inner else None
+                alone = run.statement if run.last == (op.name,) and not inner else None
                 called = not here and value in self.graph.producer  # a block's value
                 wish = argument_name(self.graph, value) if called else plain_name(op, value, alone)
             variable = self._variable(value, wish, position)
@@ -107,17 +105,18 @@ class Bindings:
     def _is_read(self, result: Result) -> bool:
         return any(value in self.uses.count for value in result_names(result))
 
-    def _reused(self, op: Op, freed: Sequence[str]) -> str | None:
-        """The name of the only operand of an op that gives it another shape or type, if free."""
-        operands = {
-            self.writer.variables[value].flat
-            for value in op.inputs
-            if self.graph.values.get(value) is None
-            or self.graph.values[value].kind is ValueKind.TENSOR
-        }
-        if len(operands) != 1 or not isinstance(op.call, MethodCall):
+    def _cast(self, op: Op, position: int) -> str | None:
+        """The name for a tensor in another type: that of the tensor, if nothing reads it again."""
+        cast = cast_by(op.call)
+        if cast is None:
             return None
-        return next((name for name in freed if name in operands), None)
+        variable = self.writer.variables[cast].flat
+        if not variable.isidentifier() or not isinstance(op.result, str):
+            return None
+        if self.variables.free(variable, position):
+            return variable
+        known = self.graph.values.get(op.result)
+        return f"{variable}_{str(known.dtype).removeprefix('torch.')}" if known else None
 
     def _variable(self, value: str, wish: str, position: int) -> str:
         partner = self.uses.partner.get(value)

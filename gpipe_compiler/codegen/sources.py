@@ -23,6 +23,7 @@ class UserStatement:
             the functions it calls. No limit for a comprehension.
         names_size: whether what it assigns is the size of a tensor.
         rebinds: whether it computes what it assigns from what the same name held before.
+        listed: whether what it assigns is computed item by item, in the order of the targets.
         function: of the function whose result it returns, the name; "" where it returns nothing.
     """
 
@@ -32,6 +33,7 @@ class UserStatement:
     operations: int
     names_size: bool = False
     rebinds: bool = False
+    listed: bool = False
     function: str = ""
 
 
@@ -67,6 +69,7 @@ def _statements(file: str) -> dict[int, UserStatement]:
                 _operations(node),
                 _names_size(node),
                 isinstance(node, ast.AugAssign) or not _read(node).isdisjoint(targets),
+                _is_listed(getattr(node, "value", None)),
                 functions.get(node, ""),
             )
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
@@ -101,6 +104,15 @@ def _operations(node: ast.stmt) -> int:
         or (isinstance(part, ast.Attribute) and part.attr in _SHAPE_ATTRIBUTES)
         for part in ast.walk(node)
     )
+
+
+def _is_listed(value: ast.expr | None) -> bool:
+    """Whether it is `f(x), g(y)` or `(f(x) for f in functions)`."""
+    match value:
+        case ast.Tuple(elts=elements) | ast.List(elts=elements):
+            return not any(isinstance(item, ast.Name | ast.Constant) for item in elements)
+        case _:
+            return isinstance(value, ast.GeneratorExp | ast.ListComp)
 
 
 def _names_size(node: ast.stmt) -> bool:

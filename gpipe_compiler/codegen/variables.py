@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.sources import UserStatement, statement_at
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, ValueKind
+from gpipe_compiler.ir import Call, FunctionCall, Graph, MethodCall, ModuleCall, Op, Ref, ValueKind
 
 _NUMBER = re.compile(r"_\d+$")
+_NUMBER_PART = re.compile(r"\d+")
+
+_CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "int", "long"})
+"""Methods of a tensor that make the same numbers in another type."""
 
 END = 1 << 60
 """The position after the last statement: what is returned is used there."""
@@ -104,11 +108,12 @@ class Run:
 
     Attributes:
         nested: whether the statement spells each of its ops, so that they may nest as there.
+        last: the ops whose results no other of them reads, in order.
     """
 
     statement: UserStatement | None
     nested: bool
-    last: frozenset[str]
+    last: tuple[str, ...]
 
 
 def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
@@ -125,14 +130,38 @@ def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
             runs[index][1].append(op)
     table: dict[str, Run] = {}
     place = {op.name: position for position, op in enumerate(ops)}
-    for statement, members in runs:
+    for statement, members in (part for run in runs for part in _rounds(*run)):
         span = ops[place[members[0].name] : place[members[-1].name] + 1]
         read = {name for op in span for name in op.inputs}
-        last = frozenset(op.name for op in members if not read.intersection(op.outputs))
+        last = tuple(op.name for op in members if not read.intersection(op.outputs))
         # Ops without any source are the compiler's own, a default loss: they nest as they come.
         nested = len(members) <= statement.operations if statement else _unsourced(members)
         table.update(dict.fromkeys((op.name for op in members), Run(statement, nested, last)))
     return table
+
+
+def _rounds(
+    statement: UserStatement | None, members: list[Op]
+) -> Iterator[tuple[UserStatement | None, list[Op]]]:
+    """The ops of a statement by rounds of the loop that it stands in, where they are alike."""
+    size = len(members)
+    if statement is not None and statement.rebinds and size > statement.operations:
+        kinds = [_kind_of(op) for op in members]
+        size = next(n for n in range(1, size + 1) if kinds == (kinds[:n] * size)[:size])
+    for start in range(0, len(members), size):
+        yield statement, members[start : start + size]
+
+
+def _kind_of(op: Op) -> object:
+    match op.call:
+        case FunctionCall(function=function):
+            return function
+        case MethodCall(method=method):
+            return method
+        case ModuleCall(module=path):
+            return _NUMBER_PART.sub("", path)
+        case _:
+            return op.name
 
 
 def _unsourced(members: Sequence[Op]) -> bool:
@@ -149,7 +178,9 @@ def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
         return targets if len(targets) == len(op.outputs) else nothing
     chained = run.statement.rebinds and not run.nested
     if len(targets) == 1:
-        return (targets[0],) if chained or run.last == {op.name} else nothing
+        return (targets[0],) if chained or run.last == (op.name,) else nothing
+    if run.statement.listed and len(targets) == len(run.last) and op.name in run.last:
+        return (targets[run.last.index(op.name)],)
     match op.call:
         case FunctionCall(function=operator.getitem, args=(_, int(index))):
             if op.name in run.last and 0 <= index < len(targets):
@@ -183,6 +214,15 @@ def _of_module(path: str) -> str:
     return f"{outer}_{last}" if outer and not outer.isdecimal() else ""
 
 
+def cast_by(call: Call) -> str | None:
+    """The value of which a call makes the same numbers in another type."""
+    match call:
+        case MethodCall(method=method, args=(Ref(name=value), *_)) if method in _CASTS:
+            return value
+        case _:
+            return None
+
+
 def is_operand(graph: Graph, op: Op, value: str) -> bool:
     """Whether the statement of the user that makes a value is not done with it."""
     statement, module = statement_at(op.source), graph.producer[value].module
@@ -205,5 +245,5 @@ def argument_name(graph: Graph, value: str) -> str:
     statement = statement_at(op.source)
     if statement is None or is_operand(graph, op, value):
         return plain_name(op, value)
-    run = Run(statement, False, frozenset({op.name}))
+    run = Run(statement, False, (op.name,))
     return wishes(op, run)[op.outputs.index(value)] or plain_name(op, value, statement)
