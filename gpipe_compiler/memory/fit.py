@@ -16,6 +16,7 @@ from gpipe_compiler.cluster import is_host
 from gpipe_compiler.drafting import Draft, Drafting
 from gpipe_compiler.memory.curve import DeviceMemory
 from gpipe_compiler.memory.devices import Layout, device_memories
+from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Plan, Prediction, Stage
@@ -219,9 +220,16 @@ def _fits_quickly(draft: Draft, limits: Sequence[float]) -> bool:
 
 
 def _limited(drafting: Drafting, limits: Sequence[float]) -> Drafting:
-    """The same on devices that hold so much."""
+    """The same on devices that hold so much.
+
+    A limit is moved for the stages that a device has. So devices that are alike do not change
+    places for it.
+    """
     seats = tuple(
         dataclasses.replace(seat, memory=limit)
         for seat, limit in zip(drafting.setting.seats, limits, strict=True)
     )
-    return dataclasses.replace(drafting, setting=dataclasses.replace(drafting.setting, seats=seats))
+    orders, _ = seat_orders(drafting.setting)
+    alike = orders == (tuple(range(len(orders[0]))),)
+    setting = dataclasses.replace(drafting.setting, seats=seats, seated=alike)
+    return dataclasses.replace(drafting, setting=setting)

@@ -42,7 +42,7 @@ class _Seating:
 
     def orders(self) -> tuple[tuple[tuple[int, ...], ...], bool]:
         natural = tuple(range(self.devices))
-        if self._all_alike():
+        if self.setting.seated or self._all_alike():
             return (natural,), True
         if len(self.own) > MOST_SEATS:
             return (natural, natural[::-1]), False

@@ -66,6 +66,7 @@ class Setting:
         devices: of the pipeline; None for as many as the schedule needs.
         recompute: for every stage, whether it runs its forward again before a backward.
         objective: what is to be short, among cuts that fit into memory.
+        seated: whether the pipeline has the first seats, in their order, though they differ.
     """
 
     kind: ScheduleKind | None
@@ -76,6 +77,7 @@ class Setting:
     devices: int | None = None
     recompute: tuple[bool, ...] = ()
     objective: Objective = Objective.STEP
+    seated: bool = False
 
     @classmethod
     def equal(

@@ -58,9 +58,9 @@ def test_whatever_fits_is_found_to(graph: Graph) -> None:
     )
     assert least < most
     for memory in (least, (least + most) // 2, most):
-        assert (
-            fullest(choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1).memory) <= memory
-        )
+        exact = choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1)
+        assert fullest(exact.memory) <= memory
+        assert exact.draft.found.seats == tuple(range(STAGES)), "alike devices changed places"
         assert fullest(first_that_fits(drafting(graph, memory), 1).memory) <= memory
 
 
