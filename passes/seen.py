@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.passes.blocks import Blocks, IrregularError
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 
 
@@ -82,37 +80,3 @@ class SeenRun:
 
 def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def saved_values(graph: Graph) -> Mapping[str, frozenset[str]]:
-    """For each op those of the values it reads and makes whose memory autograd keeps for it.
-
-    Ops that keep nothing of them are left out; so are all in inference.
-
-    Raises:
-        ModelError: naming the op that cannot run.
-    """
-    if graph.loss is None:
-        return {}
-    blocks = Blocks.of(graph)
-    if blocks is not None:
-        with contextlib.suppress(IrregularError):
-            known = _saved_values(blocks.short)
-            return {
-                op.name: frozenset(map(meaning.value, known[told]))
-                for op, told, meaning in blocks.known()
-                if told in known
-            }
-    return _saved_values(graph)
-
-
-def _saved_values(graph: Graph) -> dict[str, frozenset[str]]:
-    run = SeenRun.of(graph, training=True)
-    found: dict[str, frozenset[str]] = {}
-    for op in graph.ops:
-        keys = run.saved.get(op.name, frozenset())
-        names = (name for name in (*op.inputs, *op.outputs) if name in run.memory)
-        saved = frozenset(name for name in names if run.memory[name] in keys)
-        if saved:
-            found[op.name] = saved
-    return found

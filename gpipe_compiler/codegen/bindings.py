@@ -76,7 +76,7 @@ class Bindings:
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
             self.letting_go.bound(variable)
-        result, expression = self._read_alone(op.result, expression, position)
+        result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
 
@@ -88,14 +88,13 @@ class Bindings:
         # Any other statement names what it makes of the size.
         return wish if statement is not None and statement.names_size and wish else "batch"
 
-    def _read_alone(
-        self, result: Result, expression: Expression, position: int
-    ) -> tuple[Result, Expression]:
-        """What is bound of a result: no variable is to hold what nobody reads, if it is large."""
-        if not isinstance(result, tuple) or position >= self.letting_go.releases.busy:
+    def _read_alone(self, result: Result, expression: Expression) -> tuple[Result, Expression]:
+        """What is bound of a result: no variable is to hold what is to be let go of at once."""
+        if not isinstance(result, tuple) or len(result) == 1:
             return result, expression
         read = [index for index, item in enumerate(result) if self._is_read(item)]
-        if len(read) != 1 or len(result) == 1:
+        unread = [value for value in result_names(result) if value not in self.uses.count]
+        if len(read) != 1 or not self.letting_go.releases.worth(unread):
             return result, expression
         end = f"[{read[0]}]"
         return result[read[0]], replace(

@@ -23,6 +23,7 @@ from gpipe_compiler.codegen.method_text import is_tensor, method_text, returned_
 from gpipe_compiler.codegen.methods import Given, Method
 from gpipe_compiler.codegen.names import RESERVED, Names, class_name
 from gpipe_compiler.codegen.nested import Holder
+from gpipe_compiler.codegen.peaks import Content, Peaks
 from gpipe_compiler.codegen.templates import contains_batch, tells_batch
 from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.arguments import map_argument
@@ -69,6 +70,7 @@ class StageBlocks:
     blocks: Blocks
     split: Collection[str]
     names: Names
+    peaks: Peaks
     written: dict[int, WrittenBlock] = field(default_factory=dict)
 
     @classmethod
@@ -77,14 +79,15 @@ class StageBlocks:
         facts: Facts,
         stage: Stage,
         state: StageState,
-        methods: Sequence[Method],
+        methods: Mapping[str, Method],
         imports: Imports,
         own_name: str,
     ) -> StageBlocks:
         """Finds and writes the blocks that some methods of a stage call.
 
         Args:
-            methods: those to be written with calls of blocks; they run in this order.
+            methods: those to be written with calls of blocks, by name, in the order in which they
+                run: `forward`, and the segments that it calls.
             own_name: of the class of the stage.
         """
         graph = facts.graph
@@ -94,7 +97,7 @@ class StageBlocks:
         }
         displaced = {prefix for path in state.displaced for prefix in prefixes(path)}
         kept = {holder.prefix[:-1] for holder in state.root.all()} - displaced
-        bodies = [Body(method.ops, method.returns) for method in methods]
+        bodies = [Body(method.ops, method.returns) for method in methods.values()]
         contents = Contents(graph, tuple(state.modules), tuple(state.places))
         blocks = find_blocks(
             contents,
@@ -104,7 +107,14 @@ class StageBlocks:
             absent.__contains__,
         )
         names = Names((*RESERVED, own_name))
-        made = cls(facts, state, imports, contents, blocks, absent, names)
+        first, *others = (
+            Content(method.arguments, parts, method.returns)
+            for method, parts in zip(methods.values(), blocks.bodies, strict=True)
+        )
+        segments = dict(zip(list(methods)[1:], others, strict=True))
+        peaks = Peaks(graph, facts.runs, blocks, segments)
+        peaks.method(first)
+        made = cls(facts, state, imports, contents, blocks, absent, names, peaks)
         for block in blocks.classes:
             made.written[id(block)] = made._write(block)
         return made
@@ -321,7 +331,7 @@ class StageBlocks:
             if is_under(path, root)
         }
         writer = Writer(self.imports, states, modules)
-        return write_body(graph, method, writer, self.saved, unnoted=self._unlike(block))
+        return write_body(graph, method, writer, self.peaks.worth, unnoted=self._unlike(block))
 
     def _unlike(self, block: BlockClass) -> frozenset[str]:
         """The values of a block whose sizes are not the same in all calls."""
@@ -336,11 +346,6 @@ class StageBlocks:
                 if shapes[0] != shapes[1]:
                     found.add(one)
         return frozenset(found)
-
-    @cached_property
-    def saved(self) -> Mapping[str, Collection[str]]:
-        """What autograd keeps for each op, and for each call of a block."""
-        return self.facts.saved
 
     def _forward(self, method: Method, body: WrittenBody) -> list[str]:
         graph = self.facts.graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,7 @@ from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
 from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
-from gpipe_compiler.codegen.releases import NOTHING, Releases
+from gpipe_compiler.codegen.releases import Releases
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
@@ -56,14 +56,13 @@ def write_body(
     graph: Graph,
     method: Method,
     writer: Writer,
-    saved: Mapping[str, Collection[str]] | None = None,
+    worth: Collection[int] = (),
     unnoted: Collection[str] = (),
 ) -> Body:
     """The statements of a method.
 
     Args:
-        saved: op -> the values whose memory autograd keeps for it; None for a method that need not
-            let go of anything before it ends.
+        worth: the storages that are worth letting go of before the method ends.
         unnoted: values whose sizes no comment tells.
 
     Raises:
@@ -71,9 +70,7 @@ def write_body(
     """
     ops = method.ops
     names = Names()
-    releases = NOTHING
-    if saved is not None:
-        releases = Releases.of(graph, ops, method.arguments, method.returns, saved)
+    releases = Releases.of(graph, ops, method.returns, worth)
     uses = Uses.of(ops, method.returns, releases.asked)
     variables = Variables(names, uses.last, lambda value: _kind(graph, value))
     arguments = tuple(variables.fresh(v, argument_name(graph, v)) for v in method.arguments)
@@ -116,7 +113,7 @@ class _Scribe:
     variables: Variables
     names: Names
     uses: Uses
-    releases: Releases = NOTHING
+    releases: Releases
     batch_sizes: frozenset[str] = frozenset()
     unnoted: Collection[str] = ()
     statements: list[Statement] = field(default_factory=list)
@@ -361,7 +358,7 @@ class _Scribe:
         ops = drop_dead(block.ops, value_names(block.outputs))
         uses = Uses.of(ops, tuple(value_names(block.outputs)))
         variables = Variables(self.names, uses.last, lambda _: None)
-        scribe = _Scribe(self.graph, inner, variables, self.names, uses)
+        scribe = _Scribe(self.graph, inner, variables, self.names, uses, Releases({}, frozenset()))
         scribe.write(ops)
         body = list(scribe.statements)
         for target, argument in zip(results, block.outputs, strict=True):

@@ -11,13 +11,13 @@ from gpipe_compiler.ir import Argument, Graph, Op
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.op_runs import OpRun, runs_of
 from gpipe_compiler.passes.random_ops import (
     first_numbers,
     in_eval,
     numbers_of,
     shared_draws,
 )
-from gpipe_compiler.passes.seen import saved_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Facts:
             what they draw has no batch dimension.
         randoms_in_eval: those that run in eval mode.
         mixing: the ops in which samples meet.
-        saved: op -> the values whose memory autograd keeps for its backward.
+        runs: what each op takes of memory.
     """
 
     graph: Graph
@@ -52,7 +52,7 @@ class Facts:
     randoms: Mapping[str, tuple[bool, ...]]
     randoms_in_eval: Mapping[str, tuple[bool, ...]]
     mixing: frozenset[str]
-    saved: Mapping[str, frozenset[str]]
+    runs: Mapping[str, OpRun]
 
     @classmethod
     def of(cls, graph: Graph) -> Facts:
@@ -64,7 +64,7 @@ class Facts:
             shared_draws(graph),
             shared_draws(in_eval(graph)),
             mixing_ops(graph),
-            saved_values(graph),
+            runs_of(graph),
         )
 
     @cached_property

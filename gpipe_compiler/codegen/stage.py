@@ -24,6 +24,7 @@ from gpipe_compiler.codegen.method_text import (
 )
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
+from gpipe_compiler.codegen.peaks import Content
 from gpipe_compiler.codegen.segments import buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
@@ -97,17 +98,19 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     methods = {FORWARD: forward}
     methods |= {segment.name: segment.method for segment in segments}
     class_name = f"Stage{stage.index}"
-    blocks = StageBlocks.of(facts, stage, state, list(methods.values()), imports, class_name)
+    blocks = StageBlocks.of(facts, stage, state, methods, imports, class_name)
     methods = {
         label: blocks.with_calls(index, method)
         for index, (label, method) in enumerate(methods.items())
     }
     methods |= dict(zip((LOSS,), losses, strict=False))
+    for method in losses:
+        blocks.peaks.method(Content(method.arguments, method.ops, method.returns))
     written = []
     for label, method in methods.items():
         writer = Writer(imports, state.places, {**state.modules, **blocks.places})
-        saved = blocks.saved if label in (FORWARD, LOSS) else {}
-        written.append(_Written(label, method, write_body(graph, method, writer, saved)))
+        body = write_body(graph, method, writer, blocks.peaks.worth)
+        written.append(_Written(label, method, body))
     if any(method.arguments for method in methods.values()) or outputs:
         imports.from_torch("Tensor")
     buffers = _buffers(graph, state.originals)

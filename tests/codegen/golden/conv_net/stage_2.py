@@ -37,9 +37,7 @@ class Stage2(nn.Module):
         """
         # models.py:43-44
         relu_out = self.blocks["1"](out, relu_out)  # (B, 4, 8, 8)
-        pool_out = self.pool(relu_out)  # (B, 4, 1, 1)
-        del relu_out
-        x = pool_out.flatten(1)  # (B, 4)
+        x = self.pool(relu_out).flatten(1)  # (B, 4)
         head_out = self.head(x)  # (B, 5)
         return head_out
 

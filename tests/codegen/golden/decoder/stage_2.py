@@ -19,12 +19,8 @@ class AttentionPart(nn.Module):
         floor_div = dim // 2
         scores = q @ transpose / floor_div**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
-        softmax = scores.softmax(dim=-1)
-        del scores
-        mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
-        reshape = mixed.transpose(1, 2).reshape(batch, length, dim)  # (B, 6, 8)
-        del mixed
-        out = self.out(reshape)
+        mixed = F.dropout(scores.softmax(dim=-1), p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
+        out = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
         return out
 
 

@@ -33,9 +33,7 @@ class Attention(nn.Module):
         del scores
         mixed = softmax @ value  # (B, 2, 8, 16)
         del qkv, query, key, value, first, second
-        reshape = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
-        del mixed
-        out = self.out(reshape)
+        out = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
         return out
 
 
@@ -52,10 +50,7 @@ class Block(nn.Module):
         # meta_decoder.py:58
         norm_out = self.norm(x)  # (B, 8, 32)
         out = self.attention(norm_out)
-        del norm_out
-        add = out + self.noise
-        del out
-        add = x + self.scale * self.narrow(F.gelu(add))
+        add = x + self.scale * self.narrow(F.gelu(out + self.noise))
         return add
 
 
@@ -82,7 +77,6 @@ class Stage0(nn.Module):
         # meta_decoder.py:77
         x = self.tokens(tokens) + self.position + self.shift  # (B, 8, 32)
         blocks_0 = self.blocks["0"](x)
-        del x
 
         # blocks.1 (meta_decoder.py:58)
         norm_out = self.blocks["1"].norm(blocks_0)

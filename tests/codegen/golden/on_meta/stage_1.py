@@ -37,22 +37,14 @@ class Attention(nn.Module):
         turn_out = query * self.cos + torch.cat([-second, first], -1) * self.sin  # (B, 2, 8, 16)
         first, second = key.chunk(2, -1)
         turn_out_2 = key * self.cos + torch.cat([-second, first], -1) * self.sin
-        matmul = turn_out @ turn_out_2.transpose(-1, -2)  # (B, 2, 8, 8)
-        del turn_out, turn_out_2
-        scores = matmul / scale
-        del matmul
+        scores = turn_out @ turn_out_2.transpose(-1, -2) / scale  # (B, 2, 8, 8)
         scores.masked_fill_(~self.mask, -1000000000.0)
-        softmax = F.softmax(scores, dim=-1)
-        del scores
-        mixed = softmax @ value  # (B, 2, 8, 16)
-        del qkv, query, key, value, first, second
-        reshape = mixed.transpose(1, 2).reshape(batch, 8, 32)  # (B, 8, 32)
-        del mixed
-        out = self.out(reshape)
+        mixed = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
+        out = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
         return out
 
 
-class BlockWithNorm(nn.Module):
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(32)
@@ -65,17 +57,14 @@ class BlockWithNorm(nn.Module):
         # meta_decoder.py:58
         norm_out = self.norm(blocks_1)  # (B, 8, 32)
         out = self.attention(norm_out)
-        del norm_out
-        add = out + self.noise
-        del out
-        add = blocks_1 + self.scale * self.narrow(F.gelu(add))
+        add = blocks_1 + self.scale * self.narrow(F.gelu(out + self.noise))
         return add
 
 
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": BlockPart(), "2": BlockWithNorm()})
+        self.blocks = nn.ModuleDict({"1": BlockPart(), "2": Block()})
         self.batch_norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(32, 400, bias=False)
 

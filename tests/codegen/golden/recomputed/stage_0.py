@@ -47,7 +47,6 @@ class Stage0(nn.Module):
         # stem (models.py:41)
         stem_0 = self.stem["0"](images)  # (B, 4, 8, 8)
         stem_1 = self.stem["1"](stem_0)
-        del stem_0
         x = self.stem["2"](stem_1)
         return x
 
