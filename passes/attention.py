@@ -18,7 +18,17 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, StateRef, Value
+from gpipe_compiler.ir import (
+    Argument,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Op,
+    Ref,
+    StateRef,
+    Value,
+    called,
+)
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.positions import (
     Cases,
@@ -29,7 +39,7 @@ from gpipe_compiler.passes.positions import (
     some,
 )
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.simplify import called, without_unread
+from gpipe_compiler.passes.simplify import without_unread
 
 _WIDEST_HEAD = 256
 """Of keys and values, for which the kernels for groups of query heads are written."""

@@ -10,6 +10,7 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.attention import call_attention_plainly
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.loss_weight import weigh_loss
+from gpipe_compiler.passes.narrow_masks import narrow_masks
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
 from gpipe_compiler.passes.stores import read_stores
@@ -46,6 +47,7 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass("shapes", lambda graph, at: annotate(graph, at.samples, at.precision)),
+    Pass("narrow_masks", lambda graph, at: narrow_masks(graph, at.kept)),
     Pass("simplify", lambda graph, at: simplify(graph, at.kept)),
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
     Pass("stores", lambda graph, _: read_stores(graph)),

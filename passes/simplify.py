@@ -1,8 +1,9 @@
 """Drops ops that change nothing, whatever the batch size, the types and the precision.
 
 `x + 0` of integers, `x * 1.0` of floats, `expand` and `reshape` to the shape that is there, an
-index of the whole tensor, `contiguous()` twice. Casts stay: what is fp32 here may be 16 bits
-elsewhere. So do ops whose result or operand is written in place, and those that the model returns.
+index of the whole tensor, `contiguous()` twice, `where` of a condition on positions that holds
+everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops whose result or
+operand is written in place, and those that the model returns.
 Inside regions types and shapes are not known: only what follows from the ops there is dropped.
 """
 
@@ -33,10 +34,12 @@ from gpipe_compiler.ir import (
     Result,
     Value,
     ValueKind,
+    called,
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.passes.blocks import reading
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.positions import Positions
 from gpipe_compiler.passes.repeats import repeats
 
 _Size: TypeAlias = "int | tuple[str, float]"
@@ -56,17 +59,18 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
         kept: names of ops that are to stay.
     """
     graph = _in_regions(graph)
-    sizes = _Sizes(graph)
+    sizes, found = _Sizes(graph), effects(graph)
+    chooses = any(called(op.call) == "where" for op in graph.ops)
+    positions = Positions(graph, found) if chooses else None
     ends = (*graph.output_values, *(() if graph.loss is None else (graph.loss.value,)))
     idle = {
         op.name: source
         for op in graph.ops
         if isinstance(op.result, str) and op.result not in ends and op.name not in kept
-        for source in _unchanged(graph, sizes, op)
+        for source in _unchanged(graph, sizes, positions, op)
     }
     if not idle:
         return graph
-    found = effects(graph)
     reads = Counter(itertools.chain(ends, *map(_reads, graph.ops)))
     names: dict[str, str] = {}  # what is read instead of the result of an op
     for op in graph.ops:
@@ -80,14 +84,7 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
             continue
         reads[source] = others + reads[result]
         names[result] = source
-    return _without(graph, names) if names else graph
-
-
-def called(call: Call) -> str:
-    """The name of the method or function of torch, operator or builtins that is called."""
-    if isinstance(call, MethodCall):
-        return call.method
-    return getattr(call.function, "__name__", "") if isinstance(call, FunctionCall) else ""
+    return _without(graph, names, positions) if names else graph
 
 
 def _reads(op: Op) -> Iterator[str]:
@@ -104,12 +101,13 @@ def _unwritten(found: Effects, source: str, result: str) -> bool:
     return shared.isdisjoint(found.written_values) and states.isdisjoint(found.written_states)
 
 
-def _unchanged(graph: Graph, sizes: _Sizes, op: Op) -> Iterator[str]:
+def _unchanged(graph: Graph, sizes: _Sizes, positions: Positions | None, op: Op) -> Iterator[str]:
     """The tensor that an op returns as it is, if it does."""
     call = op.call
     if not isinstance(call, FunctionCall | MethodCall) or not call.args:
         return
-    source, result = call.args[0], graph.values[op.outputs[0]]
+    chosen = _chosen(graph, positions, op)
+    source, result = chosen or call.args[0], graph.values[op.outputs[0]]
     if not isinstance(source, Ref) or result.kind is not ValueKind.TENSOR:
         return
     before = graph.values[source.name]
@@ -120,11 +118,29 @@ def _unchanged(graph: Graph, sizes: _Sizes, op: Op) -> Iterator[str]:
         return
     assert before.dtype is not None
     if (
-        _is_neutral(call, before.dtype)
+        chosen is not None
+        or _is_neutral(call, before.dtype)
         or _keeps_shape(sizes, call, before)
         or (_is_plain(call, "contiguous") and _is_contiguous(graph, source.name))
     ):
         yield source.name
+
+
+def _chosen(graph: Graph, positions: Positions | None, op: Op) -> Ref | None:
+    """The operand that `where` takes everywhere, at any size.
+
+    It may have other strides than the result, so whoever reads that is to make it contiguous.
+    """
+    call = op.call
+    if positions is None or called(call) != "where" or call.kwargs or len(call.args) != 3:
+        return None
+    readers = graph.consumers.get(op.outputs[0], ())
+    condition = positions.element(call.args[0])
+    if not isinstance(condition, bool) or not all(_is_plain(r.call, "contiguous") for r in readers):
+        return None
+    taken, other = call.args[1:] if condition else call.args[:0:-1]
+    # A tensor in its place might be of a wider type where this one is of 16 bits, or learn.
+    return taken if isinstance(taken, Ref) and isinstance(other, int | float) else None
 
 
 def _is_neutral(call: Call, dtype: torch.dtype | None) -> bool:
@@ -234,15 +250,20 @@ class _Sizes:
 # --- the graph without them -----------------------------------------------------------------------
 
 
-def _without(graph: Graph, names: Mapping[str, str]) -> Graph:
+def _without(graph: Graph, names: Mapping[str, str], positions: Positions | None) -> Graph:
     """The graph without the makers of some values, in whose place others are read.
 
     Args:
         names: what is read instead of each.
     """
+
+    def is_idle(op: Op) -> bool:
+        of_positions = positions is not None and all(name in positions for name in op.outputs)
+        return of_positions or _is_number(graph, op)
+
     memory = {graph.values[name].storage: graph.values[old].storage for name, old in names.items()}
     ops = [_reading(op, names) for op in graph.ops if names.keys().isdisjoint(op.outputs)]
-    changed = graph.replace(ops=without_unread(graph, ops, lambda op: _is_number(graph, op)))
+    changed = graph.replace(ops=without_unread(graph, ops, is_idle))
     kept = {source.name for source in graph.inputs} | changed.producer.keys()
     values = {
         name: dataclasses.replace(value, storage=memory.get(value.storage, value.storage))

@@ -26,6 +26,7 @@ from gpipe_compiler.ir.ops import (
     Op,
     RegionCall,
     Result,
+    called,
 )
 from gpipe_compiler.runtime.spec import Input, Reduction
 
@@ -58,4 +59,5 @@ __all__ = [
     "Stretch",
     "Value",
     "ValueKind",
+    "called",
 ]

@@ -120,6 +120,13 @@ Result: TypeAlias = "str | tuple[Result, ...] | None"
 (nested) tuple to unpack into: `("out", ("h", "c"))` for an LSTM."""
 
 
+def called(call: Call) -> str:
+    """The name of the method or function of torch, operator or builtins that is called."""
+    if isinstance(call, MethodCall):
+        return call.method
+    return getattr(call.function, "__name__", "") if isinstance(call, FunctionCall) else ""
+
+
 def result_names(result: Result) -> Iterator[str]:
     """The value names in a result, in order."""
     if isinstance(result, str):

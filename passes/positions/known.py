@@ -19,6 +19,7 @@ from gpipe_compiler.ir import (
     StateKind,
     StateRef,
     ValueKind,
+    called,
 )
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.positions.computing import COMPUTING
@@ -38,7 +39,6 @@ from gpipe_compiler.passes.positions.elements import (
     up_to,
 )
 from gpipe_compiler.passes.positions.moving import MOVING
-from gpipe_compiler.passes.simplify import called
 
 _POSITIONS = frozenset({torch.int32, torch.int64})
 """Types that hold positions in a tensor of any size."""

@@ -35,15 +35,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Calls(TorchFunctionMode):
-    """The options of every call of attention."""
+    """The options of every call of attention, and the shapes of their masks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.options: list[dict[str, object]] = []
+        self.masks: list[tuple[int, ...] | None] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             self.options.append(said(kwargs or {}))
+            mask = (kwargs or {}).get("attn_mask")
+            self.masks.append(None if mask is None else tuple(mask.shape))
         return func(*args, **(kwargs or {}))
 
 
@@ -80,3 +83,31 @@ def test_attention_is_called_as_the_model_calls_it(name: str) -> None:
     ]
     assert not any(isinstance(item, ByMode) for options in found for item in options.values())
     assert found == own.options
+
+
+def test_biases_of_t5_are_held_once_and_not_for_every_sample() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        use_cache=False,
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    inputs = {
+        name: torch.randint(0, 50, (4, LENGTH)) for name in ("input_ids", "decoder_input_ids")
+    }
+    with Calls() as own, torch.no_grad():
+        model(**inputs)
+    graph = trace(model, (), inputs, training=False, loss=LossChoice.MODEL)
+    simple = transform(graph, Setting(2))
+
+    found = {
+        simple.values[op.call.kwargs["attn_mask"].name].shape
+        for op in simple.ops
+        if isinstance(op.call, FunctionCall) and "attn_mask" in op.call.kwargs
+    }
+    assert found == set(own.masks)

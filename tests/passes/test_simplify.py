@@ -83,6 +83,37 @@ def test_what_may_change_something_stays(builder, given, add):
     assert before.numpy().tobytes() == now.numpy().tobytes()
 
 
+EVERYWHERE, NOWHERE = (operator.ge, 0), (operator.lt, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "condition", "args", "goes"),
+    [
+        (torch.float32, EVERYWHERE, lambda x: (x, -1.0), True),
+        (torch.float32, NOWHERE, lambda x: (-1.0, x), True),
+        (torch.float32, EVERYWHERE, lambda x: (-1.0, x), False),
+        (torch.float32, (operator.lt, 3), lambda x: (x, -1.0), False),  # only at this size
+        (torch.int64, EVERYWHERE, lambda x: (x, -1.0), False),  # integers become floats
+        (torch.float32, EVERYWHERE, lambda x: (x, Ref("other")), False),  # x may come in 16 bits
+    ],
+)
+def test_a_choice_goes_that_is_the_same_everywhere(builder, dtype, condition, args, goes):
+    given = FLOATS.nan_to_num(posinf=3.0).to(dtype)
+    b = builder(x=given, other=torch.ones(2, 3))
+    row = b.call(torch.arange, 3)
+    first = b.call(operator.add, Ref("x"), Ref("x"))
+    found = b.call(torch.where, b.call(condition[0], row, condition[1]), *args(first), name="found")
+    last = b.call(operator.neg, b.method("contiguous", found))
+    graph = annotate(b.graph(last), 2)
+    simple = simplify(graph)
+    inputs = {"x": given, "other": torch.ones(2, 3)}
+    before, now = (Interpreter(g, {}).run(inputs)[last.name] for g in (graph, simple))
+
+    assert ("found" not in simple.op_of) is goes
+    assert before.dtype is now.dtype
+    assert before.numpy().tobytes() == now.numpy().tobytes()
+
+
 def test_a_size_of_the_batch_is_known_for_what_it_is(builder):
     b = builder(x=torch.randn(3, 4))
     batch = b.method("size", Ref("x"), 0, name="batch")
