@@ -112,7 +112,8 @@ class Bindings:
         variable = self.writer.variables[cast].flat
         if not variable.isidentifier() or not isinstance(op.result, str):
             return None
-        if self.variables.free(variable, position):
+        held = self.variables.holder(cast) == variable  # a region's own are not held here
+        if held and self.variables.free(variable, position):
             return variable
         known = self.graph.values.get(op.result)
         return f"{variable}_{str(known.dtype).removeprefix('torch.')}" if known else None

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.sources import UserStatement, statement_at
-from gpipe_compiler.ir import Call, FunctionCall, Graph, MethodCall, ModuleCall, Op, Ref, ValueKind
+from gpipe_compiler.ir import (
+    Argument,
+    Call,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    ValueKind,
+)
 
 _NUMBER = re.compile(r"_\d+$")
 _NUMBER_PART = re.compile(r"\d+")
@@ -194,6 +205,8 @@ def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> st
     Args:
         statement: the user's, where the value is all that it makes.
     """
+    if isinstance(op.call, RegionCall):
+        return _of_region(op, op.call, value)
     if len(op.outputs) > 1 or value == "loss":
         return value
     if statement is not None and statement.function and statement.function != "forward":
@@ -203,6 +216,23 @@ def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> st
     if statement is not None and statement.function and _of_module(op.module):
         return _of_module(op.module)
     return _NUMBER.sub("", value)
+
+
+def _of_region(op: Op, made: RegionCall, value: str) -> str:
+    """The name of a result of a region by what makes it inside, casts aside."""
+    results = op.result if isinstance(op.result, tuple) else (op.result,)
+    makers = {own: inner for inner in made.body.ops for own in inner.outputs}
+    found: Argument = made.body.outputs[results.index(value)]
+    while isinstance(found, Ref) and found.name in makers:
+        own, maker = found.name, makers[found.name]
+        statement = statement_at(maker.source)
+        read = {name for inner in made.body.ops if inner is not maker for name in inner.inputs}
+        wish = wishes(maker, Run(statement, False, (maker.name,)))[maker.outputs.index(own)]
+        cast = cast_by(maker.call)
+        if (wish and own not in read) or cast is None:
+            return (own not in read and wish) or plain_name(maker, own)
+        found = Ref(cast)
+    return value
 
 
 def _of_module(path: str) -> str:
@@ -243,7 +273,8 @@ def argument_name(graph: Graph, value: str) -> str:
     if op is None:
         return value
     statement = statement_at(op.source)
-    if statement is None or is_operand(graph, op, value):
+    inside = isinstance(op.call, RegionCall)
+    if statement is None or inside or is_operand(graph, op, value):
         return plain_name(op, value)
     run = Run(statement, False, (op.name,))
     return wishes(op, run)[op.outputs.index(value)] or plain_name(op, value, statement)

@@ -119,6 +119,25 @@ class Frozen(nn.Module):
         return x * cos + sin
 
 
+class Tables(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            angles = x.mean(0).double()
+            cos = angles.cos()
+            sin = angles.sin()
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+class Rotates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = Tables()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.tables(x)
+        return x * cos + half_turn(x) * sin
+
+
 class Repeats(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +164,7 @@ class Whole(nn.Module):
         return x.tanh()
 
 
-MODELS = (ReturnsMethod, ReturnsView, Gated, Augments, Unpacks, Normed, Frozen, Repeats)
+MODELS = (ReturnsMethod, ReturnsView, Gated, Augments, Unpacks, Normed, Frozen, Rotates, Repeats)
 
 
 @contextmanager
@@ -215,4 +234,5 @@ def test_a_users_name_stands_for_the_users_value(
         found = stage(x)
 
     assert torch.equal(found, expected), text
+    assert "region" not in text
     assert not misnamed(users, emitted, {"Stage0": type(model).__name__}), text
