@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gpipe_compiler.ir import Graph
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.blocks import BlockCall, Part
 from gpipe_compiler.ir.classes import Blocks
 from gpipe_compiler.passes.op_runs import OpRun
@@ -134,9 +136,14 @@ class Peaks:
             pairs = zip(_outputs(part), _outputs(block), strict=True)
             first = {self._storage(one): self._storage(other) for one, other in pairs}
             self._fill(_content(part), limit, first, saves=saves)
-        elif part.name in self.segments:
-            self._fill(self.segments[part.name], limit, {}, saves=False)
-            self.method(self.segments[part.name])
+        elif (segment := self._segment(part)) is not None:
+            self._fill(segment, limit, {}, saves=False)
+            self.method(segment)
+
+    def _segment(self, op: Op) -> Content | None:
+        """What a call of a segment runs again; an op inside may have the name of its segment."""
+        calls = isinstance(op.call, FunctionCall) and op.call.function is checkpoint
+        return self.segments.get(op.name) if calls else None
 
     def _need(self, part: Part, *, saves: bool) -> _Need:
         key = id(part), saves
@@ -152,8 +159,9 @@ class Peaks:
             saved = (self._need(inner, saves=saves).saved for inner in part.parts)
             kept = curve.after - sum(self._bytes.get(storage, 0) for storage in made)
             return _Need(curve.peak, kept, frozenset().union(*saved))
-        if part.name in self.segments:
-            peak = self._curve(self.segments[part.name], saves=False).peak
+        segment = self._segment(part)
+        if segment is not None:
+            peak = self._curve(segment, saves=False).peak
             return _Need(peak, 0, self._storages(part.inputs))
         run = self.runs.get(part.name)
         if run is None:
