@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gpipe_compiler.ir import Autocast, Graph, Op, RegionCall
+from gpipe_compiler.ir import Autocast, Graph, RegionCall, ops_within
 
 _LOWER = frozenset({torch.bfloat16, torch.float16})
 
@@ -18,17 +19,14 @@ _LOWER = frozenset({torch.bfloat16, torch.float16})
 def lower_types(graph: Graph) -> frozenset[torch.dtype]:
     """Those of its values, parameters and buffers, and those of its autocast regions."""
     held = {item.dtype for items in (graph.values, graph.state) for item in items.values()}
-    return frozenset(_LOWER & {*held, *_of_regions(graph.ops)})
+    return frozenset(_LOWER & {*held, *_of_regions(graph)})
 
 
-def _of_regions(ops: Sequence[Op]) -> Iterator[torch.dtype]:
-    for op in ops:
-        call = op.call
-        if isinstance(call, RegionCall):
-            context = call.context
-            if isinstance(context, Autocast) and context.enabled:
-                yield context.dtype or torch.get_autocast_dtype(context.device_type)
-            yield from _of_regions(call.body.ops)
+def _of_regions(graph: Graph) -> Iterator[torch.dtype]:
+    for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
+        context = op.call.context if isinstance(op.call, RegionCall) else None
+        if isinstance(context, Autocast) and context.enabled:
+            yield context.dtype or torch.get_autocast_dtype(context.device_type)
 
 
 @contextlib.contextmanager

@@ -7,13 +7,14 @@ That takes a tensor less while the op runs, and one less for the backward where 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.blocks import Blocks
@@ -262,7 +263,7 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 def _written(graph: Graph, chosen: Chosen) -> Graph:
     """The graph with these twins; its values are described no more."""
     callers: dict[str, list[str]] = {}
-    for op in _all_ops(graph.ops):
+    for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
         if isinstance(op.call, ModuleCall):
             callers.setdefault(op.call.module, []).append(op.name)
     modules = dict(graph.modules)
@@ -281,14 +282,6 @@ def _written(graph: Graph, chosen: Chosen) -> Graph:
                 call = functional(op.call, twin.spec) or op.call
         ops.append(dataclasses.replace(op, call=call))
     return graph.replace(ops=tuple(ops), modules=modules, values={})
-
-
-def _all_ops(ops: Iterable[Op]) -> Iterable[Op]:
-    """The ops, those inside of regions included."""
-    for op in ops:
-        yield op
-        if isinstance(op.call, RegionCall):
-            yield from _all_ops(op.call.body.ops)
 
 
 def _wrong(graph: Graph, chosen: Chosen) -> frozenset[str]:

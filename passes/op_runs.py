@@ -12,7 +12,7 @@ import torch
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.blocks import Blocks, IrregularError
-from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
+from gpipe_compiler.passes.dry_run import DryRun, saved_storages, storage_key, tensors_in
 from gpipe_compiler.passes.watch import DispatchWatch
 
 
@@ -61,15 +61,8 @@ def _runs_of(graph: Graph) -> dict[str, OpRun]:
     alive: list[torch.UntypedStorage] = []  # for their keys to stay their own
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
-        saved: set[int] = set()
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            alive.append(tensor.untyped_storage())
-            saved.add(storage_key(tensor))
-            return tensor
-
         before = watch.begin()
-        with watch, torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        with watch, saved_storages(alive) as saved:
             returned = execute()
         made = {storage_key(tensor) for tensor in tensors_in(returned)} & watch.made
         kept = watch.now - before - sum(watch.sizes[key] for key in made)
@@ -89,10 +82,6 @@ def _runs_of(graph: Graph) -> dict[str, OpRun]:
         if op.name in taken
         for peak, kept, saved in (taken[op.name],)
     }
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class _Held(DispatchWatch):

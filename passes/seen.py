@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.dry_run import DryRun, saved_storages, storage_key
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,10 @@ class SeenRun:
         saved: dict[str, set[int]] = {}
 
         def observer(op: Op, execute: Callable[[], Any]) -> Any:
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                alive.append(tensor.untyped_storage())
-                saved.setdefault(op.name, set()).add(storage_key(tensor))
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
-                return execute()
+            with saved_storages(alive) as keys:
+                returned = execute()
+            saved.setdefault(op.name, set()).update(keys)
+            return returned
 
         environment = run.run(graph.batch_size, observer)
         tensors = {n: v for n, v in environment.items() if isinstance(v, torch.Tensor)}
@@ -73,10 +70,6 @@ class SeenRun:
             memory,
             {key: frozenset(names) for key, names in sharing.items()},
             frozenset(map(storage_key, run.states.values())),
-            {name: frozenset(keys) for name, keys in saved.items()},
+            {name: frozenset(keys) for name, keys in saved.items() if keys},
             (alive, run.states),
         )
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -6,8 +6,6 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from torch.utils.checkpoint import checkpoint
-
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.contexts import context_of
@@ -18,6 +16,7 @@ from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.releases import Releases
+from gpipe_compiler.codegen.segments import runs_segment
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
@@ -252,7 +251,7 @@ class _Scribe:
         reader = self.uses.reader.get(value)
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
-        if isinstance(reader.call, RegionCall) or _runs_segment(op.call):
+        if isinstance(reader.call, RegionCall) or runs_segment(op.call):
             return False
         if value in self.releases.asked or self.letting_go.ending(position):
             return False
@@ -381,10 +380,6 @@ class _Scribe:
 def _call_of(op: Op) -> FunctionCall | MethodCall | ModuleCall:
     assert not isinstance(op.call, RegionCall)
     return op.call
-
-
-def _runs_segment(made: Call) -> bool:
-    return isinstance(made, FunctionCall) and made.function is checkpoint
 
 
 def _in_place_call(made: Call) -> bool:

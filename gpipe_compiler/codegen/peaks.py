@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch.utils.checkpoint import checkpoint
-
-from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.codegen.segments import runs_segment
+from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.blocks import BlockCall, Part
 from gpipe_compiler.ir.classes import Blocks
 from gpipe_compiler.passes.op_runs import OpRun
@@ -142,8 +141,7 @@ class Peaks:
 
     def _segment(self, op: Op) -> Content | None:
         """What a call of a segment runs again; an op inside may have the name of its segment."""
-        calls = isinstance(op.call, FunctionCall) and op.call.function is checkpoint
-        return self.segments.get(op.name) if calls else None
+        return self.segments.get(op.name) if runs_segment(op.call) else None
 
     def _need(self, part: Part, *, saves: bool) -> _Need:
         key = id(part), saves

@@ -14,7 +14,7 @@ from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.templates import contains_batch
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ValueKind
+from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, ValueKind
 from gpipe_compiler.plan import Stage
 
 
@@ -147,3 +147,8 @@ def _call(graph: Graph, segment: Segment) -> Op:
         method.returns[0] if len(method.returns) == 1 else method.returns,
         last.source,
     )
+
+
+def runs_segment(made: Call) -> bool:
+    """Whether a call is that of a segment, as `split_off` writes it."""
+    return isinstance(made, FunctionCall) and made.function is checkpoint

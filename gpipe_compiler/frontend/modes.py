@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from gpipe_compiler.ir import (
     Result,
     State,
     StateRef,
+    ops_within,
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
@@ -322,14 +324,10 @@ def _identical(one: Argument, other: Argument) -> bool:
 def _all_names(graph: Graph) -> Iterator[str]:
     """Every name an op or value has, inside regions too."""
 
-    def walk(ops: tuple[Op, ...]) -> Iterator[str]:
-        for op in ops:
-            yield from {op.name, *op.outputs}
-            if isinstance(op.call, RegionCall):
-                yield from op.call.body.inputs
-                yield from walk(op.call.body.ops)
-
-    return walk(graph.ops)
+    for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
+        yield from {op.name, *op.outputs}
+        if isinstance(op.call, RegionCall):
+            yield from op.call.body.inputs
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from gpipe_compiler.ir.ops import (
     RegionCall,
     Result,
     called,
+    ops_within,
 )
 from gpipe_compiler.runtime.spec import Input, Reduction
 
@@ -60,4 +61,5 @@ __all__ = [
     "Value",
     "ValueKind",
     "called",
+    "ops_within",
 ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from gpipe_compiler.ir.arguments import Argument
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
 from gpipe_compiler.ir.contents import Contents
-from gpipe_compiler.ir.forms import Constant, Former, Slot, ops_within, states_read
+from gpipe_compiler.ir.forms import Constant, Former, Slot, states_read
 from gpipe_compiler.ir.graph import ValueKind
-from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
+from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
 
 MOST_PARAMETERS = 8
 """Calls whose numbers differ in more ways are taken to be those of different blocks."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, leaves
-from gpipe_compiler.ir.ops import FunctionCall, MethodCall, ModuleCall, Op, RegionCall, Result
+from gpipe_compiler.ir.ops import (
+    FunctionCall,
+    MethodCall,
+    ModuleCall,
+    Op,
+    RegionCall,
+    Result,
+    ops_within,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +163,6 @@ def _structure(argument: Argument) -> Hashable:
             return (slice, _structure(start), _structure(stop), _structure(step))
         case _:
             return None
-
-
-def ops_within(op: Op) -> Iterator[Op]:
-    """An op, and the ops of the region that it is."""
-    yield op
-    if isinstance(op.call, RegionCall):
-        for inner in op.call.body.ops:
-            yield from ops_within(inner)
 
 
 def states_read(op: Op) -> Iterator[str]:

@@ -187,3 +187,11 @@ class Op:
                 names.extend(inner.states(modules))
             names.extend(state_names_of(call.body.outputs))
         return tuple(dict.fromkeys(names))
+
+
+def ops_within(op: Op) -> Iterator[Op]:
+    """An op, and the ops of the region that it is."""
+    yield op
+    if isinstance(op.call, RegionCall):
+        for inner in op.call.body.ops:
+            yield from ops_within(inner)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
 from gpipe_compiler.ir.blocks import BlockCall, Body, Part, calls_in, nest, ops_of
 from gpipe_compiler.ir.classes import Blocks, find_blocks
 from gpipe_compiler.ir.contents import Contents
-from gpipe_compiler.ir.forms import ops_within, states_read
+from gpipe_compiler.ir.forms import states_read
 
 
 class Conv(nn.Module):
