@@ -130,15 +130,23 @@ def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
     pipe.train().zero_grad()
     pipe.scaler.update(LOSS_SCALE)
     results[Kind.LOSS] = {"loss": pipe.step(inputs, target)}
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=LEARNING_RATE)
-    pipe.scaler.unscale_(optimizer)
+    if pipe.scaler.is_enabled():
+        pipe.scaler.unscale_(torch.optim.SGD(pipe.parameters()))
     gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
-    optimizer.step()
+    _descend(pipe)
     return results | {
         Kind.GRADIENT: gradients,
         Kind.BUFFER: dict(pipe.named_buffers()),
         Kind.WEIGHT: {n: p.detach() for n, p in pipe.named_parameters() if p.requires_grad},
     }
+
+
+@torch.no_grad()
+def _descend(pipe: Pipeline) -> None:
+    """A step of `torch.optim.SGD`; to construct that imports dynamo, which takes a second."""
+    for parameter in pipe.parameters():
+        if parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
 def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Expected:

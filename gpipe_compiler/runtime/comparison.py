@@ -21,6 +21,7 @@ Integers and booleans must be equal.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -86,12 +87,16 @@ def compare(
     """
     actual, expected = _all_dense(actual), _all_dense(expected)
     coarse = {Kind.GRADIENT: summed_in or {}, Kind.WEIGHT: summed_in or {}}
+    sizes = {
+        kind: {name: _magnitude(tensor) for name, tensor in group.items()}
+        for kind, group in expected.items()
+    }
     return tuple(
         _row(
             kind,
             actual.get(kind, {}),
             expected[kind],
-            _scales(kind, expected),
+            _scales(kind, expected[kind], sizes),
             {name: _tolerance(dtype) for name, dtype in coarse.get(kind, {}).items()},
         )
         for kind in Kind
@@ -161,23 +166,28 @@ def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
     return tensors
 
 
-def _scales(kind: Kind, expected: Tensors) -> dict[str, float]:
+def _scales(
+    kind: Kind,
+    expected: Mapping[str, torch.Tensor],
+    sizes: Mapping[Kind, Mapping[str, float]],
+) -> dict[str, float]:
     """What each tensor's difference is measured by.
 
     A weight after the step is measured by its gradient, since the step moved it by that (learning
     rate 1), so that an update gone missing is not hidden by the weight's own size; rounding of the
     weight itself is allowed for.
+
+    Args:
+        sizes: the largest entry of every expected tensor.
     """
-    group = expected[kind]
-    measured_by = expected.get(Kind.GRADIENT, {}) if kind is Kind.WEIGHT else group
-    floor = FLOOR / RELATIVE * max(map(_magnitude, measured_by.values()), default=0.0)
+    measured_by = sizes.get(Kind.GRADIENT, {}) if kind is Kind.WEIGHT else sizes[kind]
+    floor = FLOOR / RELATIVE * max(measured_by.values(), default=0.0)
     scales = {}
-    for name, tensor in group.items():
-        own = _magnitude(measured_by[name]) if name in measured_by else 0.0
-        scales[name] = own + floor
+    for name, tensor in expected.items():
+        scales[name] = measured_by.get(name, 0.0) + floor
         if kind is Kind.WEIGHT:
             rounding = 4 * max(_eps(tensor.dtype), _eps(torch.float32))
-            scales[name] += rounding / _tolerance(tensor.dtype) * _magnitude(tensor)
+            scales[name] += rounding / _tolerance(tensor.dtype) * sizes[kind][name]
     return scales
 
 
@@ -195,8 +205,21 @@ def _magnitude(tensor: torch.Tensor) -> float:
     """The largest absolute entry, those that are not finite apart: they have to be equal."""
     if tensor.dtype == torch.bool:  # has no absolute value
         return float(tensor.any())
+    largest = _largest(tensor)
+    if math.isfinite(largest):
+        return largest
     finite = tensor.detach()[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute entry of numbers; inf or nan where one of them is not finite."""
+    if not tensor.numel():
+        return 0.0
+    if not tensor.is_floating_point():
+        return float(tensor.detach().abs().max())
+    least, most = map(float, torch.aminmax(tensor.detach()))  # both nan where any entry is
+    return max(-least, most)
 
 
 def _row(
@@ -256,10 +279,15 @@ def _mismatches(
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest absolute difference; infinite where one is not finite and the other differs."""
-    if not actual.numel():
+    left, right = actual.detach().cpu(), expected.detach().cpu()
+    if left.dtype == right.dtype and torch.equal(left, right):
         return 0.0
-    wide = torch.complex128 if actual.is_complex() else torch.float64
-    left, right = actual.detach().cpu().to(wide), expected.detach().cpu().to(wide)
+    if left.dtype == right.dtype == torch.float32:
+        largest = _largest(left - right)
+        if math.isfinite(largest):
+            return largest
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(wide), right.to(wide)
     same = (left == right) | (left.isnan() & right.isnan())
     difference = torch.where(same, torch.zeros_like(left.abs()), (left - right).abs())
     return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
