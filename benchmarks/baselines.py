@@ -19,14 +19,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.holding import loads
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.classic import block_ends, cut_at, equal_ends
 from gpipe_compiler.passes.cut.contract import Contracted, contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut.setting import Objective, Setting
-from gpipe_compiler.simulate import StageTimes, recomputed, simulate
+from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.simulate.in_flight import loads
+from gpipe_compiler.simulate.step import StageTimes, recomputed, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def score(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> Sco
 
 
 def memory(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> tuple[float, ...]:
-    """Bytes that each device needs for a cut, by the compiler's model of memory (`holding.py`)."""
+    """Bytes that each device needs for a cut, as `simulate/in_flight.py` counts them."""
     state, saved, taken = ([0.0] * setting.stages for _ in range(3))
     for kept in problem.kept:
         for stage in {stage_of[user] for user in kept.users}:

@@ -39,13 +39,13 @@ PHASES = {
     "hold the graph": ("gpipe_compiler.frontend.check:differences",),
     "plain PyTorch": (
         "gpipe_compiler.frontend.check:_run_model",
-        "gpipe_compiler.plain_run:evaluate",
-        "gpipe_compiler.plain_run:train_step",
+        "gpipe_compiler.validate.plain_run:evaluate",
+        "gpipe_compiler.validate.plain_run:train_step",
     ),
-    "describe": ("gpipe_compiler.workbench:Workbench.prepare",),
-    "plan": ("gpipe_compiler.workbench:Workbench.plan",),
+    "describe": ("gpipe_compiler.planner.workbench:Workbench.prepare",),
+    "plan": ("gpipe_compiler.planner.workbench:Workbench.plan",),
     "write": ("gpipe_compiler.codegen.package:_write",),
-    "reference": ("gpipe_compiler.reference:reference_of",),
+    "reference": ("gpipe_compiler.validate.reference:reference_of",),
     "run the package": ("gpipe_compiler.validate:run_check",),
 }
 """Where each phase is: functions as `module:name`, and methods as `module:Class.name`."""

@@ -33,11 +33,12 @@ from gpipe_compiler.cluster import PCIE3, Link, built_in
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.frontend.source import load
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.runtime.spec import ScheduleKind
 

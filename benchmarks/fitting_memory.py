@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import PCIE3, Cluster, Device
-from gpipe_compiler.drafting import Drafting
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
-from gpipe_compiler.memory.fit import choose_exactly, first_that_fits
-from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.planning import setting_for
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.planner.candidates import Drafting
+from gpipe_compiler.planner.memory_fit import choose_exactly, first_that_fits
+from gpipe_compiler.planner.planning import setting_for
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
-from gpipe_compiler.workbench import Workbench
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

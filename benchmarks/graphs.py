@@ -29,7 +29,7 @@ from networks.convolutional import (
 )
 from networks.sequences import gnmt, lstm_grid, transformer
 
-from gpipe_compiler.graph_file import BareGraph
+from gpipe_compiler.graph_json.file import BareGraph
 
 GRAPHS: Mapping[str, Callable[[], BareGraph]] = {
     "alexnet": alexnet,

@@ -42,7 +42,7 @@ from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import Simulation, StageTimes, simulate
+from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 
 REPRODUCED = 0.1
 """A row counts as reproduced when the simulated figure is off by no more."""

@@ -30,12 +30,13 @@ from baselines import Row, best_in_a_row, score
 from graphs import GRAPHS
 from tables import machine, markdown
 
-from gpipe_compiler.bare_plan import plan_graph
-from gpipe_compiler.bare_setting import BareSetting
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.graph_file import BareGraph
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.graph_json.file import BareGraph
+from gpipe_compiler.graph_json.plan import plan_graph
+from gpipe_compiler.graph_json.setting import BareSetting
+from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 LINKS = {"12 GB/s": Link(12e9, 0.0), "1 GB/s": Link(1e9, 0.0), "compute only": Link(1e18, 0.0)}

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.cluster.catalogue import DEFAULT_HOST
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import trace
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.graph import problem_of
-from gpipe_compiler.planning import setting_for
-from gpipe_compiler.policy import Policy
+from gpipe_compiler.planner.planning import setting_for
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
-from gpipe_compiler.workbench import Workbench
 
 SIZES = (100, 500, 1_000, 5_000, 20_000)
 MICROBATCHES = 8

@@ -41,18 +41,18 @@ from typing import Any
 import torch
 from tables import machine, markdown
 
-from gpipe_compiler.clocking import Start, start_command, step_seconds
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy
+from gpipe_compiler.planner.measured import Start, start_command, step_seconds
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.clocked import Clocked
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.workbench import Workbench
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = 2

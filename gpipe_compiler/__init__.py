@@ -19,10 +19,7 @@ import types
 import typing
 
 if typing.TYPE_CHECKING:
-    from gpipe_compiler.bare_plan import BarePlan, plan_graph
-    from gpipe_compiler.bare_setting import BareSetting
     from gpipe_compiler.codegen.package import emit
-    from gpipe_compiler.command_choices import Frontend, LossChoice
     from gpipe_compiler.compile import (
         Compiled,
         CompileOptions,
@@ -32,44 +29,46 @@ if typing.TYPE_CHECKING:
     )
     from gpipe_compiler.errors import GPipeCompilerError
     from gpipe_compiler.frontend.subject import Subject
-    from gpipe_compiler.graph_file import BareGraph, BareOp, parse_graph, read_graph
+    from gpipe_compiler.graph_json.file import BareGraph, BareOp, parse_graph, read_graph
+    from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
+    from gpipe_compiler.graph_json.setting import BareSetting
     from gpipe_compiler.ir import Graph
-    from gpipe_compiler.passes.constraints import Constraints
-    from gpipe_compiler.passes.cut.setting import Objective
+    from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
+    from gpipe_compiler.options.constraints import Constraints
+    from gpipe_compiler.options.policy import Auto, Policy, RematChoice
     from gpipe_compiler.plan import Plan
-    from gpipe_compiler.policy import Auto, Policy, RematChoice
     from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
-    from gpipe_compiler.validate import Validation
+    from gpipe_compiler.validate.package import Validation
 
 _HOMES = {
-    "Auto": "policy",
-    "BareGraph": "graph_file",
-    "BareOp": "graph_file",
-    "BarePlan": "bare_plan",
-    "BareSetting": "bare_setting",
+    "Auto": "options.policy",
+    "BareGraph": "graph_json.file",
+    "BareOp": "graph_json.file",
+    "BarePlan": "graph_json.plan",
+    "BareSetting": "graph_json.setting",
     "BatchNorm": "runtime.spec",
     "CompileOptions": "compile",
     "Compiled": "compile",
-    "Constraints": "passes.constraints",
-    "Frontend": "command_choices",
+    "Constraints": "options.constraints",
+    "Frontend": "options.choices",
     "GPipeCompilerError": "errors",
     "Graph": "ir",
-    "LossChoice": "command_choices",
-    "Objective": "passes.cut.setting",
+    "LossChoice": "options.choices",
+    "Objective": "options.choices",
     "OptimizerKind": "runtime.spec",
     "Plan": "plan",
-    "Policy": "policy",
+    "Policy": "options.policy",
     "Precision": "runtime.spec",
-    "RematChoice": "policy",
+    "RematChoice": "options.policy",
     "ScheduleKind": "runtime.spec",
     "Subject": "frontend.subject",
-    "Validation": "validate",
+    "Validation": "validate.package",
     "compile": "compile",
     "emit": "codegen.package",
-    "parse_graph": "graph_file",
+    "parse_graph": "graph_json.file",
     "plan": "compile",
-    "plan_graph": "bare_plan",
-    "read_graph": "graph_file",
+    "plan_graph": "graph_json.plan",
+    "read_graph": "graph_json.file",
     "trace": "compile",
 }
 """Where what is exported is defined."""
@@ -114,7 +113,7 @@ class _Exporting(types.ModuleType):
         if name not in _HOMES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if _HOMES[name] == "compile":
-            importlib.import_module(f"{self.__name__}.torch_inside").check_torch()
+            importlib.import_module(f"{self.__name__}.frontend.torch_inside").check_torch()
         found = getattr(importlib.import_module(f"{self.__name__}.{_HOMES[name]}"), name)
         self.__dict__[name] = found
         return found

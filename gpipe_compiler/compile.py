@@ -17,44 +17,43 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gpipe_compiler.batch_outputs import refuse_apart
-from gpipe_compiler.clocking import clocked
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
-from gpipe_compiler.command_choices import SEARCH_SECONDS, Frontend, LossChoice
 from gpipe_compiler.errors import UsageError, ValidationError
-from gpipe_compiler.exploring import explore
-from gpipe_compiler.fitting import refuse_too_large
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
-from gpipe_compiler.frontier import Frontier
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.mixing_samples import refuse_mixing
-from gpipe_compiler.one_piece import in_one_piece
-from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.passes.cut.setting import Objective
-from gpipe_compiler.passes.optimizer_state import AnyOptimizer
+from gpipe_compiler.options.choices import SEARCH_SECONDS, Frontend, LossChoice, Objective
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.options.policy import CUT_INSIDE, Auto, Policy, RematChoice
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import CUT_INSIDE, Auto, Policy, RematChoice
-from gpipe_compiler.reference import reference_of
-from gpipe_compiler.remedies import what_if
+from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.planner.batch_outputs import refuse_apart
+from gpipe_compiler.planner.infeasible import refuse_too_large
+from gpipe_compiler.planner.measured import clocked
+from gpipe_compiler.planner.memory_advice import what_if
+from gpipe_compiler.planner.one_piece import in_one_piece
+from gpipe_compiler.planner.search import explore
+from gpipe_compiler.planner.search_space import Wish
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
-from gpipe_compiler.search_space import Wish
-from gpipe_compiler.splitting import refuse_unsplit
-from gpipe_compiler.validate import (
+from gpipe_compiler.validate.cross_sample import refuse_mixing
+from gpipe_compiler.validate.loss_splitting import refuse_unsplit
+from gpipe_compiler.validate.package import (
     Validation,
     validate,
     validate_materialised,
     why_not_materialised,
 )
-from gpipe_compiler.validate_shortened import validate_shortened
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.validate.reference import reference_of
+from gpipe_compiler.validate.shortened import validate_shortened
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""
@@ -72,8 +71,8 @@ class CompileOptions:
     """What to compile to.
 
     Attributes:
-        stages, microbatches, schedule: AUTO where the best is to be found (`exploring.py`); then
-            `remat` AUTO also compares recomputing everywhere and nowhere.
+        stages, microbatches, schedule: AUTO where the best is to be found (`planner/search.py`);
+            then `remat` AUTO also compares recomputing everywhere and nowhere.
         microbatches: None for the largest divisor of the batch up to four per stage.
         training: False for a package that only infers.
         measured: time the ops on this machine, instead of estimating them; and then the stages of
@@ -92,7 +91,7 @@ class CompileOptions:
         cut_inside: the share of the best step that may be given for cuts which open fewer modules
             of the model; 0 for cuts anywhere.
         prove: find out how far the cut may be from the best, however long that takes.
-        remedies: tell in the plan what other settings would save of memory (`remedies.py`).
+        remedies: tell in the plan what other settings would save of memory.
     """
 
     stages: int | Auto

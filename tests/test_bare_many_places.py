@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gpipe_compiler import BareGraph, BareSetting, Objective, ScheduleKind, plan_graph
 from gpipe_compiler.cluster import Link
-from gpipe_compiler.graph_file import BareOp
+from gpipe_compiler.graph_json.file import BareOp
 from gpipe_compiler.passes.cut import counts, quick
 from gpipe_compiler.passes.cut.contract import contract, lean
 from gpipe_compiler.passes.cut.orders import down_sets, topological_orders

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.compile_exported import compile_exported
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.onnx.compile_exported import compile_exported
 from gpipe_compiler.runtime.comparison import flat_tensors
 
 TIME, BATCH, WIDTH = 7, 8, 8

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_compiler.holding import loads
 from gpipe_compiler.runtime.schedule import (
     forward_only,
     gpipe,
@@ -23,7 +22,8 @@ from gpipe_compiler.runtime.schedule import (
 )
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import Simulation, StageTimes, simulate
+from gpipe_compiler.simulate.in_flight import loads
+from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 
 SECONDS = st.integers(1, 9)
 DEVICES = st.integers(1, 7)

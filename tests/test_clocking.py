@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler import clocking
-from gpipe_compiler.clocking import Start, step_seconds, time_stages
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import CompileOptions, plan, trace
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.planner import measured as clocking
+from gpipe_compiler.planner.measured import Start, step_seconds, time_stages
 from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
 from gpipe_compiler.runtime.spec import ScheduleKind
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.workbench import likely_microbatches
+from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.planner.workbench import likely_microbatches
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 

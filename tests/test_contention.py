@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.contention import simulate_sharing
 from gpipe_compiler.runtime.schedule import gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import parse_order
-from gpipe_compiler.simulate import StageTimes, simulate
+from gpipe_compiler.simulate.contention import simulate_sharing
+from gpipe_compiler.simulate.step import StageTimes, simulate
 
 SECONDS = st.integers(1, 20).map(lambda tenths: tenths / 10)
 STAGES = st.lists(st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=4)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.options.choices import Frontend
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 STEPS, CLASSES, LONGEST = 10, 6, 4

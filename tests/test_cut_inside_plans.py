@@ -15,9 +15,9 @@ from gpipe_compiler.compile import plan, trace_subject
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.constraints import Constraints
+from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy, RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 CLUSTER = Cluster.of(DEFAULT_HOST, Link(12e9, 1e-6))

@@ -19,18 +19,18 @@ from torch.nn import functional as F
 
 from gpipe_compiler import emit, plan
 from gpipe_compiler import trace as trace_call
-from gpipe_compiler.arguments import compile_parser, inspect_parser, memory_parser
+from gpipe_compiler.cli.arguments import compile_parser, inspect_parser, memory_parser
 from gpipe_compiler.cluster import NVLINK3, Link, read_cluster
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.onnx.runtime import spec as onnx_spec
+from gpipe_compiler.onnx.runtime.command import parser_for as onnx_parser_for
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.arguments import parser_for
 from gpipe_compiler.runtime.hooks import UserHooks
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime_onnx import spec as onnx_spec
-from gpipe_compiler.runtime_onnx.command import parser_for as onnx_parser_for
 
 ROOT = Path(__file__).parents[1]
 RUNTIME = ROOT / "gpipe_compiler" / "runtime"

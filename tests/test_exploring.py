@@ -17,22 +17,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipe_compiler as gpc
-from gpipe_compiler import exploring, workbench
-from gpipe_compiler.bounds import Work, least_peak_bytes, least_step_s, surely_fits
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
 from gpipe_compiler.compile import plan_as_asked
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.exploring import explore, planned
-from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
-from gpipe_compiler.memory.fit import remeasured
-from gpipe_compiler.passes.constraints import Constraints
+from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.options.policy import Auto, Policy, RematChoice
 from gpipe_compiler.passes.cut.graph import problem_of
-from gpipe_compiler.policy import Auto, Policy, RematChoice
+from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.planner import search as exploring
+from gpipe_compiler.planner import workbench
+from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
+from gpipe_compiler.planner.memory_fit import remeasured
+from gpipe_compiler.planner.search import explore, planned
+from gpipe_compiler.planner.search_space import Wish, choices, devices_to_explore, spread
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.frontier import reason, row
-from gpipe_compiler.report.units import format_bytes
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
-from gpipe_compiler.search_space import Wish, choices, devices_to_explore, spread
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.text.units import format_bytes
 
 AUTO = Auto.AUTO
 BATCH = 4
@@ -353,7 +354,7 @@ class TestExploration:
             sizes.append((described.batch_size, described.precision))
             return costs(described, *args, **kwargs)
 
-        monkeypatch.setattr("gpipe_compiler.workbench.costs_by_kind", counted)
+        monkeypatch.setattr("gpipe_compiler.planner.workbench.costs_by_kind", counted)
         cluster = toy(ROOM, 2)
         explore(Workbench(graph, cluster), wish_for(cluster), Policy())
         assert sorted(sizes) == [(size, Precision.FP32) for size in (1, 2, 4)]

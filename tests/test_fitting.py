@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 import gpipe_compiler as gpc
-from gpipe_compiler.arguments import compile_parser
+from gpipe_compiler.cli.arguments import compile_parser
+from gpipe_compiler.cli.search import schedule_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.compile import plan_as_asked
 from gpipe_compiler.errors import ExitCode
-from gpipe_compiler.exploring import most_over
-from gpipe_compiler.fitting import DoesNotFitError
-from gpipe_compiler.policy import Auto, RematChoice
-from gpipe_compiler.report.units import format_bytes, format_seconds
+from gpipe_compiler.options.policy import Auto, RematChoice
+from gpipe_compiler.planner.infeasible import DoesNotFitError
+from gpipe_compiler.planner.search import most_over
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
-from gpipe_compiler.search_arguments import schedule_of
+from gpipe_compiler.text.units import format_bytes, format_seconds
 
 BATCH = 16
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_compiler.holding import loads
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, parse_order
 from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.simulate.in_flight import loads
 
 
 def rows(load) -> set[tuple[tuple[int, int], ...]]:  # type: ignore[no-untyped-def]  # a Load

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.planner.workbench import Workbench
 
 
 class Chain(nn.Module):

@@ -18,14 +18,14 @@ from torch import nn
 
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.schedule import _drawing, _together
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import BatchNorm
-from gpipe_compiler.simulate import StageTimes, recomputed, simulate
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.simulate.step import StageTimes, recomputed, simulate
 
 M = 4
 EXACT = Policy(batchnorm=BatchNorm.EXACT)

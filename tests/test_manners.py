@@ -18,16 +18,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
-from gpipe_compiler.validate import Validation, validate
+from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
+from gpipe_compiler.validate.package import Validation, validate
 
 OPTIONS = CompileOptions(
     stages=2,

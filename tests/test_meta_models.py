@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.source import load
+from gpipe_compiler.options.choices import Frontend
 
 MODEL = Path(__file__).with_name("meta_decoder.py")
 GOLDEN = Path(__file__).parent / "codegen" / "golden" / "on_meta"

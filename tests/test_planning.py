@@ -19,16 +19,16 @@ from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planning import make_plan, microbatch_size, pipeline_devices
-from gpipe_compiler.policy import Policy
+from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.report.text import plain_text, summary_table
 from gpipe_compiler.runtime.schedule import forward_only
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import Lane, StageTimes, simulate
+from gpipe_compiler.simulate.step import Lane, StageTimes, simulate
 
 LINK = Link(1e9, 1e-6)
 CLUSTER = Cluster.of(DEFAULT_HOST, LINK)

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
-from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.holding import loads
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.facts import stage_times
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
-from gpipe_compiler.simulate import simulate
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.simulate.in_flight import loads
+from gpipe_compiler.simulate.step import simulate
 
 LINK = Link(1e9, 1e-6)
 M, K = 4, 3

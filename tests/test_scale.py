@@ -19,9 +19,9 @@ from gpipe_compiler.compile import plan
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes import cost
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 ROOT = Path(__file__).parents[1]

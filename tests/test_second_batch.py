@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.integer_use import Use, integer_uses
-from gpipe_compiler.second_batch import other_batches, other_size
-from gpipe_compiler.validate import validate
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.validate.integer_use import Use, integer_uses
+from gpipe_compiler.validate.package import validate
+from gpipe_compiler.validate.second_batch import other_batches, other_size
 
 OPTIONS = CompileOptions(
     stages=2,

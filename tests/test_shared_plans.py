@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device, Link
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import StageTimes
+from gpipe_compiler.simulate.step import StageTimes
 
 WIDTH = 64
 BYTES = WIDTH * WIDTH * 4
@@ -121,7 +121,7 @@ def test_no_cut_is_quicker(share, monkeypatch):
     found = planned(link, 3, pairs)
     steps = []
     for ends in itertools.combinations(range(1, LAYERS), 2):
-        monkeypatch.setattr("gpipe_compiler.drafting.cut", cut_at(ends))
+        monkeypatch.setattr("gpipe_compiler.planner.candidates.cut", cut_at(ends))
         steps.append(planned(link, 3, pairs).prediction.step_s)
 
     assert found.prediction.step_s <= min(steps) * (1 + 1e-9)

@@ -9,18 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.closed_forms import fill_drain_time, one_f_one_b_bound
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import parse_order
-from gpipe_compiler.simulate import (
-    FEW,
-    Lane,
-    StageTimes,
-    Steps,
-    recomputed,
-    simulate,
-)
+from gpipe_compiler.simulate.closed_forms import fill_drain_time, one_f_one_b_bound
+from gpipe_compiler.simulate.step import FEW, Lane, StageTimes, Steps, recomputed, simulate
 
 SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
 STAGES = st.lists(

@@ -24,15 +24,16 @@ from loading import load_package
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler import cli, machine_arguments
+from gpipe_compiler.cli import machines as machine_arguments
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.splitting import Losses
-from gpipe_compiler.validate import validate
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.validate.loss_splitting import Losses
+from gpipe_compiler.validate.package import validate
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX, cluster=CLUSTER)

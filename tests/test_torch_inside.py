@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_compiler import cli, torch_inside
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.errors import GPipeCompilerError
-from gpipe_compiler.torch_inside import USED, check_torch
+from gpipe_compiler.frontend import torch_inside
+from gpipe_compiler.frontend.torch_inside import USED, check_torch
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = re.compile(r"torch\._(dynamo|export)\b|torch\.__|torch\._cudnn_init_dropout_state")

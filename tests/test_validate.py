@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.validate import Validation, validate
+from gpipe_compiler.validate.package import Validation, validate
 
 OPTIONS = CompileOptions(
     stages=2,

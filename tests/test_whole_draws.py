@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.draws import Draws
 from gpipe_compiler.runtime.random import SeededRandom
-from gpipe_compiler.whole_draws import ApartError, DrawsOfAll, DrawsOfOne
+from gpipe_compiler.validate.draws import Draws
+from gpipe_compiler.validate.whole_draws import ApartError, DrawsOfAll, DrawsOfOne
 
 SIZES = (3, 2, 2)
 SEED = 7

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.graph_file import BareGraph, BareOp
+from gpipe_compiler.graph_json.file import BareGraph, BareOp
 
 FLOPS = 10e12
 BANDWIDTH = 350e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gpipe_compiler.graph_file import BareGraph
+from gpipe_compiler.graph_json.file import BareGraph
 from networks.building import Network, Tensor
 
 

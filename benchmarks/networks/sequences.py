@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_compiler.graph_file import BareGraph
+from gpipe_compiler.graph_json.file import BareGraph
 from networks.building import Network, Tensor
 
 

@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from gpipe_compiler import escaping
 from gpipe_compiler.codegen.body import Body
 from gpipe_compiler.codegen.layout import WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.statements import write_statements
 from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.text import escaping
 
 MANY_OUTPUTS = 4
 """From so many on, the types of the outputs are not told one by one."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from gpipe_compiler.codegen.comments import value_text
 from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.escaping import code_span
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.programs import device_counts
 from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.text.escaping import code_span
 
 
 def write_readme(

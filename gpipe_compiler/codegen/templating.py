@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from gpipe_compiler import escaping
 from gpipe_compiler.runtime.wording import printable
+from gpipe_compiler.text import escaping
 
 
 class _Escaped(str):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, ModelError, TraceError
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.kernels import same_kernels
@@ -19,6 +18,7 @@ from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 _Tracer = Callable[[Subject, bool, Precision], Graph]

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.locate import line_of
@@ -38,6 +37,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Argument, Reduction
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import OutputClass
 from gpipe_compiler.runtime.wording import text_of

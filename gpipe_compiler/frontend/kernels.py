@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_compiler.collecting import uncollected
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -26,6 +25,7 @@ from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.nest import tensors_of
 

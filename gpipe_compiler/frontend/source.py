@@ -16,8 +16,6 @@ from types import ModuleType
 
 from torch import nn
 
-from gpipe_compiler.collecting import uncollected
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.examples import (
     Call,
@@ -38,6 +36,8 @@ from gpipe_compiler.frontend.user_code import (
     definition,
     import_user_code,
 )
+from gpipe_compiler.no_gc import uncollected
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.runtime.spec import Steps
 
 DEFAULT_FACTORY = "build_model"

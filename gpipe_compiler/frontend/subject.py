@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.runtime.spec import Steps
 
 LossFunction = Callable[[object, object], torch.Tensor]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_compiler.listing import OpNote
 from gpipe_compiler.plan import Plan, Stage
-from gpipe_compiler.prediction import recomputing
+from gpipe_compiler.plan.op_table import OpNote
+from gpipe_compiler.planner.predict import recomputing
 from gpipe_compiler.runtime.spec import Crossing
 from gpipe_compiler.runtime.wording import printable
-from gpipe_compiler.simulate import Simulation, StageTimes, simulate
+from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 
 
 @dataclass(frozen=True, slots=True)

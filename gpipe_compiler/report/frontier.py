@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_compiler.frontier import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.report.tables import cell, figure_table
-from gpipe_compiler.report.units import format_bytes, format_rate, format_seconds, format_share
 from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds, format_share
 
 MOST_ROWS = 16
 """Rows of the table, beside those on the frontier."""

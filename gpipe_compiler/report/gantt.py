@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpipe_compiler.report.units import format_seconds
 from gpipe_compiler.runtime.schedule.actions import Phase
-from gpipe_compiler.simulate import Lane, Simulation, Span
+from gpipe_compiler.simulate.step import Lane, Simulation, Span
+from gpipe_compiler.text.units import format_seconds
 
 WIDTH = 960.0
 LEFT = 68.0

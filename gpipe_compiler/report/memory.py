@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.memory.curve import CATEGORIES, Category, DeviceMemory, Point
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Point
 from gpipe_compiler.report.facts import device_bytes
 
 CURVE_WIDTH, CURVE_HEIGHT = 320.0, 44.0

@@ -10,14 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_compiler.command_choices import SHOWN_HOLDERS
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.memory.curve import CATEGORIES, DeviceMemory, Holder
+from gpipe_compiler.options.choices import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.memory_curve import CATEGORIES, DeviceMemory, Holder
 from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.tables import add_rows, figure_table
 from gpipe_compiler.report.text import headline
-from gpipe_compiler.report.units import (
+from gpipe_compiler.text.units import (
     format_bytes,
     format_seconds,
     format_share,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from gpipe_compiler.report import units
 from gpipe_compiler.runtime.wording import printable_lines
+from gpipe_compiler.text import units
 
 
 def _printable(value: object) -> object:

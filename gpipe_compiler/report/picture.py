@@ -1,6 +1,6 @@
 """Draws a plan as SVG: the stages with what crosses between them, or the ops of one stage.
 
-Drawn from the notes of the plan and not from a stage's file, see `gpipe_compiler.listing`.
+Drawn from the notes of the plan and not from a stage's file, see `gpipe_compiler.plan.op_table`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.listing import OpNote
 from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.plan.op_table import OpNote
 from gpipe_compiler.report.facts import Boundary, boundaries, modules_of
 from gpipe_compiler.report.layout import MARGIN, Place, Point, lay_out
 from gpipe_compiler.report.pages import render
-from gpipe_compiler.report.units import format_bytes, format_seconds, format_source, format_type
 from gpipe_compiler.runtime.wording import counted, printable
+from gpipe_compiler.text.units import format_bytes, format_seconds, format_source, format_type
 
 LINE = 15.0
 """Pixels from one line of text to the next; letters are 11 pixels high."""

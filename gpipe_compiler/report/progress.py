@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from gpipe_compiler.report.units import format_seconds
 from gpipe_compiler.runtime.wording import printable
+from gpipe_compiler.text.units import format_seconds
 
 WORTH_TELLING_S = 1.0
 

@@ -6,9 +6,9 @@ from rich.table import Table
 
 from gpipe_compiler.plan import Plan, RematPoint
 from gpipe_compiler.report.tables import add_rows, figure_table
-from gpipe_compiler.report.units import format_bytes, format_seconds
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.text.units import format_bytes, format_seconds
 
 SHOWN = 5
 """Points of a stage's frontier that are shown: the first, the last, and some between."""

@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_compiler.memory.curve import CATEGORIES
 from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.plan.memory_curve import CATEGORIES
 from gpipe_compiler.report.facts import (
     BETWEEN,
     boundaries,
@@ -25,7 +25,10 @@ from gpipe_compiler.report.facts import (
 from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.tables import add_rows, figure_table, pairs_table
-from gpipe_compiler.report.units import (
+from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+from gpipe_compiler.runtime.wording import counted, printable
+from gpipe_compiler.text.units import (
     format_bytes,
     format_rate,
     format_seconds,
@@ -35,9 +38,6 @@ from gpipe_compiler.report.units import (
     short_path,
     short_source,
 )
-from gpipe_compiler.runtime.comparison import Row
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
-from gpipe_compiler.runtime.wording import counted, printable
 
 _MOST_OPENED = 4
 """Modules that are named where stages end inside them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import timeline
-from gpipe_compiler.simulate import Lane, Span
+from gpipe_compiler.simulate.step import Lane, Span
 
 _LANES: Mapping[Lane, tuple[int, str]] = {
     Lane.DEVICE: (0, "computes"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.lineup import Lineup
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import Floats
 from gpipe_compiler.runtime.spec import ScheduleKind
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.best_case import CLOSE, Ideal
 from gpipe_compiler.passes.cut.inseparable import joined
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.program import Solution
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.staged import Form, Stages
 
 WORK = 80_000_000

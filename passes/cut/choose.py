@@ -1,6 +1,6 @@
 """Chooses the stages: the cut of a problem into consecutive down-sets with the shortest step.
 
-The time of a step is `simulate.py`'s. The search looks at few places to cut, and then at those
+The time of a step is `simulate/step.py`'s. The search looks at few places to cut, and then at those
 about the best (`cut/quick.py`). With `prove` it goes on: through all down-sets where they are not
 too many, else by an integer program (`cut/certificate.py`) that says how far the cut can be from
 the best, and sometimes finds a better one.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.holding import Load, loads
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
@@ -30,11 +30,12 @@ from gpipe_compiler.passes.cut.orders import (
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.quick import Looked, few, quick
 from gpipe_compiler.passes.cut.seats import seat_orders
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import StageTimes, recomputed
+from gpipe_compiler.simulate.in_flight import Load, loads
+from gpipe_compiler.simulate.step import StageTimes, recomputed
 
 MOST_DOWN_SETS = 20_000
 """Above so many a proof is no longer by the search of all of them."""

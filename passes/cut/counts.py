@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from gpipe_compiler.errors import PlanError
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
@@ -25,7 +26,7 @@ from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.quick import quick
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import Solver
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import bottleneck_chains, tables

@@ -14,11 +14,12 @@ from enum import Enum
 import numpy as np
 
 from gpipe_compiler.cluster import Link
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.judge import Judge, excess_of
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.pairs import Row
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,

@@ -11,6 +11,7 @@ from pathlib import Path
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, ModuleCall, Op, ValueKind
 from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.modules import ModuleNodes, module_calls
@@ -19,7 +20,6 @@ from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, 
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpipe_compiler.holding import loads
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.judge import Judge
@@ -26,10 +26,11 @@ from gpipe_compiler.passes.cut.open_chains import Chains, Places, StageSeconds
 from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.seats import seat_orders
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import recomputed
+from gpipe_compiler.simulate.in_flight import loads
+from gpipe_compiler.simulate.step import recomputed
 
 PLACES = 256
 """Down-sets to cut at, about, at most."""

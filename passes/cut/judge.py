@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Seconds
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
@@ -20,7 +21,7 @@ from gpipe_compiler.passes.cut.space import (
     WEIGHT,
     Floats,
 )
-from gpipe_compiler.simulate import StageTimes, Steps
+from gpipe_compiler.simulate.step import StageTimes, Steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.cluster import NO_LINK, Link
-from gpipe_compiler.holding import Load
 from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.simulate.in_flight import Load
 
 Floats = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]

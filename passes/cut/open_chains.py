@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.modules import ModuleNodes, weights
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 
 ROWS = 400_000
 """Ways to go on from all labels of one stage, about, at most."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.errors import PlanError
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.runtime.schedule import forward_only
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.schedule.choosing import (
@@ -19,17 +19,6 @@ from gpipe_compiler.runtime.schedule.choosing import (
     splits_backward,
 )
 from gpipe_compiler.runtime.spec import ScheduleKind
-
-
-class Objective(Enum):
-    """What is to be short.
-
-    STEP: the simulated step (`simulate.py`). BOTTLENECK: the longest stage, where a stage takes as
-    long as its compute and all its transfers, in and out, forward and backward, one after another.
-    """
-
-    STEP = "step"
-    BOTTLENECK = "bottleneck"
 
 
 @dataclass(frozen=True, slots=True)

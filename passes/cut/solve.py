@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
 from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
@@ -14,11 +15,11 @@ from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
 from gpipe_compiler.passes.cut.search import Criterion, Found, search
 from gpipe_compiler.passes.cut.sends import Sends
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import recomputed
+from gpipe_compiler.simulate.step import recomputed
 
 ORDERED_WORK = 5_000_000
 """Limits labels that follow orders, which cost the cube of the micro-batches each, per stage."""

@@ -23,10 +23,11 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.best_case import CLOSE, Ideal
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.program import Linear, Program, total
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 

@@ -19,7 +19,7 @@ import torch
 from adversary.case import SAMPLES, Case
 from adversary.registry import MODELS
 
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 
 PATIENCE_S = 180.0
 """After which a judge that does not answer is ended, and its package is at fault."""

@@ -18,14 +18,15 @@ from published import Row as Published
 from random_problems import random_problem
 
 from gpipe_compiler.cluster import Link
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.classic import block_ends
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
-from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
+from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import StageTimes
+from gpipe_compiler.simulate.step import StageTimes
 
 LINK = Link(1.0, 0.0)
 WEIGHTS = st.lists(st.integers(0, 20), min_size=4, max_size=9)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_compiler import machine_arguments
+from gpipe_compiler.cli import machines as machine_arguments
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
-from gpipe_compiler.listing import OpNote
 from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.plan.op_table import OpNote
 from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 

@@ -17,15 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_compiler import cli, commands
+from gpipe_compiler.cli import commands
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import Cluster, Link
-from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontier import Frontier
+from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 

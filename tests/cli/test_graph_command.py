@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_compiler import cli
+from gpipe_compiler.cli import main as cli
 
 Printed = pytest.CaptureFixture[str]
 

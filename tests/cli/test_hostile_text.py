@@ -20,7 +20,7 @@ import pytest
 import torch
 from loading import load_package
 
-from gpipe_compiler import cli
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.frontend.source import load
 
 PWN = 'open("pwned","w")'

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from hostile import CODES, VALUES, files, options
 
-from gpipe_compiler import arguments, cli
+from gpipe_compiler.cli import arguments
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.plan import Plan
 
 MODEL = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_compiler import cli
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.plan import Plan
 
 Printed = pytest.CaptureFixture[str]

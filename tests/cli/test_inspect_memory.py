@@ -15,20 +15,20 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler import cli
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.compile import trace
-from gpipe_compiler.exploring import most_over
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.fit import remeasured
-from gpipe_compiler.memory.what_if import Remedy
-from gpipe_compiler.passes.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy, RematChoice
-from gpipe_compiler.remedies import what_if
+from gpipe_compiler.plan.what_if import Remedy
+from gpipe_compiler.planner.memory_advice import what_if
+from gpipe_compiler.planner.memory_fit import remeasured
+from gpipe_compiler.planner.search import most_over
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, Precision, Remat, ScheduleKind
-from gpipe_compiler.workbench import Workbench
 
 Printed = pytest.CaptureFixture[str]
 BATCH, M, K = 96, 4, 2

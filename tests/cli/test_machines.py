@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_compiler import cli
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import devices_named, read_cluster
 from gpipe_compiler.plan import Plan
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpipe_compiler import cli, machine_arguments
-from gpipe_compiler.arguments import compile_parser
+from gpipe_compiler.cli import machines as machine_arguments
+from gpipe_compiler.cli import main as cli
+from gpipe_compiler.cli.arguments import compile_parser
+from gpipe_compiler.cli.search import constraints_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
-from gpipe_compiler.passes.constraints import Constraints
-from gpipe_compiler.policy import Auto
-from gpipe_compiler.search_arguments import constraints_of
+from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.options.policy import Auto
 
 MODEL = """
 import torch

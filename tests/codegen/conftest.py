@@ -22,10 +22,10 @@ from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Device, Link
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.command_choices import Frontend, LossChoice
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import Frontend, LossChoice
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut.graph import Facts, tabulate

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.stage import StageSource, write_stage
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.rehearsal.part import Part, PartModule
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import Policy
 
 
 class Held(TorchDispatchMode):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from small_examples import EXAMPLES, load
 
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 
 EPOCHS = 3
 

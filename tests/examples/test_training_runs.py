@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from small_examples import EXAMPLES, load
 
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.runtime.checkpoint.folder import latest
 from gpipe_compiler.runtime.checkpoint.plain import read_checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 
 MODEL = '''
 """Layers with dropout, trained on data that is shuffled by the global generator."""

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import ByMode, FunctionCall
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.pipeline import Setting, transform
 
 transformers = pytest.importorskip("transformers")

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_
 from gpipe_compiler.frontend.auto import choose
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 TYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend import check
 from gpipe_compiler.frontend.check import differences
@@ -19,6 +18,7 @@ from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, Ref, StateRef
+from gpipe_compiler.options.choices import LossChoice
 
 
 class Model(nn.Module):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.shapes import annotate
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import describe, fill, pick, slots
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Reduction
+from gpipe_compiler.options.choices import LossChoice
 
 
 class Anything(nn.Module):

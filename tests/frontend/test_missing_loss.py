@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import gpipe_compiler as gpc
-from gpipe_compiler import cli
-from gpipe_compiler.command_choices import LossChoice
+from gpipe_compiler.cli import main as cli
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.options.choices import LossChoice
 
 HEAD = """\
 import torch

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.modes import combine, merge
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import ByMode, FunctionCall, Mode, Ref
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.options.choices import LossChoice
 
 WIDTH = 4
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import choose, trace_with
 from gpipe_compiler.frontend.kernels import same_kernels
@@ -22,6 +21,7 @@ from gpipe_compiler.frontend.lengthen import lengthen
 from gpipe_compiler.frontend.shorten import Run, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import Frontend
 
 WIDTH = 4
 MANY = 18

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import FunctionCall, MethodCall, ModuleCall, Ref, StateKind
+from gpipe_compiler.options.choices import LossChoice
 
 
 def subject(model, *args, **kwargs):

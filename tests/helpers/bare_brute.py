@@ -2,8 +2,8 @@
 
 All is worked out here but the order in which the devices of a schedule act: the cuts (every
 assignment of ops to at most so many stages in which nothing goes backward), the order of the
-devices, the step (`step_s`, written from what `simulate.py` says a step is), the longest stage, and
-the bytes held.
+devices, the step (`step_s`, written from what `simulate/step.py` says a step is), the longest
+stage, and the bytes held.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gpipe_compiler import BareGraph, BareSetting, Objective, ScheduleKind
 from gpipe_compiler.cluster import Cluster, Device
-from gpipe_compiler.graph_file import BareOp
+from gpipe_compiler.graph_json.file import BareOp
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.choosing import devices_for, orders_for, placement_for
 from gpipe_compiler.runtime.schedule.forward_only import forward_only

@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import trace
-from gpipe_compiler.drafting import Drafting
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.curve import DeviceMemory
-from gpipe_compiler.memory.fit import choose_exactly, first_that_fits
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.planning import setting_for
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.plan.memory_curve import DeviceMemory
+from gpipe_compiler.planner.candidates import Drafting
+from gpipe_compiler.planner.memory_fit import choose_exactly, first_that_fits
+from gpipe_compiler.planner.planning import setting_for
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.workbench import Workbench
 
 STAGES, MICROBATCHES = 2, 4
 POLICY = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.AUTO)

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace
-from gpipe_compiler.memory.fit import remeasured
-from gpipe_compiler.policy import Policy
+from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.planner.memory_fit import remeasured
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.random import SeededRandom
 from gpipe_compiler.runtime.spec import OptimizerKind
-from gpipe_compiler.workbench import Workbench
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live_memory import Case, count

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.passes.fakes import lstm_workspace_bytes
-from gpipe_compiler.policy import RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

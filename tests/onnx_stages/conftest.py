@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import onnx_models
 
 from gpipe_compiler.compile import Compiled, CompileOptions
-from gpipe_compiler.compile_onnx import compile_onnx
+from gpipe_compiler.onnx.compile import compile_onnx
 
 Compile = Callable[..., Compiled]
 

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.compile_onnx import compile_onnx
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.frontend.onnx.reading import read_model
+from gpipe_compiler.onnx.compile import compile_onnx
+from gpipe_compiler.onnx.frontend.reading import read_model
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:

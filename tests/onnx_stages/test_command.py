@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.compile_onnx import compile_onnx
 from gpipe_compiler.frontend.source import load
+from gpipe_compiler.onnx.compile import compile_onnx
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAST = (("mlp_digits", 2),)

@@ -16,7 +16,7 @@ from onnx import helper
 from packages import assert_equal
 
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.compile_onnx import compile_onnx
+from gpipe_compiler.onnx.compile import compile_onnx
 
 NAMES = (
     'x"); open("pwned","w") #',

@@ -19,9 +19,9 @@ from onnx import ModelProto, helper
 from torch import nn
 
 from gpipe_compiler.compile import Compiled, CompileOptions
-from gpipe_compiler.compile_exported import compile_exported
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.onnx.compile_exported import compile_exported
 
 Compile = Callable[..., Compiled]
 

@@ -28,8 +28,8 @@ from torch.export import Dim
 from transformers import BertConfig, BertModel
 
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.compile_onnx import compile_onnx
 from gpipe_compiler.frontend.source import load
+from gpipe_compiler.onnx.compile import compile_onnx
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.compile import Compiled, CompileOptions
-from gpipe_compiler.compile_exported import compile_exported
 from gpipe_compiler.errors import EmitError, UsageError
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.onnx.compile_exported import compile_exported
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -10,11 +10,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from gpipe_compiler.holding import loads
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.schedule.actions import Phase
-from gpipe_compiler.simulate import StageTimes, recomputed, simulate
+from gpipe_compiler.simulate.in_flight import loads
+from gpipe_compiler.simulate.step import StageTimes, recomputed, simulate
 
 
 def assignments(problem: CutProblem, stages: int) -> Iterator[tuple[int, ...]]:

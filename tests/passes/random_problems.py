@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.errors import PlanError
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
-from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
+from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 LINKS = (Link(1e9, 0.0), Link(2.0, 0.0), Link(1.0, 0.5), Link(0.2, 1.0))

@@ -18,8 +18,8 @@ from torch import nn
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.passes.constrain import _Asked, _contradictions, check_names
-from gpipe_compiler.passes.constraints import Constraints
+from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.passes.cut.constrain import _Asked, _contradictions, check_names
 from gpipe_compiler.passes.cut.problem import CutProblem, Node
 from gpipe_compiler.plan import Plan
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from gpipe_compiler import trace
 from gpipe_compiler.cluster import Device
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes import cost, costs_by_kind
 from gpipe_compiler.passes.cost import Costs, OpCost, roofline, rooflines
 from gpipe_compiler.passes.dry_run import DryRun

@@ -18,11 +18,12 @@ from random_problems import random_constraints, random_problem, random_setting
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut import choose as cut_module
 from gpipe_compiler.passes.cut import quick as quick_module
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
-from gpipe_compiler.passes.cut.setting import Objective, Seat, Setting
+from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 SEEDS = st.integers(0, 2**48)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler.cluster import NO_LINK, Link
+from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import certificate as module
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.certificate import certify
@@ -25,9 +26,9 @@ from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.frontier import frontier
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
-from gpipe_compiler.passes.cut.setting import Objective, Setting
+from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import StageTimes, simulate
+from gpipe_compiler.simulate.step import StageTimes, simulate
 
 LINKS = st.sampled_from([Link(1e9, 0.0), Link(4.0, 0.0), Link(1.0, 0.5), Link(0.3, 0.0)])
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.collecting import uncollected
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.no_gc import uncollected
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.kernel_forms import KernelForms
 from gpipe_compiler.passes.rehearsal import rehearse

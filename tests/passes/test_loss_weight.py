@@ -38,15 +38,15 @@ from taggers import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.passes import loss_functions
 from gpipe_compiler.passes.loss_weight import different_means, weigh_loss
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.splitting import loss_shares
+from gpipe_compiler.validate.loss_splitting import loss_shares
 
 FRONTENDS = (Frontend.FX, Frontend.EXPORT)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.pipeline import Setting, transform
 
 LEAST = torch.finfo(torch.float32).min

@@ -12,11 +12,11 @@ from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.compile import trace
 from gpipe_compiler.errors import IllegalGraphError
 from gpipe_compiler.ir import Graph, MethodCall, Op
+from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes import pipeline
-from gpipe_compiler.passes.constraints import Constraints
 from gpipe_compiler.passes.pipeline import PASSES, Pass, Setting, transform
-from gpipe_compiler.policy import Policy
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.planner.workbench import Workbench
 
 
 class Twice(nn.Module):

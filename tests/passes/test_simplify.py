@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Ref, RegionCall
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.pipeline import PASSES, Setting, transform
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify

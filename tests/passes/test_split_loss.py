@@ -35,7 +35,7 @@ from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.splitting import loss_shares
+from gpipe_compiler.validate.loss_splitting import loss_shares
 
 TermOf = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
-from gpipe_compiler.simulate import StageTimes
+from gpipe_compiler.simulate.step import StageTimes
 
 
 def random_cut(seed: int) -> Callable[..., Cut]:

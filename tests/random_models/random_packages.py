@@ -24,17 +24,17 @@ from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 import gpipe_compiler.runtime.command  # noqa: F401  # the runtime of every package here, whole
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.command_choices import LossChoice
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planning import make_plan
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.planner.planning import make_plan
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
@@ -142,7 +142,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     if layout.cut is None:
         return make_plan(graph, **options)
     chosen = random_cut(layout.cut)
-    with mock.patch("gpipe_compiler.drafting.cut", chosen):
+    with mock.patch("gpipe_compiler.planner.candidates.cut", chosen):
         return make_plan(graph, **options)
 
 

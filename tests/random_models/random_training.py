@@ -22,7 +22,6 @@ from random_models import IGNORED, LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 from random_packages import Layout, device_counts, layouts
 from torch import Tensor, nn
 
-from gpipe_compiler.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
@@ -37,6 +36,7 @@ from gpipe_compiler.runtime.spec import (
     Remat,
     ScheduleKind,
 )
+from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 
 SEED = 5
 RANDOM = frozenset({"dropout", "functional_dropout", "drop_path"})

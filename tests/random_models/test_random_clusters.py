@@ -2,7 +2,7 @@
 
 What may lie where is the cut problem's and `assignments`' (tests/passes/cut_brute.py, which has
 tests of its own), as are the seconds and bytes of a stage; the step of each cut is worked out here
-(`step_s`, from what `simulate.py` says), and so is the memory of a device.
+(`step_s`, from what `simulate/step.py` says), and so is the memory of a device.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from random_models import REGIONS, RUN, Recipe, Step, recipes
 from random_packages import Layout, subject_of
 
 from gpipe_compiler.cluster import Cluster, Device, Link
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.frontend.auto import trace
-from gpipe_compiler.passes.constrain import constrain
-from gpipe_compiler.passes.constraints import Constraints
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.passes.cut.constrain import constrain
 from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planning import setting_for
-from gpipe_compiler.policy import Policy, RematChoice
+from gpipe_compiler.planner.planning import setting_for
+from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.spec import OptimizerKind, Remat, ScheduleKind
-from gpipe_compiler.simulate import StageTimes, recomputed
-from gpipe_compiler.workbench import Workbench
+from gpipe_compiler.simulate.step import StageTimes, recomputed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "passes"))
 

@@ -15,17 +15,17 @@ from random_models import REGIONS, RUN, TYPED, Recipe, Step, recipes
 from random_packages import Layout, device_counts, layouts, package_of, plan_of, subject_of
 from safetensors.torch import save_file
 
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.check import check_pipeline
 from gpipe_compiler.runtime.comparison import Row, pack
 from gpipe_compiler.runtime.data import example_call
 from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.validate import reference_of
+from gpipe_compiler.validate.package import reference_of
 
 SEED = 3
 

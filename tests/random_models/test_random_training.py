@@ -23,9 +23,9 @@ from random_training import (
     trainings,
 )
 
-from gpipe_compiler.command_choices import Frontend
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.auto import trace
+from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 

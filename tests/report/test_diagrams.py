@@ -25,8 +25,8 @@ from gpipe_compiler.report.html import format_report, write_report
 from gpipe_compiler.report.trace import format_trace
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import Remat
-from gpipe_compiler.simulate import Lane, StageTimes
-from gpipe_compiler.validate import Validation
+from gpipe_compiler.simulate.step import Lane, StageTimes
+from gpipe_compiler.validate.package import Validation
 
 HELD = Validation(
     (

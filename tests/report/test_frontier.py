@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from gpipe_compiler.frontier import Choice, Fate, Frontier, Point
+from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.policy import RematChoice
+from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, Point
 from gpipe_compiler.report.frontier import document, format_ratio, reason, show_frontier
 from gpipe_compiler.report.html import format_report
 from gpipe_compiler.report.text import plain_text

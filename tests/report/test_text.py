@@ -10,7 +10,10 @@ from rich.console import Console
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.progress import Progress
 from gpipe_compiler.report.text import format_plan, plain_text, show_plan, summary_table
-from gpipe_compiler.report.units import (
+from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.text.units import (
     format_bytes,
     format_rate,
     format_seconds,
@@ -19,10 +22,7 @@ from gpipe_compiler.report.units import (
     short_path,
     short_source,
 )
-from gpipe_compiler.runtime.comparison import Row
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
-from gpipe_compiler.runtime.wording import counted
-from gpipe_compiler.validate import Validation
+from gpipe_compiler.validate.package import Validation
 
 EXPECTED = """\
 little trains in 3 stages on 3 x toy, links 1 MB/s: gpipe, a batch of 8 in 2 micro-batches of 4

@@ -17,7 +17,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_pipelines import chain, crossing, scheduled
 
-from gpipe_compiler.holding import loads
 from gpipe_compiler.runtime.errors import ScheduleError
 from gpipe_compiler.runtime.schedule import (
     devices_for,
@@ -41,7 +40,8 @@ from gpipe_compiler.runtime.schedule.actions import (
 )
 from gpipe_compiler.runtime.schedule.clock import needs_of, timeline
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate import StageTimes, Steps, simulate
+from gpipe_compiler.simulate.in_flight import loads
+from gpipe_compiler.simulate.step import StageTimes, Steps, simulate
 
 TWO_A_DEVICE = (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV)
 

@@ -1,0 +1,1 @@
+"""The commands gpipe-compile and gpipe-inspect."""

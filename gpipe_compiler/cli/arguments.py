@@ -1,0 +1,244 @@
+"""The arguments of the commands."""
+
+from __future__ import annotations
+
+import argparse
+
+from gpipe_compiler.cli.machines import machine_arguments, seconds
+from gpipe_compiler.cli.search import positive, search_arguments, setting_arguments
+from gpipe_compiler.options.choices import (
+    SEARCH_SECONDS,
+    SHOWN_HOLDERS,
+    Frontend,
+    LossChoice,
+    Target,
+)
+from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.runtime.typed import natural, path, seed
+
+
+def compile_parser() -> argparse.ArgumentParser:
+    """Of gpipe-compile."""
+    parser = argparse.ArgumentParser(
+        prog="gpipe-compile",
+        description="Compiles a PyTorch model into a pipeline: one readable module per stage, and "
+        "the script that trains or serves it.",
+        epilog="exit codes: 0 done, 1 the model is at fault, 2 the command line is, 3 the package "
+        "does not reproduce the model",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
+        "example_inputs(), to be trained also loss_fn(output, target) and example_target(); "
+        "model.onnx, for ONNX Runtime; or graph.json, ops and edges that are only planned "
+        "(docs/graph_file.md)",
+    )
+    setting_arguments(parser)
+    parser.add_argument(
+        "--mode",
+        choices=["train", "infer"],
+        default="train",
+        help="what the package does (default %(default)s)",
+    )
+    parser.add_argument(
+        "--target",
+        choices=[target.value for target in Target],
+        default=Target.TORCH.value,
+        help="what the stages run on: torch, or ONNX Runtime, which only infers; an ONNX model "
+        "always runs on that (default %(default)s)",
+    )
+    parser.add_argument(
+        "--frontend",
+        choices=[frontend.value for frontend in Frontend],
+        default=Frontend.AUTO.value,
+        help="what traces the model (default %(default)s: the first that is right)",
+    )
+    search_arguments(parser)
+    _training_arguments(parser)
+    _cost_arguments(parser)
+    _output_arguments(parser)
+    return parser
+
+
+def _training_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how it trains (run.py can still choose otherwise)")
+    group.add_argument(
+        "--remat",
+        choices=[choice.value for choice in RematChoice],
+        default=RematChoice.NONE.value,
+        help="run a stage's forward again for the backward, instead of keeping activations: "
+        "nowhere, everywhere, or where a stage would not fit its device (default %(default)s)",
+    )
+    group.add_argument(
+        "--batchnorm",
+        choices=[kind.value for kind in BatchNorm],
+        default=BatchNorm.MICRO.value,
+        help="micro: over each micro-batch; deferred: the same, but running statistics are those "
+        "of the mini-batch; exact: over the mini-batch, as without a pipeline (gpipe only) "
+        "(default %(default)s)",
+    )
+    group.add_argument(
+        "--loss",
+        choices=[choice.value for choice in LossChoice],
+        default=LossChoice.MODEL.value,
+        help="model: loss_fn(output, target) of MODEL, or the loss that the model returns; "
+        "sum-of-squares: that of the outputs, for experiments (default %(default)s)",
+    )
+    group.add_argument(
+        "--precision",
+        choices=[precision.value for precision in Precision],
+        default=Precision.FP32.value,
+        help="fp32: as the model is; bf16, fp16: under autocast (default %(default)s)",
+    )
+
+
+def _cost_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what it runs on")
+    group.add_argument(
+        "--input",
+        metavar="SPEC",
+        action="append",
+        default=[],
+        help="[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
+        "example_inputs()",
+    )
+    group.add_argument(
+        "--cost",
+        choices=["roofline", "measured"],
+        default="roofline",
+        help="op times: estimated from work and bytes, or timed on this machine "
+        "(default %(default)s)",
+    )
+    group.add_argument(
+        "--custom-ops",
+        metavar="LIB",
+        type=path,
+        action="append",
+        default=[],
+        help="a library of custom operators that an ONNX model needs; may be given again",
+    )
+    machine_arguments(group)
+    group.add_argument(
+        "--search-time",
+        metavar="S",
+        type=seconds,
+        default=SEARCH_SECONDS,
+        help="with auto, look at no further settings after so many seconds (default 300)",
+    )
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what comes out")
+    group.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=path,
+        help="the package (default: <model>_x<stages> in the current directory)",
+    )
+    group.add_argument("--force", action="store_true", help="replace a package that is there")
+    group.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+    group.add_argument(
+        "--no-validate", action="store_true", help="do not hold the package against the model"
+    )
+    group.add_argument(
+        "--remedies",
+        action="store_true",
+        help="find out what other settings would save of memory, for gpipe-inspect memory",
+    )
+    group.add_argument(
+        "--no-inplace",
+        action="store_true",
+        help="write no result over an operand that nobody needs any more, where the model does not "
+        "say so itself; the numbers are the same either way",
+    )
+    group.add_argument(
+        "--per-microbatch",
+        action="store_true",
+        help="accept a loss that micro-batches cannot give, as a contrastive one: each of them "
+        "has its own, and the mini-batch their weighted mean",
+    )
+    group.add_argument(
+        "--batch-dim",
+        metavar="NAME=DIM",
+        type=_batch_dim,
+        action="append",
+        default=[],
+        help="the dimension of an input that is the batch, where it cannot be told; none for one "
+        "that all samples share; repeatable",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON document instead")
+    group.add_argument(
+        "--seed", type=seed, default=0, help="of random weights and inputs (default %(default)s)"
+    )
+
+
+def _batch_dim(text: str) -> tuple[str, int | None]:
+    """`x=1` or `mask=none`."""
+    name, _, dim = text.partition("=")
+    if not name or not (dim == "none" or dim.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIM, such as x=1 or mask=none")
+    return name, None if dim == "none" else int(dim)
+
+
+def inspect_parser() -> argparse.ArgumentParser:
+    """Of gpipe-inspect PKG."""
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect",
+        description="Prints what a package holds: stages, boundaries, prediction.",
+        epilog="gpipe-inspect memory PKG tells what holds the memory of each device and what would "
+        "save some; gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
+        "simulated step for ui.perfetto.dev; each has its own --help",
+    )
+    _package_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
+    return parser
+
+
+def graph_parser() -> argparse.ArgumentParser:
+    """Of gpipe-inspect graph."""
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect graph", description="Draws a package's stages, or one stage, as SVG."
+    )
+    _package_argument(parser)
+    parser.add_argument("--stage", metavar="K", type=natural, help="the ops of this stage, from 0")
+    parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the SVG file")
+    return parser
+
+
+def memory_parser() -> argparse.ArgumentParser:
+    """Of gpipe-inspect memory."""
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect memory",
+        description="Prints what holds the memory of each device at its peak, and what other "
+        "settings would save.",
+    )
+    _package_argument(parser)
+    parser.add_argument("--device", metavar="D", type=natural, help="of this device alone, from 0")
+    parser.add_argument(
+        "--top",
+        metavar="N",
+        type=positive,
+        default=SHOWN_HOLDERS,
+        help="of what is in a device's memory, show so many of the largest, up to 12 "
+        "(default %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    return parser
+
+
+def trace_parser() -> argparse.ArgumentParser:
+    """Of gpipe-inspect trace."""
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect trace",
+        description="Writes the simulated step as a trace for ui.perfetto.dev.",
+    )
+    _package_argument(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the JSON file")
+    return parser
+
+
+def _package_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("package", metavar="PKG", type=path, help="what gpipe-compile wrote")

@@ -1,0 +1,233 @@
+"""What the commands do with models and packages: arguments in, tables out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from gpipe_compiler.cli.arguments import compile_parser
+from gpipe_compiler.cli.machines import cluster_asked
+from gpipe_compiler.cli.onnx import compile_file, compile_model, is_onnx
+from gpipe_compiler.cli.search import constraints_of, schedule_of
+from gpipe_compiler.compile import Compiled, CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.frontend.source import load
+from gpipe_compiler.frontend.user_code import ModelSpec
+from gpipe_compiler.options.choices import Frontend, LossChoice, Objective, Target
+from gpipe_compiler.options.policy import Auto, RematChoice
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.frontier import document, show_frontier
+from gpipe_compiler.report.memory_tables import memory_document, show_memory
+from gpipe_compiler.report.picture import write_picture
+from gpipe_compiler.report.progress import Progress
+from gpipe_compiler.report.remat import remat_table
+from gpipe_compiler.report.terminal import terminal
+from gpipe_compiler.report.text import (
+    boundary_table,
+    headline,
+    show_plan,
+    stage_table,
+    summary_table,
+)
+from gpipe_compiler.report.trace import write_trace
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
+from gpipe_compiler.runtime.wording import printable
+from gpipe_compiler.text.escaping import file_stem, shell_line
+
+# --- gpipe-compile ---------------------------------------------------------------------------
+
+
+def compile_program(arguments: argparse.Namespace) -> None:
+    """`gpipe-compile` of what is no bare graph."""
+    directory = _directory(arguments)
+    options = CompileOptions(
+        stages=arguments.stages,
+        microbatches=arguments.microbatches,
+        schedule=schedule_of(arguments),
+        remat=RematChoice(arguments.remat),
+        batchnorm=BatchNorm(arguments.batchnorm),
+        precision=Precision(arguments.precision),
+        training=arguments.mode == "train",
+        frontend=Frontend(arguments.frontend),
+        measured=arguments.cost == "measured",
+        cluster=cluster_asked(arguments),
+        validate=not arguments.no_validate,
+        force=arguments.force,
+        seed=arguments.seed,
+        per_microbatch=arguments.per_microbatch,
+        objective=Objective(arguments.objective),
+        constraints=constraints_of(arguments),
+        data_parallel=arguments.data_parallel,
+        optimizer=OptimizerKind(arguments.optimizer) if arguments.optimizer else None,
+        must_fit=arguments.memory is not None,
+        search_s=arguments.search_time,
+        in_place=not arguments.no_inplace,
+        cut_inside=arguments.cut_inside,
+        prove=arguments.prove,
+        remedies=arguments.remedies,
+    )
+    with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
+        progress(f"loading {arguments.model}")
+        if is_onnx(arguments.model):
+            compiled = compile_file(arguments, compile_parser(), options, directory, progress)
+        else:
+            if arguments.custom_ops:
+                raise UsageError("--custom-ops: only an ONNX file can need them")
+            torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
+            loss = LossChoice(arguments.loss)
+            if loss is not LossChoice.MODEL and not options.training:
+                raise UsageError(
+                    f"--loss {loss.value} is for training, and with --mode infer there is none",
+                    hint="leave it out, or compile with --mode train",
+                )
+            subject = load(
+                arguments.model, input_specs=arguments.input, training=options.training, loss=loss
+            )
+            subject = dataclasses.replace(subject, batch_dims=dict(arguments.batch_dim))
+            if Target(arguments.target) is Target.ONNXRUNTIME:
+                compiled = compile_model(subject, options, directory, progress)
+            else:
+                compiled = compile_subject(subject, options, directory, progress)
+    if arguments.json:
+        print(json.dumps(_document(compiled), indent=2))
+    else:
+        _print_compiled(compiled)
+
+
+def _directory(arguments: argparse.Namespace) -> Path | None:
+    """Where the package goes; None for a dry run. A place that is taken is refused at once."""
+    if arguments.dry_run:
+        return None
+    model = arguments.model
+    stem = Path(model).stem if is_onnx(model) else ModelSpec.parse(model).stem
+    stages = arguments.stages
+    named = f"{stem}_{stages.value}" if isinstance(stages, Auto) else f"{stem}_x{stages}"
+    directory: Path = arguments.output or Path(named)
+    if directory.exists() and not arguments.force:
+        raise UsageError(
+            f"{directory} exists",
+            hint="--force replaces it, -o names another directory, --dry-run writes nothing",
+        )
+    return directory
+
+
+def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """With --json, sends what the user's own file prints to stderr."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def _document(compiled: Compiled) -> dict[str, object]:
+    """All that a compile gives, for `--json`."""
+    validation = compiled.validation
+    return {
+        "directory": str(compiled.directory) if compiled.directory else None,
+        "frontend": compiled.frontend.value if compiled.frontend else "onnx",
+        "plan": json.loads(compiled.plan.to_json()),
+        "frontier": document(compiled.frontier) if compiled.frontier else None,
+        "batch": compiled.batch or None,
+        "not_validated": compiled.not_validated or None,
+        "validation": None
+        if validation is None
+        else {
+            "passed": validation.passed,
+            "rows": [dataclasses.asdict(row) for row in validation.rows],
+            "notes": list(validation.notes),
+        },
+    }
+
+
+def _print_compiled(compiled: Compiled) -> None:
+    console = terminal()
+    plan, directory = compiled.plan, compiled.directory
+    if compiled.frontier is not None:
+        console.print(show_frontier(compiled.frontier))
+    if directory is None:
+        console.print(headline(plan))
+    console.print(stage_table(plan))
+    if directory is None and plan.crossings:
+        console.print(boundary_table(plan))
+    if directory is None and any(stage.remat is not Remat.NONE for stage in plan.stages):
+        console.print(remat_table(plan))
+    held, refused = compiled.validation, compiled.not_validated
+    frontend = compiled.frontend.value if compiled.frontend else "onnx"
+    console.print(summary_table(plan, frontend, held, refused, compiled.batch))
+    if directory is None:
+        _say("dry run: nothing written")
+        return
+    if directory.is_relative_to(Path.cwd()):
+        directory = directory.relative_to(Path.cwd())
+    work = "train" if plan.training else "infer"
+    script = directory / "run.py"
+    _say(f"written to {directory}. To run it here, and with one process per device:")
+    _say(f"  {shell_line(['python', script, work])}")
+    count = len(plan.orders) * (plan.replicas if plan.training else 1)
+    _say(f"  {shell_line(['torchrun', '--nproc-per-node', str(count), script, work])}")
+    shown = shell_line(["gpipe-inspect", directory])
+    _say(f"For people: {directory / 'README.md'}, {directory / 'report.html'}; {shown}")
+
+
+def _say(line: str) -> None:
+    """Prints a line as it is: no colours, no wrapping, so that it can be copied."""
+    print(printable(line))
+
+
+# --- gpipe-inspect ---------------------------------------------------------------------------
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """`gpipe-inspect PACKAGE`: all of its plan."""
+    plan = read_plan(arguments.package)
+    if arguments.json:
+        print(plan.to_json(), end="")
+    else:
+        terminal().print(show_plan(plan))
+
+
+def draw(arguments: argparse.Namespace) -> None:
+    """`gpipe-inspect graph`: a picture."""
+    plan = read_plan(arguments.package)
+    part = "" if arguments.stage is None else f"_stage_{arguments.stage}"
+    path: Path = arguments.output or Path(f"{file_stem(plan.name)}{part}.svg")
+    print(write_picture(plan, path, stage=arguments.stage))
+
+
+def trace(arguments: argparse.Namespace) -> None:
+    """`gpipe-inspect trace`: a step as a trace."""
+    plan = read_plan(arguments.package)
+    print(write_trace(plan, arguments.output or Path(f"{file_stem(plan.name)}_trace.json")))
+
+
+def memory(arguments: argparse.Namespace) -> None:
+    """`gpipe-inspect memory`: what holds the memory."""
+    plan = read_plan(arguments.package)
+    if arguments.json:
+        print(json.dumps(memory_document(plan, arguments.device), indent=2))
+    else:
+        terminal().print(show_memory(plan, arguments.device, arguments.top))
+
+
+def read_plan(package: Path) -> Plan:
+    """The plan of a package.
+
+    Raises:
+        UsageError: when `package` is neither a package nor a plan.json.
+        ModelError: when its plan cannot be read.
+    """
+    file = package / "plan.json" if package.is_dir() else package
+    if not file.is_file():
+        problem = f"{package} is no package: it has no plan.json"
+        if not package.exists():
+            problem = f"there is no package {package}"
+        raise UsageError(problem, hint="name the directory that gpipe-compile wrote")
+    try:
+        return Plan.from_json(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is no plan.json: it is not even text") from error

@@ -1,0 +1,118 @@
+"""The commands gpipe-compile and gpipe-inspect: arguments in, tables out.
+
+What needs torch, which takes seconds to import, is imported once it is known to be needed: a graph
+from elsewhere is planned without, and what draws tables is not needed for JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from gpipe_compiler.cli.arguments import (
+    compile_parser,
+    graph_parser,
+    inspect_parser,
+    memory_parser,
+    trace_parser,
+)
+from gpipe_compiler.cli.graph_json import is_graph, plan_file
+from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
+from gpipe_compiler.runtime.console import obeyed
+from gpipe_compiler.runtime.wording import printable_lines
+from gpipe_compiler.text.units import format_source
+
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ends, as shells have it."""
+
+
+def compile_command(argv: Sequence[str] | None = None) -> int:
+    """gpipe-compile: from a model to a package; returns the exit code."""
+    return _run(compile_parser(), argv, _compile)
+
+
+def inspect_command(argv: Sequence[str] | None = None) -> int:
+    """gpipe-inspect: what a package holds, as tables, a picture or a trace."""
+    from gpipe_compiler.cli import commands
+
+    words = sys.argv[1:] if argv is None else list(argv)
+    match words:
+        case ["graph", *rest]:
+            return _run(graph_parser(), rest, commands.draw)
+        case ["memory", *rest]:
+            return _run(memory_parser(), rest, commands.memory)
+        case ["trace", *rest]:
+            return _run(trace_parser(), rest, commands.trace)
+        case _:
+            return _run(inspect_parser(), words, commands.inspect)
+
+
+def _run(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    command: Callable[[argparse.Namespace], None],
+) -> int:
+    """Parses and obeys; every error that is the user's to mend is one message."""
+    return obeyed(lambda: _obey(parser, argv, command), ExitCode.DONE)
+
+
+def _obey(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    command: Callable[[argparse.Namespace], None],
+) -> int:
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as leaving:  # argparse has said why
+        return leaving.code if isinstance(leaving.code, int) else ExitCode.DONE
+    as_json = getattr(arguments, "json", False)
+    try:
+        command(arguments)
+    except GPipeCompilerError as error:
+        return _report(error, as_json)
+    except BrokenPipeError:
+        raise  # whoever reads has seen enough
+    except OSError as error:
+        return _report(UsageError(f"{error.filename or 'a file'}: {error.strerror}"), as_json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return ExitCode.DONE
+
+
+def _report(error: GPipeCompilerError, as_json: bool) -> int:
+    where = f"{format_source(str(error.location))}: " if error.location else ""
+    print(printable_lines(f"error: {where}{error.problem}"), file=sys.stderr)
+    if error.hint:
+        print(printable_lines(f"  hint: {error.hint}"), file=sys.stderr)
+    if as_json:
+        document = {
+            "problem": error.problem,
+            "file": error.location.file if error.location else None,
+            "line": error.location.line if error.location else None,
+            "hint": error.hint,
+            "exit_code": int(error.exit_code),
+        }
+        print(json.dumps({"error": document}, indent=2))
+    return error.exit_code
+
+
+def _compile(arguments: argparse.Namespace) -> None:
+    if not is_graph(arguments.model):
+        from gpipe_compiler.frontend.torch_inside import check_torch
+
+        check_torch()
+        from gpipe_compiler.cli.commands import compile_program
+
+        compile_program(arguments)
+        return
+    plan = plan_file(arguments, compile_parser())
+    if arguments.json:
+        print(plan.to_json(), end="")
+    else:
+        from gpipe_compiler.graph_json.report import show_bare_plan
+        from gpipe_compiler.report.terminal import terminal
+
+        terminal().print(show_bare_plan(plan))

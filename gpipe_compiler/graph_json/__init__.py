@@ -1,0 +1,1 @@
+"""Plans for a graph from elsewhere, read from a JSON file; none of it imports torch."""

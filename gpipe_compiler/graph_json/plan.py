@@ -1,0 +1,244 @@
+"""Plans for a bare graph: stages, times, a lower bound, without any package to be written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from dataclasses import dataclass
+
+from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.graph_json.figures import BareStage, Found
+from gpipe_compiler.graph_json.file import BareGraph, check_graph
+from gpipe_compiler.graph_json.setting import BareSetting, setting_of, with_kinds
+from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.passes.cut import cut
+from gpipe_compiler.passes.cut.best_case import CLOSE
+from gpipe_compiler.passes.cut.counts import cut_counts, equal_devices
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.text.units import format_bytes
+
+PROVED = 1e-9
+"""A plan this close to its lower bound, relatively, counts as the best."""
+
+
+@dataclass(frozen=True)
+class BarePlan:
+    """Stages of a bare graph, and how good they are.
+
+    Attributes:
+        step_time_s: simulated seconds of one mini-batch.
+        bottleneck_s: seconds of the longest stage, transfers included.
+        lower_bound_s: no plan into as many stages or fewer has less of what was to be short.
+        proved: whether, as was asked, the plan is known to be the best, to within 1e-9 of its
+            time, or 4e-6 where an integer program proves it, as is so for wide graphs.
+        seconds: that planning took.
+        device_bytes: for every device of the pipeline, memory at its peak.
+    """
+
+    graph: str
+    stages: tuple[tuple[str, ...], ...]
+    step_time_s: float
+    bottleneck_s: float
+    lower_bound_s: float
+    proved: bool
+    seconds: float
+    objective: Objective
+    schedule: ScheduleKind | None
+    microbatches: int
+    figures: tuple[BareStage, ...]
+    device_bytes: tuple[int, ...]
+
+    @property
+    def value_s(self) -> float:
+        """What was to be short."""
+        return self.step_time_s if self.objective is Objective.STEP else self.bottleneck_s
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best, as a share of the lower bound."""
+        if self.value_s <= self.lower_bound_s:
+            return 0.0
+        if self.lower_bound_s <= 0:
+            return math.inf
+        return self.value_s / self.lower_bound_s - 1
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        figures = []
+        for figure in self.figures:
+            fields = dataclasses.asdict(figure)
+            del fields["ops"]
+            figures.append(fields)
+        document = {
+            "graph": self.graph,
+            "stages": self.stages,
+            "step_time_s": self.step_time_s,
+            "bottleneck_s": self.bottleneck_s,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap if math.isfinite(self.gap) else None,
+            "proved": self.proved,
+            "seconds": self.seconds,
+            "objective": self.objective.value,
+            "schedule": self.schedule.value if self.schedule else None,
+            "mode": "train" if self.schedule else "infer",
+            "microbatches": self.microbatches,
+            "stage_figures": figures,
+            "device_bytes": self.device_bytes,
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+
+def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
+    """The best plan found into at most so many stages.
+
+    Raises:
+        ModelError: when the graph is none.
+        UsageError: for no stages or no micro-batches, or for devices that do not suffice.
+        PlanError: when no cut fits into memory, or the schedule has no such number of stages.
+    """
+    started = time.perf_counter()
+    check_graph(graph)
+    for count, what in ((setting.stages, "stages"), (setting.microbatches, "micro-batches")):
+        if count < 1:
+            raise UsageError(f"{count} {what}: at least one is needed")
+    training = graph.has_backward if setting.training is None else setting.training
+    problem = with_kinds(graph.problem(training=training), setting.cluster)
+    best, bound_s = _best(problem, setting, min(setting.stages, len(graph.ops)), training=training)
+    return _plan(graph, best, bound_s, time.perf_counter() - started, prove=setting.prove)
+
+
+def _best(
+    problem: CutProblem, asked: BareSetting, most: int, *, training: bool
+) -> tuple[Found, float]:
+    """The best cut found into at most so many stages, and a lower bound.
+
+    Raises:
+        PlanError: when there is no such cut.
+    """
+    settings = []
+    for stages in range(most, 0, -1):
+        with contextlib.suppress(PlanError):  # some schedules cannot have any number of stages
+            settings.append(setting_of(asked, stages, training=training))
+    if settings and equal_devices(settings):
+        setting, found = cut_counts(problem, settings, prove=asked.prove)
+        return Found(problem, setting, found), found.lower_bound_s
+    search = _Search(problem, asked, training=training)
+    search.every_count(most)
+    return search.certified(), search.bound_s
+
+
+class _Search:
+    """The cuts into every number of stages up to the one asked for."""
+
+    def __init__(self, problem: CutProblem, asked: BareSetting, *, training: bool) -> None:
+        self.problem, self.asked, self.training = problem, asked, training
+        self.best: Found | None = None
+        self.bound_s = math.inf
+        self._settings: dict[int, Setting] = {}
+        self._refusal: PlanError | None = None
+
+    def every_count(self, most: int) -> None:
+        """Cuts into so many stages and fewer.
+
+        Raises:
+            PlanError: when there is no such cut at all; the one about what was asked for.
+        """
+        own = [node.forward_s + node.backward_s for node in self.problem.nodes]
+        for stages in range(most, 0, -1):
+            try:
+                setting = setting_of(self.asked, stages, training=self.training)
+                least = self._least(setting, sum(own), max(own))
+                fits = self.best is not None and self.best.found.fits
+                if self.best is not None and fits and least >= self.best.value_s:
+                    self.bound_s = min(self.bound_s, least)
+                    continue
+                found = Found(
+                    self.problem, setting, cut(self.problem, setting, prove=self.asked.prove)
+                )
+            except PlanError as error:
+                self._refusal = self._refusal or error
+                continue
+            self._settings[stages] = setting
+            self._take(found)
+            # Where the proved best does not fit, no cut into so many stages does.
+            if found.found.fits or not found.found.proved:
+                self.bound_s = min(self.bound_s, found.found.lower_bound_s)
+        if self.best is None:
+            assert self._refusal is not None  # every count was either cut or refused
+            raise self._refusal
+        if not self.best.found.fits:
+            raise self._too_small(self.best)
+
+    def _too_small(self, best: Found) -> PlanError:
+        excess = best.found.excess_bytes
+        device = max(range(len(excess)), key=excess.__getitem__)
+        return PlanError(
+            f"no cut into at most {self.asked.stages} stages fits into memory: the one that comes "
+            f"closest, into {best.setting.stages}, needs {format_bytes(excess[device])} more on "
+            f"device {best.found.seats[device]}",
+            hint="ask for more stages, fewer micro-batches, another schedule or more --memory",
+        )
+
+    def _least(self, setting: Setting, whole_s: float, largest_s: float) -> float:
+        """No cut into as many stages takes less, on devices of the first kind."""
+        if {seat.kind for seat in setting.seats} != {0}:
+            return 0.0
+        if setting.objective is Objective.BOTTLENECK:
+            return max(whole_s / setting.stages, largest_s)
+        device = max(whole_s / (max(setting.placement) + 1), largest_s)
+        m = setting.microbatches
+        if setting.kind in (None, ScheduleKind.GPIPE):
+            return whole_s + (m - 1) * device
+        return m * device
+
+    def _take(self, found: Found) -> None:
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
+
+    def certified(self) -> Found:
+        """The best, with a bound by an integer program over all counts at once where none is."""
+        assert self.best is not None
+        best = self.best
+        if not self.asked.prove or self.bound_s >= best.value_s * (1 - PROVED):
+            return best
+        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+
+        widest = self._settings[max(self._settings)]
+        certificate = certify(self.problem, widest, best.value_s, fewer=True)
+        self.bound_s = max(self.bound_s, certificate.bound_s)
+        stage_of = certificate.stage_of
+        setting = self._settings.get(max(stage_of) + 1) if stage_of else None
+        if stage_of and setting:
+            better = cut(self.problem, setting, hint=stage_of, search=False)
+            self._take(Found(self.problem, setting, better))
+        best = self.best
+        if self.bound_s >= best.value_s * (1 - 4 * CLOSE):
+            self.bound_s = best.value_s
+        return best
+
+
+def _plan(
+    graph: BareGraph, best: Found, bound_s: float, seconds: float, *, prove: bool
+) -> BarePlan:
+    figures = best.figures(graph)
+    bound_s = min(bound_s, best.value_s)
+    met = bound_s >= best.value_s * (1 - PROVED)
+    return BarePlan(
+        graph.name,
+        tuple(figure.ops for figure in figures),
+        best.found.step_s,
+        max(best.totals),
+        best.value_s if met else bound_s,
+        met and prove,
+        seconds,
+        best.setting.objective,
+        best.setting.kind,
+        best.setting.microbatches,
+        figures,
+        best.device_bytes(),
+    )

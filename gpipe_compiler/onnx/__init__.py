@@ -1,0 +1,1 @@
+"""ONNX models, and stages that run on ONNX Runtime."""

@@ -1,0 +1,205 @@
+"""The Python of a package of ONNX stages, and its README."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gpipe_compiler.codegen.constants import quote
+from gpipe_compiler.codegen.layout import WIDTH, Expression, call, lay_out, name, tuple_of
+from gpipe_compiler.codegen.names import identifier
+from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.ir import Graph, Input, Value
+from gpipe_compiler.onnx.codegen.staged import staged_file
+from gpipe_compiler.onnx.codegen.stages import stage_file
+from gpipe_compiler.onnx.codegen.traits import Traits
+from gpipe_compiler.onnx.runtime.check import Closeness
+from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.runtime.schedule.actions import format_order
+from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.text.escaping import code_span
+
+
+def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
+    """The source of `schedule.py`."""
+    graph = plan.graph
+    assert graph is not None
+    pipeline = _pipeline(plan, graph, traits)
+    text = lay_out(pipeline, prefix="SPEC = ")
+    used = ("Crossing", "Input", "Output", "PipelineSpec", "StageSpec")
+    found = [item for item in used if any(f"{item}(" in line for line in text)]
+    orders = [
+        textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
+        for order in plan.orders
+    ]
+    wrapped = any(len(lines) > 1 for lines in orders)
+    lines = list(itertools.chain.from_iterable([*lines, ""] for lines in orders))[:-1]
+    return render(
+        "onnx_schedule.py.jinja",
+        name=plan.name,
+        stages=len(plan.stages),
+        microbatches=plan.microbatches,
+        several=len(plan.orders) < len(plan.stages),
+        drawing=_drawing(plan),
+        spec_import=[f"from .runtime.spec import {', '.join(found)}"],
+        orders=lines if wrapped else [line for line in lines if line],
+        wrapped=wrapped,
+        spec=text,
+    )
+
+
+def _drawing(plan: Plan) -> list[str]:
+    room = WIDTH - 8
+    return [
+        f"{line[: room - 4]} ..." if len(line) > room else line
+        for line in diagram(plan.orders, needs_of(plan.crossings)).splitlines()
+    ]
+
+
+def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
+    placement = plan.placement or tuple(range(len(plan.stages)))
+    options = {
+        "name": _text(plan.name),
+        "stages": _all([_stage(stage) for stage in plan.stages]),
+        "inputs": _all([_input(source, traits) for source in graph.inputs]),
+        "outputs": _all([_output(graph.values[item], traits) for item in graph.output_values]),
+        "crossings": _all(
+            [
+                call("Crossing", [_text(c.value), name(str(c.source)), _numbers(c.targets)])
+                for c in plan.crossings
+            ]
+        ),
+        "placement": _numbers(placement),
+        "devices": tuple_of([_text(device) for device in runtime_devices(plan)]),
+        "orders": name("ORDERS"),
+        "microbatches": name(str(plan.microbatches)),
+        "microbatch_size": name(str(plan.microbatch_size)),
+    }
+    if traits.fixed:
+        options["fixed"] = name("True")
+    if traits.close.quantised:
+        options["quantised"] = name("True")
+    if graph.whole_batch:
+        options["whole_batch"] = _text(graph.whole_batch)
+    if traits.close.tolerance != Closeness().tolerance:
+        options["tolerance"] = name(f"{traits.close.tolerance:.3g}")
+    items = [value.prefixed(f"{key}=") for key, value in options.items()]
+    return call("PipelineSpec", items, exploded=True)
+
+
+def runtime_devices(plan: Plan) -> tuple[str, ...]:
+    """The devices of a plan as ONNX Runtime has them: `cpu`, `cuda:0`."""
+    return tuple(
+        "cpu" if _is_processor(device.name) else f"cuda:{number}"
+        for number, device in enumerate(plan.devices)
+    )
+
+
+def _is_processor(name_: str) -> bool:
+    return name_.endswith(" host") or "CPU" in name_
+
+
+def _stage(stage: Stage) -> Expression:
+    items = [
+        _text(stage_file(stage)),
+        tuple_of([_text(item) for item in stage.inputs]),
+        tuple_of([_text(item) for item in stage.outputs]),
+    ]
+    return call("StageSpec", items)
+
+
+def _input(source: Input, traits: Traits) -> Expression:
+    shape = list(map(str, source.shape or ()))
+    if source.batched and not traits.fixed:
+        shape[0] = "None"
+    sizes = tuple_of([name(size) for size in shape])
+    items = [_text(source.name), _text(_numpy(source.dtype)), sizes]
+    if not source.batched:
+        items.append(name("batched=False"))
+    free = traits.free.get(source.name)
+    if free:
+        items.append(_numbers(free).prefixed("free="))
+    return call("Input", items)
+
+
+def _numpy(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _output(value: Value, traits: Traits) -> Expression:
+    options = [] if value.batch_dim == 0 else [name(f"batch_dim={value.batch_dim}")]
+    kind = traits.close.kinds.get(value.name)
+    if kind:
+        options.append(name(f"dtype={quote(kind)}"))
+    return call("Output", [_text(value.name), *options])
+
+
+def write_onnx_init(plan: Plan) -> str:
+    """The source of `__init__.py`, with the Pipeline of the package."""
+    return render("onnx_init.py.jinja", name=plan.name, stages=len(plan.stages))
+
+
+def write_onnx_run(plan: Plan) -> str:
+    """The source of `run.py`."""
+    package = identifier(f"{plan.name}_x{len(plan.stages)}")
+    return render(
+        "run.py.jinja", name=plan.name, package=package, training=False, hooks=None, offered=""
+    )
+
+
+def write_onnx_readme(plan: Plan) -> str:
+    """What the package is, how to run it, what each stage holds."""
+    graph = plan.graph
+    assert graph is not None
+    return render(
+        "onnx_readme.md.jinja",
+        name=plan.name,
+        package=identifier(f"{plan.name}_x{len(plan.stages)}"),
+        parameters=f"{graph.parameter_count:,}",
+        count=len(plan.stages),
+        devices=len(plan.orders),
+        example=", ".join(f"{quote(item.name)}: {identifier(item.name)}" for item in graph.inputs),
+        inputs=[_described(graph, item.name) for item in graph.inputs],
+        outputs=[_described(graph, item) for item in graph.output_values],
+        stages=[_row(graph, stage) for stage in plan.stages],
+        microbatches=plan.microbatches,
+        microbatch_size=plan.microbatch_size,
+        staged=staged_file(plan),
+    )
+
+
+def _described(graph: Graph, value_name: str) -> str:
+    value = graph.values[value_name]
+    sizes = list(map(str, value.shape))
+    if value.batch_dim is not None:
+        times = value.shape[value.batch_dim] / graph.batch_size
+        sizes[value.batch_dim] = "B" if times == 1 else f"{times:g}B"
+    return f"{code_span(value_name)}: {' x '.join(sizes) or 'a number'}, {_numpy(value.dtype)}"
+
+
+def _row(graph: Graph, stage: Stage) -> str:
+    numbers = sum(math.prod(graph.state[item].shape) for item in stage.state)
+    return (
+        f"| [{stage.index}]({stage_file(stage)}) | {len(stage.ops)} | {numbers:,} "
+        f"| {_listed(stage.inputs)} | {_listed(stage.outputs)} |"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(code_span, names)) or "none"
+
+
+def _numbers(numbers: Iterable[int]) -> Expression:
+    return tuple_of([name(str(number)) for number in numbers])
+
+
+def _all(items: Sequence[Expression]) -> Expression:
+    return tuple_of(items, exploded=len(items) > 1)
+
+
+def _text(text: str) -> Expression:
+    return name(quote(text))

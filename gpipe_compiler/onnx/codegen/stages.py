@@ -1,0 +1,157 @@
+"""The ONNX model of each stage: the nodes of the model, as they are, with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import onnx
+from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
+
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.onnx.codegen.weights import (
+    INLINE,
+    Place,
+    save,
+    take_in,
+    weight_bytes,
+    write_weights,
+)
+from gpipe_compiler.onnx.frontend.nodes import subgraphs
+from gpipe_compiler.onnx.frontend.reading import OnnxModel
+from gpipe_compiler.onnx.frontend.types import element_of
+from gpipe_compiler.onnx.passes.constants import node_of
+from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.runtime.wording import printable
+
+_WEIGHTS_ALONE = 4
+"""The IR version from which on weights need not be inputs too."""
+
+BATCH = "batch"
+"""What the free dimension is called at boundaries."""
+
+
+def stage_file(stage: Stage) -> str:
+    """The file of a stage's model."""
+    return f"stage_{stage.index}.onnx"
+
+
+def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> Mapping[str, Place]:
+    """Writes the model of every stage, checked by onnx.checker.
+
+    Large weights go into `stage_<k>.onnx.data`, one after another and never all in memory.
+
+    Returns:
+        Where weights are that stand in such files.
+
+    Raises:
+        EmitError: naming the stage that the checker refuses.
+    """
+    places: dict[str, Place] = {}
+    apart = weight_bytes(model) > INLINE
+    for stage in plan.stages:
+        proto = stage_model(plan, model, stage)
+        path = folder / stage_file(stage)
+        if apart:
+            places |= write_weights(
+                proto.graph, model.path.parent, path.with_name(f"{path.name}.data")
+            )
+        else:
+            take_in(proto.graph, model.path.parent)
+        save(proto, path)
+        try:
+            onnx.checker.check_model(path)
+        except onnx.checker.ValidationError as error:
+            raise EmitError(
+                f"onnx.checker refuses the model of stage {stage.index}: {error}"
+            ) from error
+    return places
+
+
+def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
+    """The model of one stage; weights that stand in files of the whole model are left there."""
+    graph = plan.graph
+    assert graph is not None
+    whole = model.proto
+    proto = ModelProto()
+    proto.ir_version = max(whole.ir_version, _WEIGHTS_ALONE)
+    proto.opset_import.extend(whole.opset_import)
+    proto.producer_name = "gpipe-compiler"
+    proto.doc_string = f"stage {stage.index} of {len(plan.stages)} of {printable(plan.name)}"
+    nodes = [node_of(graph.op_of[name]) for name in stage.ops]
+    proto.graph.name = f"{printable(plan.name)}_stage_{stage.index}"
+    proto.graph.node.extend(nodes)
+    declared = _declared(whole)
+    free = _free_sizes(whole)
+    for name in stage.inputs:
+        proto.graph.input.append(declared.get(name) or boundary(graph, name, free=free))
+    for name in stage.outputs:
+        proto.graph.output.append(declared.get(name) or boundary(graph, name, free=free))
+    wanted = set(stage.state)
+    proto.graph.initializer.extend(
+        tensor for tensor in whole.graph.initializer if tensor.name in wanted
+    )
+    inside = wanted.union(name for node in nodes for name in node.output)
+    proto.graph.value_info.extend(value for value in whole.graph.value_info if value.name in inside)
+    proto.graph.sparse_initializer.extend(
+        tensor for tensor in whole.graph.sparse_initializer if tensor.values.name in wanted
+    )
+    proto.functions.extend(_functions(nodes, whole.functions))
+    return proto
+
+
+def _declared(whole: ModelProto) -> Mapping[str, ValueInfoProto]:
+    """The inputs and outputs of the model, which stages take and give as the model does.
+
+    Without those whose shape the model leaves out.
+    """
+    return {
+        value.name: value
+        for value in (*whole.graph.input, *whole.graph.output)
+        if not value.type.HasField("tensor_type") or value.type.tensor_type.HasField("shape")
+    }
+
+
+def _free_sizes(whole: ModelProto) -> bool:
+    """Whether sizes other than the batch are free, so that no other size holds for all calls."""
+    return any(
+        not dim.HasField("dim_value")
+        for value in whole.graph.input
+        for dim in value.type.tensor_type.shape.dim[1:]
+    )
+
+
+def boundary(graph: Graph, name: str, *, free: bool) -> ValueInfoProto:
+    """The type of a value that crosses, for any number of samples."""
+    value = graph.values[name]
+    assert value.dtype is not None
+    shape: list[int | str | None] = [None if free else size for size in value.shape]
+    if value.batch_dim is not None:
+        whole = value.shape[value.batch_dim] == graph.batch_size
+        shape[value.batch_dim] = BATCH if whole else None
+    elif not value.splittable:
+        shape = [None] * len(shape)
+    return onnx.helper.make_tensor_value_info(name, element_of(value.dtype), shape)
+
+
+def _functions(
+    nodes: Iterable[NodeProto], known: Iterable[FunctionProto]
+) -> Iterator[FunctionProto]:
+    """The model's own functions that nodes call, and those that these call, each once."""
+    by_name = {(item.domain, item.name, item.overload): item for item in known}
+    seen: set[tuple[str, str, str]] = set()
+    pending = list(_calls(nodes))
+    while pending:
+        key = pending.pop()
+        if key in by_name and key not in seen:
+            seen.add(key)
+            pending.extend(_calls(by_name[key].node))
+    yield from (item for key, item in by_name.items() if key in seen)
+
+
+def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str, str]]:
+    for node in nodes:
+        yield node.domain, node.op_type, node.overload
+        for graph in subgraphs(node):
+            yield from _calls(graph.node)

@@ -1,0 +1,212 @@
+"""Reads the file of an ONNX model, and refuses what cannot be a pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+
+from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
+from gpipe_compiler.onnx.frontend.nodes import title
+
+OLDEST_OPSET = 13
+"""Of the standard operators. Older ones give shapes as attributes, and ONNX's own converter brings
+them here."""
+
+_STANDARD = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxModel:
+    """A model as its file has it.
+
+    Attributes:
+        path: absolute; files with weights stand beside it.
+        proto: without the weights that stand in other files.
+        custom_ops: libraries of custom operators for ONNX Runtime.
+    """
+
+    path: Path
+    proto: ModelProto
+    custom_ops: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """That of the file."""
+        return self.path.stem
+
+    @property
+    def location(self) -> SourceLocation:
+        """The file, for messages; nodes have no lines."""
+        return SourceLocation(str(self.path), 0)
+
+
+def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
+    """The model in a file.
+
+    Weights in files of their own are not read, but have to be there, and to be long enough.
+
+    Args:
+        custom_ops: libraries of custom operators that it needs.
+
+    Raises:
+        UsageError: when there is no such file.
+        ModelError: for a file that is no ONNX model or only part of one, weights that are missing,
+            operators older than opset 13, and whatever ONNX's own checker refuses.
+    """
+    if not path.is_file():
+        problem = f"{path} is a directory" if path.is_dir() else f"there is no file {path}"
+        raise UsageError(problem, hint="name the .onnx file")
+    for library in custom_ops:
+        if not library.is_file():
+            raise UsageError(f"--custom-ops: there is no file {library}")
+    # Of a link, what it is called and what stands beside it count: caches link to hashes.
+    path = Path(os.path.abspath(path))  # noqa: PTH100  # as said
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise ModelError(
+            f"{path} is no ONNX model, or only part of one: {error}",
+            hint="copy or export it again",
+        ) from error
+    model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
+    if not proto.graph.output:
+        what = "no outputs" if proto.graph.node else "no graph"
+        raise ModelError(f"{path} holds {what}", hint="copy or export it again")
+    _check_opset(model)
+    _check_weights(model)
+    _check(model)
+    return model
+
+
+def _check_opset(model: OnnxModel) -> None:
+    for opset in model.proto.opset_import:
+        if opset.domain in _STANDARD and opset.version < OLDEST_OPSET:
+            raise ModelError(
+                f"{model.path} is written in opset {opset.version}; {OLDEST_OPSET} is the oldest "
+                "that is understood",
+                hint="convert it: onnx.version_converter.convert_version(model, "
+                f"{OLDEST_OPSET}), or export it with a newer opset",
+            )
+
+
+def _check_weights(model: OnnxModel) -> None:
+    """Raises ModelError for names of several weights, and with all whose files are not as told."""
+    times = Counter(tensor.name for tensor in model.proto.graph.initializer)
+    double = [name for name, count in times.items() if count > 1]
+    if double:
+        raise ModelError(
+            f"{model.path} has several weights of the name {', '.join(double)}",
+            hint="export it again",
+        )
+    faults = []
+    for tensor in tensors_of(model.proto.graph):
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        # Links in the folder are followed, a location that leads out of it is not.
+        file = Path(os.path.normpath(model.path.parent / place.get("location", "")))
+        if not file.is_relative_to(model.path.parent):
+            faults.append(f"{tensor.name} is outside the folder of the model, in {file}")
+        elif not file.is_file():
+            faults.append(f"{tensor.name} is in {file}, which is not there")
+        elif file.stat().st_size < (
+            end := int(place.get("offset", 0)) + int(place.get("length", 0))
+        ):
+            faults.append(f"{tensor.name} ends at byte {end} of {file}, which is shorter")
+    if faults:
+        listing = "".join(f"\n  - {fault}" for fault in faults[:_MOST])
+        more = f"\n  and {len(faults) - _MOST} more" if len(faults) > _MOST else ""
+        raise ModelError(
+            f"{model.path} has weights that cannot be read:{listing}{more}",
+            hint="copy the files with the weights beside the model too",
+        )
+
+
+_MOST = 10
+"""Faults that a message names."""
+
+
+def _check(model: OnnxModel) -> None:
+    """What ONNX itself finds wrong; of a node, it is named."""
+    try:
+        onnx.checker.check_model(_complete(model.proto))
+    except onnx.checker.ValidationError as error:
+        faulty = _faulty_node(model)
+        where = f" at {title(faulty)}" if faulty is not None else ""
+        raise ModelError(
+            f"{model.path} is no legal ONNX model{where}: {_first(str(error))}",
+            hint="export it again, or look at it with onnx.checker.check_model",
+        ) from error
+
+
+def _complete(proto: ModelProto) -> ModelProto:
+    """The model with inputs in place of its weights, and some shape for inputs and outputs.
+
+    Weights are looked at elsewhere, and may be too large for the checker; values without a shape
+    are against the rules, but ONNX Runtime does not mind.
+    """
+    found = ModelProto(
+        ir_version=proto.ir_version,
+        opset_import=proto.opset_import,
+        functions=proto.functions,
+        producer_name=proto.producer_name,
+    )
+    graph = found.graph
+    graph.name = proto.graph.name
+    graph.node.extend(proto.graph.node)
+    graph.input.extend(proto.graph.input)
+    graph.output.extend(proto.graph.output)
+    graph.sparse_initializer.extend(proto.graph.sparse_initializer)
+    known = {source.name for source in graph.input}
+    graph.input.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in proto.graph.initializer
+        if tensor.name not in known
+    )
+    for value in (*graph.input, *graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
+    return found
+
+
+def _faulty_node(model: OnnxModel) -> NodeProto | None:
+    """The first node that is illegal by itself."""
+    context = onnx.checker.DEFAULT_CONTEXT
+    own = type(context)()
+    own.ir_version = model.proto.ir_version
+    own.opset_imports = {opset.domain: opset.version for opset in model.proto.opset_import}
+    for node in model.proto.graph.node:
+        try:
+            onnx.checker.check_node(node, own)
+        except onnx.checker.ValidationError:
+            found: NodeProto = node
+            return found
+    return None
+
+
+def _first(text: str) -> str:
+    """The first lines of a message, in one."""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def tensors_of(graph: GraphProto) -> Iterator[TensorProto]:
+    """All tensors that a graph holds: initialisers, attributes, and those of its subgraphs."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+            elif attribute.type == AttributeProto.TENSORS:
+                yield from attribute.tensors
+            elif attribute.type == AttributeProto.GRAPH:
+                yield from tensors_of(attribute.g)
+            elif attribute.type == AttributeProto.GRAPHS:
+                for inner in attribute.graphs:
+                    yield from tensors_of(inner)

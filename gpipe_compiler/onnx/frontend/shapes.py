@@ -1,0 +1,215 @@
+"""What is known of every value of an ONNX model: its type, and its shape for inputs of given sizes.
+
+Told by ONNX's own shape inference, with the sizes of the inputs filled in; where that does not know
+an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's; where
+nobody knows it, by what the model declares. Weights are stood in for by inputs of their shape, so a
+model of any size takes no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnxruntime
+from onnx import GraphProto, ModelProto, TensorProto, TypeProto, ValueInfoProto
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+from gpipe_compiler.onnx.frontend.reading import OnnxModel
+from gpipe_compiler.onnx.frontend.types import torch_dtype
+
+_SMALL = 1024
+"""Elements up to which a weight may hold a shape, so that its numbers are looked at."""
+
+
+_INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The type of a value.
+
+    Attributes:
+        element: the type of its elements (`TensorProto.DataType`); 0 for anything but tensors.
+        shape: None where it follows from the numbers in other tensors, or is not known.
+    """
+
+    element: int
+    shape: tuple[int, ...] | None
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the value can be handed from one stage to another."""
+        return self.shape is not None and torch_dtype(self.element) is not None
+
+
+def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Described]:
+    """Every value of the main graph, for inputs of these shapes; unknown ones are left out."""
+    light = light_copy(model.proto, sizes)
+    found = _inferred(light, model.custom_ops)
+    missing = _unknown(light, found)
+    declared = [value for value in _declared(model.proto, sizes) if value.name in missing]
+    if declared:
+        light.graph.value_info.extend(declared)
+        found = _inferred(light, model.custom_ops)
+    for tensor in model.proto.graph.initializer:
+        found[tensor.name] = Described(tensor.data_type, tuple(tensor.dims))
+    for sparse in model.proto.graph.sparse_initializer:
+        found[sparse.values.name] = Described(sparse.values.data_type, tuple(sparse.dims))
+    return found
+
+
+def _inferred(light: ModelProto, custom_ops: Sequence[Path]) -> dict[str, Described]:
+    """What the three ways of inference know, one after another."""
+    inferred = onnx.shape_inference.infer_shapes(light, check_type=False, data_prop=True)
+    found = dict(_described(inferred.graph))
+    for further in (_by_runtime, _by_symbols):
+        if not _unknown(light, found):
+            break
+        for name, known in further(light, custom_ops):
+            if known.shape is not None or name not in found:
+                found[name] = known
+    return found
+
+
+def _unknown(light: ModelProto, found: Mapping[str, Described]) -> frozenset[str]:
+    made = (name for node in light.graph.node for name in node.output if name)
+    return frozenset(name for name in made if name not in found or found[name].shape is None)
+
+
+def _declared(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[ValueInfoProto]:
+    """The shapes that the model itself declares, as far as they follow from those of the inputs."""
+    symbols = {
+        dim.dim_param: size
+        for source in proto.graph.input
+        for dim, size in zip(
+            source.type.tensor_type.shape.dim, sizes.get(source.name, ()), strict=False
+        )
+        if dim.dim_param
+    }
+    for value in (*proto.graph.value_info, *proto.graph.output):
+        tensor = value.type.tensor_type
+        shape = [
+            dim.dim_value if dim.HasField("dim_value") else symbols.get(dim.dim_param)
+            for dim in tensor.shape.dim
+        ]
+        if tensor.HasField("shape") and None not in shape:
+            yield onnx.helper.make_tensor_value_info(value.name, tensor.elem_type, shape)
+
+
+def light_copy(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> ModelProto:
+    """The model with inputs of these shapes and without large weights, which become inputs."""
+    light = ModelProto()
+    light.ir_version = proto.ir_version
+    light.opset_import.extend(proto.opset_import)
+    light.functions.extend(proto.functions)
+    light.graph.name = proto.graph.name
+    light.graph.node.extend(proto.graph.node)
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    for source in proto.graph.input:
+        if source.name not in weights:
+            light.graph.input.append(_sized(source, sizes.get(source.name)))
+    for tensor in proto.graph.initializer:
+        count = 1
+        for size in tensor.dims:
+            count *= size
+        inline = tensor.data_location != onnx.TensorProto.EXTERNAL
+        if inline and count <= _SMALL:
+            light.graph.initializer.append(tensor)
+        else:
+            light.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
+    light.graph.sparse_initializer.extend(proto.graph.sparse_initializer)
+    for result in proto.graph.output:
+        # Declared shapes are for the sizes of the exporter, and may contradict these.
+        kept = ValueInfoProto(name=result.name)
+        if result.type.HasField("tensor_type"):
+            kept.type.tensor_type.elem_type = result.type.tensor_type.elem_type
+        light.graph.output.append(kept)
+    return light
+
+
+def _sized(source: ValueInfoProto, shape: tuple[int, ...] | None) -> ValueInfoProto:
+    if shape is None:
+        return source
+    element = source.type.tensor_type.elem_type
+    return onnx.helper.make_tensor_value_info(source.name, element, shape)
+
+
+def _described(graph: GraphProto) -> Iterator[tuple[str, Described]]:
+    inputs = {value.name for value in graph.input}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        if value.name not in inputs or value.type.tensor_type.HasField("shape"):
+            yield value.name, _of(value.type)
+
+
+def _of(kind: TypeProto) -> Described:
+    if not kind.HasField("tensor_type"):
+        return Described(0, None)
+    tensor = kind.tensor_type
+    if not tensor.HasField("shape"):
+        return Described(tensor.elem_type, None)
+    dims = tensor.shape.dim
+    if not all(dim.HasField("dim_value") for dim in dims):
+        return Described(tensor.elem_type, None)
+    return Described(tensor.elem_type, tuple(dim.dim_value for dim in dims))
+
+
+def _by_symbols(light: ModelProto, _: Sequence[Path]) -> Iterator[tuple[str, Described]]:
+    """What ONNX Runtime's inference over symbols makes of it, as of Loops; nothing if it gives up.
+
+    It leaves files behind in the working directory when it does.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-shapes-") as scratch, contextlib.chdir(scratch):
+        try:
+            inferred = SymbolicShapeInference.infer_shapes(light, auto_merge=True)
+        except Exception:  # noqa: BLE001  # it raises whatever it trips over; what it knows is extra
+            return
+    if inferred is not None:
+        yield from _described(inferred.graph)
+
+
+def _by_runtime(light: ModelProto, custom_ops: Sequence[Path]) -> Iterator[tuple[str, Described]]:
+    """What ONNX Runtime knows of a model when it loads it: of its own operators too."""
+    asked = ModelProto()
+    asked.CopyFrom(light)
+    del asked.graph.output[:]
+    asked.graph.output.extend(
+        ValueInfoProto(name=name) for node in asked.graph.node for name in node.output if name
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        for library in custom_ops:
+            options.register_custom_ops_library(str(library))
+        session = onnxruntime.InferenceSession(
+            asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; told elsewhere
+        return
+    for output in session.get_outputs():
+        element = _ELEMENTS.get(output.type)
+        # It gives an unknown rank as that of a number, so numbers are not believed.
+        known = bool(output.shape) and all(isinstance(size, int) for size in output.shape)
+        if element is not None and known:
+            yield output.name, Described(element, tuple(output.shape))
+
+
+_ELEMENTS: Mapping[str, int] = {
+    f"tensor({name})": element
+    for name, element in (
+        ("float", TensorProto.FLOAT),
+        ("float16", TensorProto.FLOAT16),
+        ("bfloat16", TensorProto.BFLOAT16),
+        ("double", TensorProto.DOUBLE),
+        *((kind.lower(), TensorProto.DataType.Value(kind)) for kind in _INTEGERS),
+        ("bool", TensorProto.BOOL),
+    )
+}
+"""Types as ONNX Runtime names them."""

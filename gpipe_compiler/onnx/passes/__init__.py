@@ -1,0 +1,1 @@
+"""Costs and facts of ONNX nodes."""

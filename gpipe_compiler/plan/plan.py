@@ -1,0 +1,414 @@
+"""The Plan: which op runs in which stage, what crosses between stages, and what to expect.
+
+A plan is data. It prints, it compares, and it goes to JSON and back; the graph it was made from
+travels with it but is no part of the JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.no_gc import uncollected
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.plan.consistency import check_whole
+from gpipe_compiler.plan.field_types import check_fields
+from gpipe_compiler.plan.memory_curve import DeviceMemory
+from gpipe_compiler.plan.op_table import OpNote, list_ops
+from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.plan.what_if import WhatIf
+from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
+
+FORMAT = 3
+"""The version of the JSON; a reader refuses any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RematPoint:
+    """A way for a stage to recompute that no other one is better than.
+
+    Attributes:
+        peak_bytes: of the stage at its peak, with its state.
+        recompute_s: seconds of a mini-batch spent running ops again.
+        segments: how many; of FULL none.
+    """
+
+    remat: Remat
+    peak_bytes: int
+    recompute_s: float
+    segments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a plan.
+
+    Attributes:
+        ops: the ops it runs, in order, duplicates included; those that serve only the loss last.
+        duplicates: those of `ops` that other stages compute as well, instead of receiving them.
+        inputs: inputs of the graph and boundary values that it takes.
+        outputs: values that it hands on: to later stages, to the caller, to its own loss.
+        state: canonical names of the parameters, buffers and constants that it owns.
+        forward_s, backward_s: predicted seconds of one micro-batch.
+        receive_bytes: boundary bytes of one micro-batch that it takes from earlier stages.
+        gradient_bytes: bytes of gradients that it sends back for them.
+        saved_bytes: what autograd keeps for one micro-batch, from its forward (or from running
+            that again) to its backward, where nothing runs in segments.
+        input_bytes: of all it takes for one micro-batch, which is all that is kept of a
+            micro-batch in flight under `Remat.FULL`.
+        remat: what is kept between forward and backward.
+        segments: under `Remat.SEGMENTS`, the ops of each segment, in order.
+        segments_s: predicted seconds of running them again, within the backward of a micro-batch.
+        segments_kept_bytes: what is kept of a micro-batch in flight then.
+        segments_again_bytes: what it has besides, at most, while its backward is under way.
+        frontier: the ways it could recompute, from the fastest to the one that needs the least.
+        state_bytes: parameters and buffers, with gradients and what the optimizer remembers.
+        weight_s: the part of `backward_s` that makes the gradients of parameters.
+        update_s: predicted seconds of reducing gradients over replicas and of the optimizer.
+    """
+
+    index: int
+    ops: tuple[str, ...]
+    duplicates: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    receive_bytes: int
+    gradient_bytes: int
+    parameter_bytes: int
+    parameter_count: int
+    saved_bytes: int
+    input_bytes: int = 0
+    remat: Remat = Remat.NONE
+    state_bytes: int = 0
+    weight_s: float = 0.0
+    update_s: float = 0.0
+    segments: tuple[tuple[str, ...], ...] = ()
+    segments_s: float = 0.0
+    segments_kept_bytes: int = 0
+    segments_again_bytes: int = 0
+    frontier: tuple[RematPoint, ...] = ()
+
+    @property
+    def recompute_s(self) -> float:
+        """Predicted seconds of running ops again for a backward that needs it."""
+        match self.remat:
+            case Remat.NONE:
+                return 0.0
+            case Remat.FULL:
+                return self.forward_s
+            case Remat.SEGMENTS:
+                return self.segments_s
+
+    @property
+    def microbatch_bytes(self) -> tuple[int, int]:
+        """What it keeps of a micro-batch that it will recompute, and has besides when it has."""
+        if self.remat is Remat.SEGMENTS:
+            return self.segments_kept_bytes, self.segments_again_bytes
+        return self.input_bytes, self.saved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a training step (or one mini-batch of inference) is expected to take.
+
+    Attributes:
+        step_s: simulated seconds of one mini-batch.
+        bottleneck_s: seconds of one micro-batch on the busiest device, recomputing included.
+        bubble: the share of device time spent waiting, 0 to 1.
+        lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
+            that was to be short.
+        proved: whether the cut, as was asked, is known to be optimal.
+        peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
+            micro-batches, at its peak.
+        device_bytes: the same for every device of the pipeline, with all its stages.
+        memory: for every device, where the tapes of its stages were played (`memory`): what
+            `device_bytes` and `peak_bytes` are made of. Empty where they are from the quick model
+            (`holding`), which counts what autograd keeps and no temporaries.
+        recompute: the share of device time spent running forwards again, 0 to 1.
+        shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
+            share.
+        threads_s, torchrun_s: what `run.py bench` is expected to tell on the machine that the plan
+            was made on, in one process and under torchrun: of stages that were timed whole
+            (`planner/measured.py`), without the optimizer. None where they were not.
+        longest_s: seconds of one micro-batch in the longest stage with its transfers, where that
+            was to be short (`Objective.BOTTLENECK`); else None.
+        anywhere_s: `objective_s` of the best plan found with cuts anywhere; None where no other
+            cuts were preferred.
+    """
+
+    step_s: float
+    bottleneck_s: float
+    bubble: float
+    lower_bound_s: float
+    proved: bool
+    peak_bytes: tuple[int, ...]
+    recompute: float = 0.0
+    shared_sum_s: float = 0.0
+    device_bytes: tuple[int, ...] = ()
+    threads_s: float | None = None
+    torchrun_s: float | None = None
+    longest_s: float | None = None
+    memory: tuple[DeviceMemory, ...] = ()
+    anywhere_s: float | None = None
+
+    @property
+    def objective_s(self) -> float:
+        """The time that was to be short."""
+        return self.step_s if self.longest_s is None else self.longest_s
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one, as a share of the lower bound."""
+        if self.proved or self.lower_bound_s <= 0:
+            return 0.0
+        return self.objective_s / self.lower_bound_s - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph cut into stages, with a schedule and a prediction.
+
+    Attributes:
+        training: whether the package trains, or only infers.
+        microbatches: of a mini-batch in each replica.
+        batch_size: samples in the mini-batch planned for, of all replicas.
+        orders: each device's compute actions.
+        cost_source: how op times were found, in words.
+        joint: the stages that take all micro-batches as one, for exact BatchNorm.
+        placement: the device of the pipeline that each stage runs on; empty for one each.
+        seats: for every device of the pipeline, its number in the cluster; empty where they are
+            taken in order.
+        constraints: that the stages keep to.
+        frontier: the settings that were compared, where they were not given.
+        precision: that which shapes, bytes and times are for.
+        replicas: of the pipeline, which share every mini-batch.
+        what_if: what could be done about memory; None where nobody has asked.
+        optimizer: whose memory and time count, in words; "" in inference and in older plans.
+        cut_inside: the share of the best time with cuts anywhere that could be given for cuts which
+            open fewer modules.
+        opened: the modules that lie in several stages, of those that count (`cut.modules`).
+        tied: which op ties most of the work together, in words; "" where none does.
+        noted: what stands in the JSON about each op, for people; see `ops`.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    schedule: ScheduleKind
+    microbatches: int
+    batch_size: int
+    training: bool
+    orders: Orders
+    cluster: Cluster
+    cost_source: str
+    prediction: Prediction
+    batchnorm: BatchNorm = BatchNorm.MICRO
+    precision: Precision = Precision.FP32
+    joint: tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
+    seats: tuple[int, ...] = ()
+    constraints: Constraints = NO_CONSTRAINTS
+    frontier: Frontier | None = None
+    replicas: int = 1
+    what_if: WhatIf | None = None
+    optimizer: str = ""
+    tied: str = ""
+    cut_inside: float = 0.0
+    opened: tuple[str, ...] = ()
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+    noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
+
+    def device_of(self, stage: int) -> int:
+        """The number in the cluster of the device that a stage runs on."""
+        place = self.placement[stage] if self.placement else stage
+        return self.seats[place] if self.seats else place
+
+    def device(self, stage: int) -> Device:
+        """The device that a stage runs on."""
+        return self.devices[self.placement[stage] if self.placement else stage]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those of the pipeline, by rank."""
+        count = len(self.orders)
+        cluster = self.cluster.sized(count)
+        return tuple(cluster.devices[seat] for seat in self.seats or range(count))
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in one micro-batch."""
+        return self.batch_size // (self.replicas * self.microbatches)
+
+    @property
+    def here_s(self) -> float:
+        """Seconds of a mini-batch where the cluster's devices are: no less than one after another
+        takes, where there are fewer places to compute than devices."""
+        found, devices = self.prediction, len(self.orders) * self.replicas
+        if self.cluster.places is None or devices <= self.cluster.places:
+            return found.step_s
+        busy_s = (1.0 - found.bubble) * found.step_s * devices
+        return max(found.step_s, busy_s / self.cluster.places)
+
+    @cached_property
+    def ops(self) -> tuple[OpNote, ...]:
+        """A note on every op, in order: from the graph, or from the JSON; none in older JSON."""
+        if self.graph is None:
+            return self.noted
+        return list_ops(self.graph, self.microbatch_size)
+
+    @cached_property
+    def note_of(self) -> Mapping[str, OpNote]:
+        """The same by the names of the ops."""
+        return {note.name: note for note in self.ops}
+
+    @uncollected()
+    def to_json(self) -> str:
+        """The plan as JSON text, without its graph."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["graph"]
+        fields["stages"] = [
+            dataclasses.asdict(stage)
+            | {"remat": stage.remat.value}
+            | {"frontier": [_worded(point) for point in stage.frontier]}
+            for stage in self.stages
+        ]
+        fields["crossings"] = [
+            dataclasses.asdict(crossing) | {"dtype": str(crossing.dtype).removeprefix("torch.")}
+            for crossing in self.crossings
+        ]
+        fields["schedule"] = self.schedule.value
+        fields["batchnorm"] = self.batchnorm.value
+        fields["precision"] = self.precision.value
+        fields["orders"] = [format_order(order) for order in self.orders]
+        fields["cluster"] = dataclasses.asdict(self.cluster)
+        fields["prediction"] = _prediction_fields(self.prediction) | {"here_s": self.here_s}
+        fields["constraints"] = dataclasses.asdict(self.constraints)
+        fields["frontier"] = self.frontier.to_fields() if self.frontier else None
+        fields["what_if"] = self.what_if.to_fields() if self.what_if else None
+        fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
+        return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, graph: Graph | None = None) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ModelError: when the text is no plan, or one of another version.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            version = fields.pop("format")
+            if version != FORMAT:
+                raise ModelError(
+                    f"the plan has format {version}, this program reads {FORMAT}",
+                    hint="compile the package again with this version",
+                )
+            plan = cls(**_typed(fields), graph=graph)
+            check_fields(plan)
+            check_whole(plan)
+        except RecursionError:
+            raise ModelError("this is no plan: lists within lists without end") from None
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise ModelError(f"this is no plan: {type(error).__name__}: {error}") from error
+        return plan
+
+    def __str__(self) -> str:
+        from gpipe_compiler.report.text import format_plan
+
+        return format_plan(self)
+
+
+def _typed(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON values of a plan's fields as the types of the fields; older JSON lacks some of them."""
+    return fields | {
+        "stages": tuple(map(_stage, fields["stages"])),
+        "crossings": tuple(
+            Crossing(**_tuples(crossing) | {"dtype": getattr(torch, crossing["dtype"])})
+            for crossing in fields["crossings"]
+        ),
+        "schedule": ScheduleKind(fields["schedule"]),
+        "batchnorm": BatchNorm(fields.get("batchnorm", BatchNorm.MICRO.value)),
+        "precision": Precision(fields.get("precision", Precision.FP32.value)),
+        "joint": tuple(fields.get("joint", ())),
+        "opened": tuple(fields.get("opened", ())),
+        "orders": tuple(parse_order(order) for order in fields["orders"]),
+        "cluster": _cluster(fields["cluster"]),
+        "placement": tuple(fields["placement"]),
+        "seats": tuple(fields["seats"]),
+        "prediction": _prediction(fields["prediction"]),
+        "constraints": _constraints(fields.get("constraints", {})),
+        "frontier": Frontier.from_fields(fields["frontier"]) if fields.get("frontier") else None,
+        "what_if": WhatIf.from_fields(fields["what_if"]) if fields.get("what_if") else None,
+        "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
+    }
+
+
+def _stage(fields: dict[str, Any]) -> Stage:
+    points = (
+        RematPoint(**point | {"remat": Remat(point["remat"])})
+        for point in fields.get("frontier", ())
+    )
+    return Stage(
+        **_tuples(fields)
+        | {
+            "remat": Remat(fields.get("remat", Remat.NONE.value)),
+            "segments": tuple(map(tuple, fields.get("segments", ()))),
+            "frontier": tuple(points),
+        }
+    )
+
+
+def _worded(point: RematPoint) -> dict[str, Any]:
+    return dataclasses.asdict(point) | {"remat": point.remat.value}
+
+
+def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
+    fields = {f.name: getattr(prediction, f.name) for f in dataclasses.fields(prediction)}
+    fields["memory"] = [device.to_fields() for device in prediction.memory]
+    return fields | {"gap": prediction.gap}
+
+
+def _prediction(fields: Mapping[str, Any]) -> Prediction:
+    known = _tuples(fields)
+    known.pop("gap")
+    known.pop("here_s", None)
+    memory = tuple(DeviceMemory.from_fields(device) for device in fields["memory"])
+    return Prediction(**known | {"memory": memory})
+
+
+def _constraints(fields: dict[str, Any]) -> Constraints:
+    pins = tuple((name, stage) for name, stage in fields.get("pins", ()))
+    return Constraints(**_tuples(fields) | {"pins": pins})
+
+
+def _cluster(fields: dict[str, Any]) -> Cluster:
+    network = fields["network"]
+    return Cluster(
+        devices=tuple(Device(**device) for device in fields["devices"]),
+        link=Link(**fields["link"]),
+        network=None if network is None else Link(**network),
+        hosts=tuple(fields["hosts"]),
+        exceptions=tuple((a, b, Link(**link)) for a, b, link in fields["exceptions"]),
+        endless=fields["endless"],
+        pooled=fields["pooled"],
+        places=fields.get("places"),
+    )
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }

@@ -1,0 +1,451 @@
+"""Cuts a graph into stages that recompute as asked, and says what to expect of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from gpipe_compiler.cluster import Cluster, Link
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.cut import Cut, cut
+from gpipe_compiler.passes.cut.constrain import constrain
+from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate
+from gpipe_compiler.passes.cut.inside import cut_inside
+from gpipe_compiler.passes.cut.modules import opened
+from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
+from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.remat import FEW, MANY
+from gpipe_compiler.plan import Prediction, Stage
+from gpipe_compiler.planner.predict import predict, shared
+from gpipe_compiler.planner.remat import DeviceWays, Way, runs, ways, ways_by_calls
+from gpipe_compiler.planner.stage_contents import stage_of_cut
+from gpipe_compiler.runtime.joint import joint_of
+from gpipe_compiler.runtime.schedule.actions import Orders
+from gpipe_compiler.runtime.spec import BatchNorm, Remat
+
+_WORTH_A_CUT = 1e-3
+"""The share of a step from which on the sums of shared gradients are tried to be avoided."""
+
+_MOST_PREFIXES = 8
+"""Stages up to which every number of first stages is tried to recompute."""
+
+_MOST_ALONE = 4
+"""Shared parameters that are each tried in one stage; of more, all together are."""
+
+_ROUNDS = 4
+"""How often stages are balanced anew with what they recompute, at most."""
+
+_WHOLE = (Remat.NONE, Remat.FULL)
+"""All that a stage can do but recompute in segments."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A cut, what its stages hold, and what to expect of them.
+
+    Attributes:
+        orders: each device's actions.
+        joint: the stages that take all micro-batches as one.
+    """
+
+    found: Cut
+    table: StageTable
+    stages: tuple[Stage, ...]
+    orders: Orders
+    joint: tuple[int, ...]
+    prediction: Prediction
+
+    def bounded_by(self, other: Draft) -> Draft:
+        """The same, of which no more is known than the lower bound of the other."""
+        known = dataclasses.replace(
+            self.prediction,
+            lower_bound_s=min(other.prediction.lower_bound_s, self.prediction.objective_s),
+            proved=False,
+        )
+        return dataclasses.replace(self, prediction=known)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What every draft of a graph is made from.
+
+    Attributes:
+        setting: in which nothing is recomputed.
+        cluster: whose devices the seats of the setting are.
+        costs: on each kind of device of the cluster.
+        work, prove: of every cut, as in `passes.cut.cut`.
+        whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
+        random: whether the model draws random numbers.
+        inside: the share of the best time that may be given for cuts which open fewer modules.
+        cuts: those made so far, by groups, the stages that recompute, what the seats hold, and
+            that share.
+    """
+
+    facts: Facts
+    problem: CutProblem
+    setting: Setting
+    cluster: Cluster
+    optimizer: AnyOptimizer
+    costs: tuple[Costs, ...]
+    work: int
+    prove: bool
+    whole: frozenset[str]
+    random: bool
+    inside: float = 0.0
+    cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        costs: Sequence[Costs],
+        cluster: Cluster,
+        setting: Setting,
+        policy: Policy,
+        work: int,
+        constraints: Constraints = NO_CONSTRAINTS,
+        facts: Facts | None = None,
+    ) -> Drafting:
+        """The problem of an annotated graph.
+
+        Args:
+            costs: on each kind of device of the cluster.
+            facts: those of the graph and the first of the costs, where they are known.
+
+        Raises:
+            ModelError: naming an op that cannot run.
+            UsageError: for constraints that cannot be met.
+        """
+        training = graph.loss is not None
+        facts = facts or Facts.of(graph, costs[0])
+        whole: frozenset[str] = frozenset()
+        if policy.batchnorm is BatchNorm.EXACT and training and setting.microbatches > 1:
+            whole = mixing_ops(graph) | facts.effects.state_writes.keys()
+        problem = problem_of(facts, costs[1:], policy.optimizer)
+        return cls(
+            facts,
+            constrain(problem, facts, constraints, setting.stages),
+            setting,
+            cluster,
+            policy.optimizer,
+            tuple(costs),
+            work,
+            policy.prove and work >= WORK,
+            whole,
+            bool(whole and random_ops(graph)),
+            policy.cut_inside,
+        )
+
+    def facts_of(self, draft: Draft) -> Facts:
+        """What is known of the graph as the stages of a draft run it."""
+        return self.facts.in_stages([stage.ops for stage in draft.stages])
+
+    def choose(self, choice: RematChoice) -> Draft:
+        """The cut into stages that recompute as asked, with the shortest step that fits; or one
+        that opens fewer modules, and takes at most the share `inside` longer.
+
+        AUTO recomputes as little as fits. What it tries, where the best cut does not fit as it is:
+        cuts under the memory limit in which nothing is recomputed, in which the first stages are
+        (1F1B holds the most there), in which those are that did not fit in the cut before; each of
+        them with the fastest segments that fit, and with none. The best is then balanced anew,
+        with what its stages recompute.
+
+        The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
+        of stages which do neither, on devices that hold anything.
+        """
+        if not self.inside or not self.facts.modules:
+            return self._chosen(choice)
+        return self.preferred(self.anywhere()._chosen(choice), self._chosen(choice))
+
+    def anywhere(self) -> Drafting:
+        """The same with cuts anywhere."""
+        return dataclasses.replace(self, inside=0.0)
+
+    def preferred(self, anywhere: Draft, inside: Draft) -> Draft:
+        """The draft that opens fewer modules, if it is nearly as good as that with cuts anywhere.
+
+        Both tell how long the latter takes.
+        """
+        best_s = anywhere.prediction.objective_s
+        worse = self._merit(inside)[0] > self._merit(anywhere)[0]
+        worse |= inside.prediction.objective_s > best_s * (1 + self.inside)
+        taken = anywhere if worse else inside
+        told = dataclasses.replace(taken.prediction, anywhere_s=best_s)
+        return dataclasses.replace(taken, prediction=told)
+
+    def opened(self, draft: Draft) -> tuple[str, ...]:
+        """The modules that lie in several stages, of those that count."""
+        found = opened(self.facts.modules, draft.found.stage_of)
+        return tuple(dict.fromkeys(module.path for module in found if module.depth))
+
+    def _chosen(self, choice: RematChoice) -> Draft:
+        nothing = (False,) * self.setting.stages
+        if choice is RematChoice.NONE:
+            return self._cut(nothing)
+        if choice is RematChoice.FULL:
+            full = self._cut((True,) * self.setting.stages)
+            return full.bounded_by(self._cut(nothing)) if full.joint else full
+        free, *tried = self._tried()
+        if not tried:
+            return free
+        return self._balanced(min(tried, key=self._merit)).bounded_by(free)
+
+    def leanest(self) -> list[Draft]:
+        """For who asks no more than whether anything fits: two cuts, as if all stages recomputed
+        and as if none did, whose stages recompute in the way that needs the least.
+
+        For devices that hold nothing.
+        """
+        both = [(again,) * self.setting.stages for again in (True, False)]
+        return [self._fitted(self.anywhere()._cut(again))[0] for again in both]
+
+    def _tried(self) -> Iterator[Draft]:
+        """What AUTO tries; only the best cut as it is, where that fits."""
+        nothing = (False,) * self.setting.stages
+        free = self._unlimited()._cut(nothing)
+        yield free
+        if not self._merit(free)[0]:
+            return
+        yield from self._fitted(free)
+        latest = self._fitted(self._cut(nothing))
+        yield from latest
+        for again in self._first_stages():
+            latest = self._fitted(self._cut(again))
+            yield from latest
+        asked = nothing
+        while True:
+            wanted = tuple(
+                again or stage.remat is not Remat.NONE
+                for again, stage in zip(asked, latest[-1].stages, strict=True)
+            )
+            if wanted == asked:
+                break
+            asked = wanted
+            latest = self._fitted(self._cut(asked))
+            yield from latest
+
+    def _balanced(self, best: Draft) -> Draft:
+        """The draft, or a better one in which what is recomputed counts for what it takes."""
+        for _ in range(_ROUNDS):
+            again = self._fitted(self._rebalanced(best))
+            better = min((best, *again), key=self._merit)
+            if better is best:
+                break
+            best = better
+        return best
+
+    def _rebalanced(self, draft: Draft) -> Draft:
+        """A cut of devices that hold anything, for the ops that a draft runs again."""
+        often: dict[str, float] = {}
+        for order in draft.orders:
+            for stage in (draft.stages[number] for number in {a.stage for a in order}):
+                times = runs(order, stage.index, stage.remat, draft.joint)
+                segments = (stage.ops,) if stage.remat is Remat.FULL else stage.segments
+                often.update(dict.fromkeys(chain(*segments), times / self.setting.microbatches))
+
+        def longer(node: Seconds, name: str) -> Seconds:
+            extra = often.get(name, 0.0) * node.forward_s
+            return Seconds(node.forward_s, node.backward_s + extra, node.weight_s)
+
+        names = [node.name for node in self.problem.nodes]
+        heavier = dataclasses.replace(
+            self.problem,
+            nodes=tuple(
+                dataclasses.replace(
+                    node, backward_s=node.backward_s + often.get(node.name, 0.0) * node.forward_s
+                )
+                for node in self.problem.nodes
+            ),
+            other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
+        )
+        free = self._unlimited()
+        best = cut(heavier, free.setting, work=self.work)
+        stage_of = self._inside(heavier, free.setting, best).stage_of
+        judged = cut(self.problem, free.setting, hint=stage_of, search=False)
+        return free._cut_so(judged, (False,) * self.setting.stages)
+
+    def _unlimited(self) -> Drafting:
+        """The same on devices that hold anything."""
+        seats = tuple(dataclasses.replace(seat, memory=math.inf) for seat in self.setting.seats)
+        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, seats=seats))
+
+    def _first_stages(self) -> Iterator[tuple[bool, ...]]:
+        count = self.setting.stages
+        if count <= _MOST_PREFIXES:
+            for first in range(1, count + 1):
+                yield (True,) * first + (False,) * (count - first)
+
+    def _merit(self, draft: Draft) -> tuple[float, float, int]:
+        """How far a draft is from fitting its devices, its step, and how many stages recompute."""
+        pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
+        over = (size - self.setting.seats[seat].memory for size, seat in pairs)
+        again = sum(stage.remat is not Remat.NONE for stage in draft.stages)
+        return sum(max(0.0, excess) for excess in over), draft.prediction.step_s, again
+
+    def _fitted(self, draft: Draft) -> list[Draft]:
+        """The same cut, whose stages recompute as fast as fits: in segments too, or not.
+
+        Segments are whole calls of modules, the outermost with which a device fits; they are any
+        only where it fits with none of these.
+        """
+        segmented: dict[int, Way] = {}
+        whole: dict[int, Way] = {}
+        for device, seat in enumerate(draft.found.seats):
+            memory = self.setting.seats[seat].memory
+            for known in self._levels(draft, device):
+                fits, found = known.fastest(memory, tuple(Remat))
+                whole.update(known.fastest(memory, _WHOLE)[1])
+                if fits:
+                    break
+            segmented.update(found)
+        return [self._remade(draft, taken) for taken in (segmented, whole)]
+
+    def _remade(self, draft: Draft, taken: Mapping[int, Way]) -> Draft:
+        """The same cut, whose stages recompute in these ways."""
+        split = self.setting.splits_backward
+        stages = (taken[stage.index].of(stage, split=split) for stage in draft.stages)
+        return self._draft(draft.found, draft.table, tuple(stages))
+
+    def _levels(self, draft: Draft, device: int) -> Iterator[DeviceWays]:
+        """What the stages of a device can do, with segments further and further inside."""
+        seconds = self._forwards(draft, device)
+        order = draft.orders[device]
+        numbers = {action.stage for action in order}
+        calls = {n: ways_by_calls(self.facts, draft.stages[n], seconds) for n in numbers}
+        most = FEW if self.work < WORK else MANY
+        split = self.setting.splits_backward
+        for level in range(max(map(len, calls.values()))):
+            known = {
+                n: found[min(level, len(found) - 1)]
+                if found
+                else ways(self.facts, draft.stages[n], seconds, most)
+                for n, found in calls.items()
+            }
+            yield DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
+        yield self._ways(draft, device, most)
+
+    def _ways(self, draft: Draft, device: int, most: int) -> DeviceWays:
+        """All that the stages of a device can do.
+
+        Args:
+            most: places of each stage to look at (`passes.remat.choices`).
+        """
+        seconds = self._forwards(draft, device)
+        order = draft.orders[device]
+        numbers = {action.stage for action in order}
+        known = {n: ways(self.facts, draft.stages[n], seconds, most) for n in numbers}
+        split = self.setting.splits_backward
+        return DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
+
+    def _forwards(self, draft: Draft, device: int) -> dict[str, float]:
+        """Seconds of every op's forward on a device of the pipeline."""
+        kind = self.setting.seats[draft.found.seats[device]].kind
+        return {name: op.forward_s for name, op in self.costs[kind].ops.items()}
+
+    def with_frontiers(self, draft: Draft, choice: RematChoice) -> Draft:
+        """The same, with every stage's frontier of time against memory; for a plan to be used.
+
+        Args:
+            choice: what the draft was chosen from. Where that was no frontier, this one is for
+                people to look at, and found among fewer places.
+        """
+        if self.facts.graph.loss is None or self.work < WORK:
+            return draft
+        stages = list(draft.stages)
+        for device in range(len(draft.orders)):
+            known = self._ways(draft, device, MANY if choice is RematChoice.AUTO else FEW)
+            for stage in known.stages:
+                stages[stage.index] = dataclasses.replace(
+                    stages[stage.index], frontier=known.frontier(stage.index)
+                )
+        return dataclasses.replace(draft, stages=tuple(stages))
+
+    def _cut(self, recompute: tuple[bool, ...]) -> Draft:
+        """The best cut found into stages of which these recompute.
+
+        The search does not see what it takes to sum the gradients of parameters that several
+        stages hold. So it is also made with all ops of such a parameter in one stage, and the
+        shorter step is taken.
+        """
+        apart = self._cut_of(self.problem, recompute)
+        drafts = [apart]
+        for names in self._tied(apart):
+            together = dataclasses.replace(
+                self.problem, groups=(*self.problem.groups, *map(self._users, names))
+            )
+            # Where what lies between them leaves too few stages, they cannot be in one.
+            with contextlib.suppress(PlanError):
+                drafts.append(self._cut_of(together, recompute))
+        best = min(drafts, key=self._merit)
+        return best if best is apart else best.bounded_by(apart)
+
+    def _tied(self, draft: Draft) -> list[list[str]]:
+        """The shared parameters to be tried in one stage: each by itself, and all of them."""
+        names = [name for name, _ in shared(self.facts.graph, draft.stages)]
+        costly = draft.prediction.step_s * _WORTH_A_CUT
+        if draft.prediction.shared_sum_s < costly:
+            return []
+        alone = [[name] for name in names[:_MOST_ALONE]]
+        return [*alone, names] if len(names) > 1 else alone
+
+    def _users(self, name: str) -> tuple[int, ...]:
+        """The nodes of the problem that use a parameter."""
+        graph = self.facts.graph
+        return tuple(
+            index
+            for index, node in enumerate(self.problem.nodes)
+            if name in graph.op_of[node.name].states(graph.modules)
+        )
+
+    def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
+        setting = dataclasses.replace(self.setting, recompute=recompute)
+        memory = tuple(seat.memory for seat in setting.seats)
+        key: Hashable = (problem.groups, recompute, memory)
+        if key not in self.cuts:
+            self.cuts[key] = cut(problem, setting, work=self.work, prove=self.prove)
+        found = self.cuts[key]
+        if self.inside:
+            key = (key, self.inside)
+            if key not in self.cuts:
+                self.cuts[key] = self._inside(problem, setting, found)
+            found = self.cuts[key]
+        return self._cut_so(found, recompute)
+
+    def _inside(self, problem: CutProblem, setting: Setting, best: Cut) -> Cut:
+        """The cut that opens the fewest modules, of those nearly as good as the best."""
+        modules = self.facts.modules
+        return cut_inside(problem, setting, modules, best, self.inside, work=self.work)
+
+    def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Draft:
+        pairs = zip(self.problem.nodes, found.stage_of, strict=True)
+        stage_of = {node.name: stage for node, stage in pairs}
+        table = tabulate(self.facts, stage_of, self.setting.stages)
+        stages = tuple(
+            stage_of_cut(self.facts, table, index, found.times[index], again, self.optimizer)
+            for index, again in enumerate(recompute)
+        )
+        return self._draft(found, table, stages)
+
+    def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Draft:
+        needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]
+        joint = tuple(sorted(joint_of(needed, random=self.random)))
+
+        def between(one: int, other: int) -> Link:
+            places = (found.seats[self.setting.placement[stage]] for stage in (one, other))
+            return self.cluster.between(*places)
+
+        orders = self.setting.orders_with(joint) if joint else self.setting.orders
+        expected = predict(self.facts.graph, stages, orders, found, between, joint)
+        return Draft(found, table, stages, orders, joint, expected)

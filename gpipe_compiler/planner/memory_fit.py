@@ -1,0 +1,235 @@
+"""Drafts whose devices hold what the tapes tell, and not only what the quick model counts.
+
+The search for cuts counts what autograd keeps (`holding`). What a device truly takes may be more
+(temporaries, boundary values) or less (its gradients are not there yet when most activations are).
+So the limits that the search keeps to are moved by the difference, and the cut is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.cluster import is_host
+from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.passes.cut.seats import seat_orders
+from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.plan.memory_curve import DeviceMemory
+from gpipe_compiler.planner.candidates import Draft, Drafting
+from gpipe_compiler.planner.predict import shared
+from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.simulate.memory.devices import Layout, device_memories
+
+_ROUNDS = 3
+"""Times that a cut is made again with other limits."""
+
+_WORTH_A_CUT = 0.01
+"""The share of a device's memory by which limits must move for a fitting cut to be made again."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A draft with the memory of its devices.
+
+    Attributes:
+        over: bytes that its devices take more than they have, together.
+    """
+
+    draft: Draft
+    layout: Layout
+    memory: tuple[DeviceMemory, ...]
+    over: float
+
+    @property
+    def merit(self) -> tuple[float, float, int]:
+        """The less the better: how far from fitting, its step, how many stages recompute."""
+        again = sum(stage.remat is not Remat.NONE for stage in self.draft.stages)
+        return self.over, self.draft.prediction.step_s, again
+
+    def bare(self) -> Exact:
+        """The same, to be kept beside others: programs of large plans take gigabytes."""
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout))
+
+
+def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Exact:
+    """The draft with the shortest step that was found to fit, and the memory of its devices; or one
+    that opens fewer modules and is nearly as good (`Drafting.inside`).
+
+    Where none fits, that which is the nearest to it.
+
+    Raises:
+        ModelError: naming an op that cannot run.
+    """
+    best, settled = _chosen(drafting, choice, replicas)
+    if settled or best.draft.prediction.anywhere_s is None:
+        return best
+    anywhere, _ = _chosen(drafting.anywhere(), choice, replicas)
+    best_s = anywhere.draft.prediction.objective_s
+    worse = best.draft.prediction.objective_s > best_s * (1 + drafting.inside)
+    taken = anywhere if worse or best.over > anywhere.over else best
+    prediction = dataclasses.replace(taken.draft.prediction, anywhere_s=best_s)
+    return dataclasses.replace(taken, draft=dataclasses.replace(taken.draft, prediction=prediction))
+
+
+def _chosen(drafting: Drafting, choice: RematChoice, replicas: int) -> tuple[Exact, bool]:
+    """The same, among cuts of one kind; and whether the first draft did, in memory that is known
+    to be enough."""
+    best = latest = _exact(drafting, drafting.choose(choice), replicas)
+    first = best.draft
+    limits = [seat.memory for seat in drafting.setting.seats]
+    for _ in range(_ROUNDS):
+        moved = _moved(drafting, latest, limits)
+        if moved is None:
+            break
+        limits = moved
+        draft = _limited(drafting, limits).choose(choice)
+        if draft.stages == latest.draft.stages:
+            break
+        best, latest = best.bare(), latest.bare()
+        latest = _exact(drafting, draft.bounded_by(first), replicas).bare()
+        best = min(best, latest, key=lambda exact: exact.merit)
+    if best.over > 0 and choice is RematChoice.AUTO:
+        # Limits that were moved in vain must not miss what the plainest choices fit, nor what
+        # needs the least.
+        least = _limited(drafting, [0.0] * len(limits))
+        plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
+        for draft in (*plain, least.choose(choice), *least.leanest()):
+            usual = _exact(drafting, draft.bounded_by(first), replicas).bare()
+            best = min(best.bare(), usual, key=lambda exact: exact.merit)
+    return best, latest.draft is first and not best.over
+
+
+def first_that_fits(drafting: Drafting, replicas: int, hope: float = math.inf) -> Exact:
+    """A draft that is found to fit, however long its step, and its memory.
+
+    Where none fits, the nearest to it. First come those that need the least by the quick model.
+
+    Args:
+        hope: the share of a device's memory by which the devices of these may be over, together,
+            for all to be tried that `choose_exactly` tries.
+
+    Raises:
+        ModelError: naming an op that cannot run.
+    """
+    seats = drafting.setting.seats
+    best: Exact | None = None
+    for draft in _limited(drafting, [0.0] * len(seats)).leanest():
+        exact = _exact(drafting, draft, replicas).bare()
+        best = exact if best is None else min(best, exact, key=lambda one: one.merit)
+        if not best.over:
+            break
+    assert best is not None
+    least = min(seat.memory for seat in seats)
+    if not best.over or best.over / least > hope:
+        return best
+    return choose_exactly(drafting, RematChoice.AUTO, replicas)
+
+
+def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:
+    """A prediction that tells what the devices truly take.
+
+    Args:
+        stages: how many there are.
+    """
+    peaks = [0] * stages
+    for device in memory:
+        for stage, peak in zip(device.stages, device.stage_peaks, strict=True):
+            peaks[stage] = peak
+    return dataclasses.replace(
+        prediction,
+        peak_bytes=tuple(peaks),
+        device_bytes=tuple(device.peak for device in memory),
+        memory=tuple(device.shortened() for device in memory),
+    )
+
+
+def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
+    """That of a plan with its graph."""
+    assert plan.graph is not None
+    return Layout(
+        stages=plan.stages,
+        crossings=plan.crossings,
+        orders=plan.orders,
+        placement=plan.placement or tuple(range(len(plan.stages))),
+        joint=plan.joint,
+        shared=dict(shared(plan.graph, plan.stages)),
+        microbatches=plan.microbatches,
+        replicas=plan.replicas,
+        optimizer=optimizer,
+        on_host=is_host(plan.devices[0]),
+    )
+
+
+def remeasured(plan: Plan, optimizer: AnyOptimizer, rehearsals: Rehearsals | None = None) -> Plan:
+    """A plan with its graph, told by the quick model so far, with what its devices truly take.
+
+    Args:
+        rehearsals: of its graph, for stages that have been rehearsed before.
+    """
+    assert plan.graph is not None
+    memory = device_memories(plan.graph, layout_of(plan, optimizer), rehearsals)
+    told = with_memory(plan.prediction, memory, len(plan.stages))
+    return dataclasses.replace(plan, prediction=told)
+
+
+def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
+    facts, setting = drafting.facts_of(draft), drafting.setting
+    stages: tuple[Stage, ...] = draft.stages
+    layout = Layout(
+        stages=stages,
+        crossings=draft.table.crossings,
+        orders=draft.orders,
+        placement=setting.placement,
+        joint=draft.joint,
+        shared=dict(shared(facts.graph, stages)),
+        microbatches=setting.microbatches,
+        replicas=replicas,
+        optimizer=drafting.optimizer,
+        on_host=is_host(drafting.cluster.devices[draft.found.seats[0]]),
+    )
+    memory = device_memories(facts.graph, layout, facts.rehearsals)
+    over = sum(
+        max(0.0, device.peak - setting.seats[seat].memory)
+        for device, seat in zip(memory, draft.found.seats, strict=True)
+    )
+    return Exact(draft, layout, memory, over)
+
+
+def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[float] | None:
+    """Limits under which the quick model counts what fits exactly; None where these will do."""
+    moved = list(limits)
+    # Else nothing was found that fits with more room.
+    worth = exact.over > 0 and _fits_quickly(exact.draft, limits)
+    recomputes = any(stage.remat is not Remat.NONE for stage in exact.draft.stages)
+    pairs = zip(exact.memory, exact.draft.prediction.device_bytes, strict=True)
+    for (device, quick), seat in zip(pairs, exact.draft.found.seats, strict=True):
+        memory = drafting.setting.seats[seat].memory
+        moved[seat] = max(0.0, memory + quick - device.peak)
+        worth |= recomputes and moved[seat] - limits[seat] > _WORTH_A_CUT * memory
+    return moved if worth else None
+
+
+def _fits_quickly(draft: Draft, limits: Sequence[float]) -> bool:
+    """Whether the devices hold what the quick model counts."""
+    pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
+    return all(quick <= limits[seat] for quick, seat in pairs)
+
+
+def _limited(drafting: Drafting, limits: Sequence[float]) -> Drafting:
+    """The same on devices that hold so much.
+
+    A limit is moved for the stages that a device has. So devices that are alike do not change
+    places for it.
+    """
+    seats = tuple(
+        dataclasses.replace(seat, memory=limit)
+        for seat, limit in zip(drafting.setting.seats, limits, strict=True)
+    )
+    orders, _ = seat_orders(drafting.setting)
+    alike = orders == (tuple(range(len(orders[0]))),)
+    setting = dataclasses.replace(drafting.setting, seats=seats, seated=alike)
+    return dataclasses.replace(drafting, setting=setting)

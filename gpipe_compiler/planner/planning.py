@@ -1,0 +1,292 @@
+"""Makes the Plan: checks what was asked, has the graph cut, and proves the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.errors import PlanError, UsageError
+from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.no_gc import uncollected
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.footprint import update_s_per_byte
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.planner.candidates import Draft, Drafting
+from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
+from gpipe_compiler.planner.predict import shared
+from gpipe_compiler.runtime.schedule import lower, prove
+from gpipe_compiler.runtime.schedule.actions import Programs
+from gpipe_compiler.runtime.schedule.choosing import devices_for, placement_for
+from gpipe_compiler.runtime.spec import ScheduleKind
+
+
+@uncollected()
+def make_plan(
+    graph: Graph,
+    *,
+    stages: int,
+    microbatches: int,
+    batch_size: int,
+    cluster: Cluster,
+    costs: Sequence[Costs],
+    policy: Policy = Policy(),  # noqa: B008  # frozen
+    work: int = WORK,
+    constraints: Constraints = NO_CONSTRAINTS,
+    facts: Facts | None = None,
+    devices: int | None = None,
+    exact_memory: bool = True,
+) -> Plan:
+    """The plan with the shortest simulated step that was found.
+
+    Args:
+        graph: annotated at the size of one micro-batch, as `costs` are; training when it has a
+            loss, else inference.
+        batch_size: samples of a mini-batch.
+        costs: on each kind of device of the cluster.
+        work: how much every cut may work out (`passes.cut.cut`).
+        constraints: what the stages are to keep to.
+        facts: those of the graph and the first of the costs, where they are known.
+        devices: of the pipeline; None for as many as the schedule needs and there are.
+        exact_memory: whether what the devices take is found out by rehearsing the stages, which
+            torch must be able to run; else it is what the search counts (`holding`).
+
+    The schedule is lowered and proved free of deadlock.
+
+    Raises:
+        UsageError: for no stages or no micro-batches, or constraints that cannot be met.
+        PlanError: when the batch does not split, or there are more stages than ops.
+    """
+    size = microbatch_size(batch_size, microbatches, policy.data_parallel)
+    for cost in costs:
+        _check_annotated(graph, cost, size, policy)
+    _check_outputs(graph, microbatches)
+    training = graph.loss is not None
+    setting = setting_for(cluster, stages, microbatches, policy, training=training, devices=devices)
+    cluster = cluster.sized(len(setting.seats))
+    drafting = Drafting.of(graph, costs, cluster, setting, policy, work, constraints, facts)
+    choice = policy.remat if graph.loss is not None else RematChoice.NONE
+    if exact_memory:
+        exact = choose_exactly(drafting, choice, policy.data_parallel)
+        draft, programs = exact.draft, exact.layout.programs if training else None
+        prediction = with_memory(draft.prediction, exact.memory, stages)
+    else:
+        draft = drafting.choose(choice)
+        prediction, programs = draft.prediction, None
+    draft = drafting.with_frontiers(draft, choice)
+    graph = drafting.facts_of(draft).graph
+    _prove(graph, draft, setting, programs)
+    return Plan(
+        name=graph.name,
+        stages=draft.stages,
+        crossings=draft.table.crossings,
+        schedule=policy.schedule,
+        microbatches=microbatches,
+        batch_size=batch_size,
+        training=graph.loss is not None,
+        orders=draft.orders,
+        cluster=cluster,
+        cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
+        prediction=prediction,
+        batchnorm=policy.batchnorm,
+        precision=policy.precision,
+        joint=draft.joint,
+        placement=setting.placement,
+        seats=draft.found.seats,
+        constraints=constraints,
+        replicas=policy.data_parallel,
+        tied=drafting.facts.tied([stage.ops for stage in draft.stages]),
+        cut_inside=policy.cut_inside,
+        opened=drafting.opened(draft),
+        graph=graph,
+    )
+
+
+def _check_annotated(graph: Graph, costs: Costs, size: int, policy: Policy) -> None:
+    """Raises UsageError when the graph or its costs are for another size or precision."""
+    if graph.batch_size != size or costs.batch_size != size:
+        raise UsageError(
+            f"the graph is annotated for {graph.batch_size} samples and costed for "
+            f"{costs.batch_size}, but a micro-batch has {size}",
+            hint="run passes.shapes.annotate and the costs at the size of a micro-batch",
+        )
+    if graph.precision is not policy.precision:
+        raise UsageError(
+            f"the graph is annotated for {graph.precision.value}, but the plan is to be for "
+            f"{policy.precision.value}",
+            hint="run passes.shapes.annotate and the costs in the precision of the policy",
+        )
+
+
+def _check_outputs(graph: Graph, microbatches: int) -> None:
+    """Makes sure that the outputs of a batch are those of its micro-batches put together.
+
+    Raises:
+        PlanError: for an output such as the B x B similarities of all samples.
+    """
+    if microbatches == 1:
+        return
+    for name in graph.output_values:
+        value = graph.values[name]
+        if value.kind is ValueKind.TENSOR and not value.splittable:
+            maker = graph.producer.get(name)
+            raise PlanError(
+                f"the output {name} of shape {value.shape} for {graph.batch_size} samples pairs "
+                "samples with one another: micro-batches cannot give that of the batch",
+                location=maker.source if maker else None,
+                hint="return what has one row per sample, or compile with --microbatches 1",
+            )
+
+
+def _prove(graph: Graph, draft: Draft, setting: Setting, programs: Programs | None) -> None:
+    """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
+
+    Args:
+        programs: of the devices, where they are known.
+
+    Raises:
+        DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
+    """
+    placement, crossings = setting.placement, draft.table.crossings
+    if programs is None:
+        owners = dict(shared(graph, draft.stages))
+        programs = lower(draft.orders, placement, crossings, owners, draft.joint)
+    prove(programs, placement, crossings, draft.joint)
+
+
+def setting_for(
+    cluster: Cluster,
+    stages: int,
+    microbatches: int,
+    policy: Policy,
+    *,
+    training: bool,
+    devices: int | None = None,
+) -> Setting:
+    """What a cut into so many stages is for, in which nothing is recomputed.
+
+    Args:
+        devices: of the pipeline; None for as many as the schedule needs and there are.
+
+    Raises:
+        UsageError: when there are too few devices for the replicas.
+        PlanError: when the schedule cannot have so many stages.
+    """
+    kind = policy.schedule if training else None
+    if devices is None:
+        devices = pipeline_devices(cluster, stages, policy, training=training)
+    replicas = policy.data_parallel
+    cluster = cluster.sized(devices)
+    there = len(cluster.devices) if cluster.endless else devices_there(cluster, replicas)
+    kinds = cluster.kinds
+    numbers = range(there)
+    seats = []
+    for number in numbers:
+        device = cluster.devices[number]
+        # The devices of the same rank in all replicas reduce gradients with one another.
+        peer = cluster.link
+        if not cluster.endless and replicas > 1:
+            peer = cluster.between(number, number + there)
+        rate = update_s_per_byte(device, policy.optimizer, replicas, peer)
+        seats.append(
+            Seat(
+                kinds.index(device),
+                device.memory,
+                cluster.host(number),
+                rate if training else 0.0,
+                peer.latency_s * (replicas > 1) if training else 0.0,
+            )
+        )
+    links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
+    return Setting(
+        kind,
+        stages,
+        microbatches,
+        tuple(seats),
+        links,
+        min(devices, there),
+        objective=policy.objective,
+    )
+
+
+def pipeline_devices(cluster: Cluster, stages: int, policy: Policy, *, training: bool) -> int:
+    """How many devices a pipeline of so many stages has: as its schedule needs, if there are.
+
+    Raises:
+        UsageError: for no stages, or when there are too few devices for the replicas.
+        PlanError: when the schedule cannot have so many stages.
+    """
+    if stages < 1:
+        raise UsageError(f"{stages} stages: at least one is needed")
+    kind = policy.schedule if training else ScheduleKind.GPIPE
+    try:
+        wanted = devices_for(kind, stages)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if cluster.endless:
+        return wanted
+    there = min(wanted, devices_there(cluster, policy.data_parallel))
+    if cluster.places is None:
+        return there
+    # Nobody has asked for all the GPUs of this machine.
+    return next((n for n in range(there, 0, -1) if _goes_on(kind, stages, n)), there)
+
+
+def _goes_on(kind: ScheduleKind, stages: int, devices: int) -> bool:
+    try:
+        placement_for(kind, stages, devices)
+    except ValueError:
+        return False
+    return True
+
+
+def devices_there(cluster: Cluster, replicas: int) -> int:
+    """How many devices a cluster that is not endless has for each of its replicas.
+
+    Raises:
+        UsageError: when it has none.
+    """
+    there = len(cluster.devices) // replicas
+    if there < 1:
+        raise UsageError(
+            f"{replicas} replicas of the pipeline need more than {len(cluster.devices)} devices"
+        )
+    return there
+
+
+def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> int:
+    """Samples in a micro-batch.
+
+    Args:
+        replicas: that share the batch.
+
+    Raises:
+        UsageError: for no micro-batches.
+        PlanError: when the batch does not split evenly.
+    """
+    if microbatches < 1:
+        raise UsageError(f"{microbatches} micro-batches: at least one is needed")
+    if batch_size % replicas:
+        raise PlanError(
+            f"a batch of {batch_size} samples does not split over {replicas} replicas",
+            hint="use an example batch of another size; the package itself runs any",
+        )
+    batch_size //= replicas
+    if batch_size % microbatches:
+        fitting = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+        near = sorted(
+            {
+                max((c for c in fitting if c < microbatches), default=1),
+                min((c for c in fitting if c > microbatches), default=batch_size),
+            }
+        )
+        raise PlanError(
+            f"a batch of {batch_size} samples does not split into {microbatches} micro-batches",
+            hint=f"use {' or '.join(map(str, near))} micro-batches, or an example batch of another "
+            "size; the package itself runs batches of any size",
+        )
+    return batch_size // microbatches

@@ -1,0 +1,235 @@
+"""How the stages of a device recompute: the fastest way that fits into its memory.
+
+What a stage can do (`ways`) is to keep everything, to run its whole forward again, or one of the
+choices of segments that no other is better than (`passes.remat`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.remat import Choice, choices, choices_of, stage_problem, whole_calls
+from gpipe_compiler.plan import RematPoint, Stage
+from gpipe_compiler.runtime.schedule.actions import Compute, Phase
+from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.simulate.in_flight import held
+
+MOST_COMBINED = 20_000
+"""Ways of all stages of a device together that are compared, at most."""
+
+MOST_POINTS = 24
+"""Of a stage's frontier, in a plan."""
+
+Bytes = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way for one stage to recompute.
+
+    Attributes:
+        seconds: of running ops again for one micro-batch.
+        choice: of segments, where it recomputes so.
+    """
+
+    remat: Remat
+    seconds: float
+    choice: Choice | None = None
+
+    def of(self, stage: Stage, *, split: bool) -> Stage:
+        """The stage that recomputes so.
+
+        Args:
+            split: whether its backward is.
+        """
+        if self.choice is None:
+            return dataclasses.replace(stage, remat=self.remat, segments=())
+        choice = self.choice
+        return dataclasses.replace(
+            stage,
+            remat=self.remat,
+            segments=tuple(stage.ops[start:stop] for start, stop in choice.segments),
+            segments_s=choice.seconds,
+            segments_kept_bytes=choice.kept,
+            segments_again_bytes=(choice.whole if split else choice.peak) - choice.kept,
+        )
+
+
+def ways(facts: Facts, stage: Stage, seconds: Mapping[str, float], most: int) -> tuple[Way, ...]:
+    """All that may be worth it, the one that keeps everything first.
+
+    Args:
+        seconds: of every op's forward, on the device of the stage.
+        most: places of the stage to look at (`passes.remat.choices`).
+    """
+    problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
+    return _ways(stage, choices(problem, most))
+
+
+def ways_by_calls(
+    facts: Facts, stage: Stage, seconds: Mapping[str, float]
+) -> list[tuple[Way, ...]]:
+    """All that may be worth it with segments that are whole calls of modules: first the outermost
+    (`passes.remat.whole_calls`), then these and those inside, and so on."""
+    kept = facts.kept
+    calls = [(call.path, [kept[node].name for node in call.nodes]) for call in facts.modules]
+    here = set(stage.ops)
+    inside = [(path, names) for path, names in calls if here.issuperset(names)]
+    problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
+    levels = whole_calls(facts.graph, facts.effects, seconds, stage.ops, inside, facts.duplicable)
+    return [_ways(stage, choices_of(problem, segments)) for segments in levels]
+
+
+def _ways(stage: Stage, found: Iterable[Choice]) -> tuple[Way, ...]:
+    several = (Way(Remat.SEGMENTS, one.seconds, one) for one in found if one.segments)
+    return Way(Remat.NONE, 0.0), Way(Remat.FULL, stage.forward_s), *several
+
+
+@dataclass(frozen=True)
+class DeviceWays:
+    """What the stages of one device can do.
+
+    Attributes:
+        stages: by number.
+        ways: for each of them.
+        seconds: for each of them and way, what it takes of a mini-batch.
+        bytes: for each of them: what it holds of micro-batches; shape (ways, moments).
+    """
+
+    stages: tuple[Stage, ...]
+    ways: tuple[tuple[Way, ...], ...]
+    seconds: tuple[Bytes, ...]
+    bytes: tuple[Bytes, ...]
+
+    @classmethod
+    def of(
+        cls,
+        order: Sequence[Compute],
+        joint: Collection[int],
+        stages: Sequence[Stage],
+        known: Mapping[int, Sequence[Way]],
+        *,
+        split: bool,
+    ) -> DeviceWays:
+        """Those of a device.
+
+        Args:
+            order: its actions.
+            stages: of the plan, by number.
+            known: the ways of each stage.
+            split: whether backwards are.
+        """
+        numbers = sorted({action.stage for action in order})
+        waits = waiting(order, joint)
+        counts = {
+            Remat.NONE: held(order, (), joint, (), waits).counts,
+            Remat.FULL: held(order, numbers, joint, (), waits).counts,
+            Remat.SEGMENTS: held(order, (), joint, numbers, waits).counts,
+        }
+        together = np.concatenate([table.reshape(len(table), -1) for table in counts.values()], 1)
+        distinct = np.unique(together, axis=0, return_index=True)[1]
+        seconds, sizes = [], []
+        for place, number in enumerate(numbers):
+            rows, times = [], []
+            remats = {way.remat for way in known[number]}
+            often = {remat: runs(order, number, remat, joint) for remat in remats}
+            for way in known[number]:
+                table = counts[way.remat][distinct, place]
+                stage = way.of(stages[number], split=split)
+                rows.append(table @ np.array(stage.microbatch_bytes, dtype=np.float64))
+                times.append(way.seconds * often[way.remat])
+            seconds.append(np.array(times))
+            sizes.append(np.array(rows).reshape(len(rows), -1))
+        kept = tuple(stages[number] for number in numbers)
+        return cls(kept, tuple(tuple(known[n]) for n in numbers), tuple(seconds), tuple(sizes))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the stages hold for good."""
+        return sum(stage.state_bytes for stage in self.stages)
+
+    def fastest(self, memory: float, allowed: Collection[Remat]) -> tuple[bool, dict[int, Way]]:
+        """The ways that take the least time in so much memory; else those that need the least.
+        And whether they fit.
+
+        Args:
+            memory: bytes, of which the state takes its part.
+        """
+        room = memory - self.state_bytes
+        places = self._compared(allowed)
+        total = np.zeros((1, self.bytes[0].shape[1]))
+        taken = np.zeros(1)
+        for size, seconds, chosen in zip(self.bytes, self.seconds, places, strict=True):
+            total = (total[:, None] + size[chosen][None]).reshape(-1, total.shape[1])
+            taken = (taken[:, None] + seconds[chosen][None]).reshape(-1)
+        peaks = total.max(axis=1, initial=0.0)
+        fits = peaks <= room
+        if fits.any():
+            best = int(np.lexsort((peaks, np.where(fits, taken, np.inf)))[0])
+        else:
+            best = int(np.lexsort((taken, peaks))[0])
+        found = np.unravel_index(best, [len(chosen) for chosen in places])
+        return bool(fits.any()), {
+            stage.index: known[chosen[index]]
+            for stage, known, chosen, index in zip(
+                self.stages, self.ways, places, found, strict=True
+            )
+        }
+
+    def _compared(self, allowed: Collection[Remat]) -> list[list[int]]:
+        """For every stage the ways that are compared; of many, some from the fastest to the
+        smallest."""
+        most = max(2, int(MOST_COMBINED ** (1 / len(self.stages))))
+        found = []
+        for place in range(len(self.stages)):
+            front = self._front(place, allowed)
+            if len(front) > most:
+                steps = [index * (len(front) - 1) // (most - 1) for index in range(most)]
+                front = [front[step] for step in dict.fromkeys(steps)]
+            found.append(front)
+        return found
+
+    def _front(self, place: int, allowed: Collection[Remat]) -> list[int]:
+        """The ways of one stage that no other is better than, the fastest first."""
+        peaks = self.bytes[place].max(axis=1, initial=0.0)
+        seconds = self.seconds[place]
+        wanted = [i for i, way in enumerate(self.ways[place]) if way.remat in allowed]
+        wanted.sort(key=lambda i: (seconds[i], peaks[i], i))
+        front: list[int] = []
+        for index in wanted:
+            if not front or peaks[index] < peaks[front[-1]]:
+                front.append(index)
+        return front
+
+    def frontier(self, stage: int) -> tuple[RematPoint, ...]:
+        """A stage's time against its memory, by itself."""
+        place = next(p for p, known in enumerate(self.stages) if known.index == stage)
+        front = self._front(place, set(Remat))
+        if len(front) > MOST_POINTS:
+            steps = [index * (len(front) - 1) // (MOST_POINTS - 1) for index in range(MOST_POINTS)]
+            front = [front[step] for step in steps]
+        peaks = self.bytes[place].max(axis=1, initial=0.0)
+        state = self.stages[place].state_bytes
+        return tuple(
+            RematPoint(
+                (way := self.ways[place][index]).remat,
+                state + int(peaks[index]),
+                float(self.seconds[place][index]),
+                len(way.choice.segments) if way.choice is not None else 0,
+            )
+            for index in front
+        )
+
+
+def runs(order: Sequence[Compute], stage: int, remat: Remat, joint: Collection[int]) -> int:
+    """How often a stage runs ops again in a mini-batch."""
+    if remat is Remat.FULL:
+        return sum(waits == stage for waits, _ in waiting(order, joint))
+    return sum(a.stage == stage and a.phase is Phase.FORWARD for a in order)

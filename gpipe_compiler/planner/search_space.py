@@ -1,0 +1,194 @@
+"""What is asked of a search for settings: what is given, what is to be found, and all choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.cluster import Cluster, core_count, is_here
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.options.policy import Auto, Policy, RematChoice
+from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.planning import devices_there
+from gpipe_compiler.runtime.gpus import gpu_count
+from gpipe_compiler.runtime.schedule.choosing import devices_for
+from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
+
+MOST_COUNTS = 8
+"""Numbers of micro-batches, and of devices, that are looked at, at most."""
+
+STAGES_A_DEVICE = (2, 4)
+"""That interleaving is tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Which settings may be changed to find some that fit: those that were not explored."""
+
+    stages: bool = True
+    microbatches: bool = True
+    schedule: bool = True
+    remat: bool = True
+
+
+EVERYTHING = Free()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is given of the settings, and what is to be found.
+
+    Attributes:
+        microbatches: None for the largest divisor of the batch up to four per stage that the model
+            takes.
+        remat: AUTO for one of all.
+        devices: that one replica of the pipeline has at most.
+    """
+
+    stages: int | Auto
+    microbatches: int | Auto | None
+    schedule: ScheduleKind | Auto
+    remat: RematChoice
+    devices: int
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        stages: int | Auto,
+        microbatches: int | Auto | None,
+        schedule: ScheduleKind | Auto,
+        policy: Policy,
+    ) -> Wish:
+        """The wish on the devices of a cluster.
+
+        Raises:
+            UsageError: where nobody says how many stages nor how many devices there are.
+        """
+        if isinstance(stages, Auto):
+            devices = devices_to_explore(cluster, policy.data_parallel)
+        else:
+            devices = stages
+            if not cluster.endless:
+                devices = min(stages, devices_there(cluster, policy.data_parallel))
+        return cls(stages, microbatches, schedule, policy.remat, devices)
+
+    @property
+    def free(self) -> Free:
+        """What is given, and so is not explored."""
+        return Free(
+            not isinstance(self.stages, Auto),
+            not isinstance(self.microbatches, Auto),
+            not isinstance(self.schedule, Auto),
+            self.remat is not RematChoice.AUTO,
+        )
+
+
+def devices_to_explore(cluster: Cluster, replicas: int) -> int:
+    """How many devices a pipeline may have at most, where nobody says how many stages.
+
+    Those of the cluster; of this machine's processor its cores, and of its GPUs as many as it has.
+
+    Raises:
+        UsageError: where only the kind of device is known.
+    """
+    if not cluster.endless:
+        return devices_there(cluster, replicas)
+    name = cluster.devices[0].name
+    if (gpus := gpu_count()) and is_here(cluster.devices[0]):
+        return max(1, gpus // replicas)
+    if cluster.pooled:
+        return max(1, core_count() // replicas)
+    raise UsageError(
+        f"--stages auto has to know how many {name} there are",
+        hint=f"say so as in --devices 4x{name}, or describe them in a file for --cluster",
+    )
+
+
+def spread(numbers: Sequence[int], most: int = MOST_COUNTS) -> tuple[int, ...]:
+    """At most so many of ascending numbers, with the first and the last, evenly by their ratio."""
+    if len(numbers) <= most:
+        return tuple(numbers)
+    first, last = math.log(numbers[0]), math.log(numbers[-1])
+    goals = [first + (last - first) * i / (most - 1) for i in range(most)]
+    # Rounded, as the last digit of a logarithm differs by processor: ties go to the smaller number.
+    near = {min(numbers, key=lambda n: (round(abs(math.log(n) - g), 9), n)) for g in goals}
+    return tuple(sorted(near))
+
+
+def choices(
+    wish: Wish,
+    batch_size: int,
+    policy: Policy,
+    *,
+    training: bool,
+    by_default: Callable[[int], int] | None = None,
+) -> tuple[Choice, ...]:
+    """All that is to be looked at, each once.
+
+    Args:
+        batch_size: samples of one replica.
+        by_default: the micro-batches of so many stages, where the wish leaves them open.
+
+    AUTO stands beside NONE and FULL where `wish.remat` is AUTO.
+    """
+    schedules: Sequence[ScheduleKind] = list(ScheduleKind)
+    if not isinstance(wish.schedule, Auto):
+        schedules = [wish.schedule]
+    elif not training or policy.batchnorm is BatchNorm.EXACT:
+        schedules = [ScheduleKind.GPIPE]
+    remats = list(RematChoice) if wish.remat is RematChoice.AUTO else [wish.remat]
+    if not training:
+        remats = [RematChoice.NONE]
+    divisors = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    found = []
+    for schedule in schedules:
+        for stages, devices in _places(wish, schedule):
+            match wish.microbatches:
+                case Auto():
+                    counts: Sequence[int] = spread(divisors)
+                case None:
+                    assert by_default is not None
+                    counts = [by_default(stages)]
+                case given:
+                    counts = [given]
+            found += [
+                Choice(stages, devices, schedule, count, remat)
+                for count in counts
+                for remat in remats
+            ]
+    return tuple(choice for choice in dict.fromkeys(found) if not _as_another(choice, found))
+
+
+def _as_another(choice: Choice, others: Collection[Choice]) -> bool:
+    """Whether a choice of a single micro-batch comes to the same as a plainer one."""
+    kind = choice.schedule
+    if choice.microbatches > 1 or kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
+        return False
+    if kind is ScheduleKind.ONE_F_ONE_B:
+        kind = ScheduleKind.GPIPE
+    plainer = dataclasses.replace(choice, schedule=kind, remat=RematChoice.NONE)
+    return choice != plainer and plainer in others
+
+
+def _places(wish: Wish, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:
+    """Pairs of stages and devices that a schedule can have."""
+    if not isinstance(wish.stages, Auto):
+        try:
+            wanted = devices_for(schedule, wish.stages)
+        except ValueError:
+            return
+        yield wish.stages, min(wanted, wish.devices)
+        return
+    for devices in spread(range(1, wish.devices + 1)):
+        match schedule:
+            case ScheduleKind.INTERLEAVED if devices > 1:
+                yield from ((devices * several, devices) for several in STAGES_A_DEVICE)
+            case ScheduleKind.ZBV if devices > 1:
+                yield 2 * devices, devices
+            case ScheduleKind.ZB_H1 if devices > 1:
+                yield devices, devices
+            case ScheduleKind.GPIPE | ScheduleKind.ONE_F_ONE_B:
+                yield devices, devices

@@ -1,0 +1,195 @@
+"""Plans one graph again and again: described, costed and analysed once per size of micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.errors import ModelError, PlanError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.costs_by_kind import costs_by_kind
+from gpipe_compiler.passes.cut.constrain import check_names, ops_of
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.batch_outputs import apart_outputs
+from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
+from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.wording import counted
+
+MICROBATCHES_PER_STAGE = 4
+"""GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
+
+
+def likely_microbatches(batch_size: int, stages: int) -> list[int]:
+    """The divisors of the batch up to four per stage, the largest first."""
+    most = max(1, MICROBATCHES_PER_STAGE * stages)
+    return [count for count in range(most, 0, -1) if batch_size % count == 0]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph at the size of one micro-batch.
+
+    Attributes:
+        costs: on each kind of device of the cluster.
+        facts: with the first of the costs.
+    """
+
+    graph: Graph
+    costs: tuple[Costs, ...]
+    facts: Facts
+
+
+Analysis: TypeAlias = Callable[[int, Precision], Prepared]
+"""Describes and costs a graph for so many samples, in a precision."""
+
+
+@dataclass
+class Workbench:
+    """A graph to be planned, and what is known of it so far.
+
+    Attributes:
+        graph: at the batch size of its example.
+        measured: time the ops on this machine, instead of estimating them.
+        analysis: of a graph that torch cannot run; None for all others.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    measured: bool = False
+    constraints: Constraints = NO_CONSTRAINTS
+    analysis: Analysis | None = None
+    _prepared: dict[tuple[int, Precision, bool], Prepared] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_names(self.graph, self.constraints)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a mini-batch."""
+        return self.graph.batch_size
+
+    def choose(self, stages: int, microbatches: int | None, policy: Policy) -> Choice:
+        """What is given, as a choice, on as many devices as its schedule needs.
+
+        Args:
+            microbatches: None for the largest divisor of the batch up to four per stage that the
+                model takes.
+
+        Raises:
+            PlanError, UsageError: when there can be no such pipeline on these devices.
+        """
+        most = len(self.graph.ops)
+        if stages > most:
+            raise PlanError(
+                f"{stages:,} stages are more than the model's {counted(most, 'op')}",
+                hint=f"ask for at most {most}",
+            )
+        training = self.graph.loss is not None
+        if microbatches is None:
+            microbatches = self.default_microbatches(stages, policy)
+        devices = pipeline_devices(self.cluster, stages, policy, training=training)
+        return Choice(stages, devices, policy.schedule, microbatches, policy.remat)
+
+    def default_microbatches(self, stages: int, policy: Policy) -> int:
+        """As many as a batch should make: fewer where a layer has to have several samples.
+
+        BatchNorm after a global pooling cannot train on one. A package that only infers takes the
+        batch in one piece where an output does not follow from those of micro-batches.
+
+        Raises:
+            ModelError: naming the op that cannot run on the samples of any.
+        """
+        counts = likely_microbatches(self.batch_size // policy.data_parallel, stages)
+        if self.analysis is not None:
+            return counts[0]
+        met: list[ModelError] = []
+        for count in counts:
+            try:
+                graph = self.prepare(count, policy).graph
+            except ModelError as error:
+                met.append(error)
+                continue
+            return 1 if graph.loss is None and apart_outputs(graph) else count
+        raise met[0]
+
+    def prepare(self, microbatches: int, policy: Policy) -> Prepared:
+        """The graph at the size of one of so many micro-batches.
+
+        Raises:
+            ModelError: naming the op that cannot run on so few samples.
+            PlanError, UsageError: when the batch does not split into so many.
+        """
+        size = microbatch_size(self.batch_size, microbatches, policy.data_parallel)
+        key = size, policy.precision, policy.in_place
+        if key not in self._prepared:
+            if self.analysis is not None:
+                self._prepared[key] = self.analysis(size, policy.precision)
+            else:
+                self._prepared[key] = self._by_torch(*key)
+        return self._prepared[key]
+
+    def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
+        plain = self.described(samples, precision)
+        at = Setting(samples, precision)
+        graph = transform(plain, at, IN_PLACE) if in_place else plain
+        costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
+        return Prepared(graph, costs, Facts.of(graph, costs[0], plain))
+
+    def described(self, samples: int, precision: Precision) -> Graph:
+        """The graph at a size of micro-batch, without costs; of one that torch can run.
+
+        Raises:
+            ModelError: naming the op that cannot run on so few samples.
+        """
+        graph = transform(self.graph, Setting(samples, precision))
+        lost = [name for name in self.constraints.names if not ops_of(graph, name)]
+        if not lost:
+            return graph
+        kept = frozenset(op.name for name in lost for op in ops_of(self.graph, name))
+        return transform(self.graph, Setting(samples, precision, kept))
+
+    def plan(
+        self,
+        choice: Choice,
+        policy: Policy,
+        work: int = WORK,
+        *,
+        exact_memory: bool | None = None,
+    ) -> Plan:
+        """The best plan found for a choice, which says how to schedule and what to recompute.
+
+        Args:
+            policy: all the rest.
+            work: how much every cut may work out (`passes.cut.cut`).
+            exact_memory: whether to tell what devices truly take, and to fit that; by default where
+                a cut may take all the work. Never of a graph that torch cannot run.
+
+        Raises:
+            PlanError, UsageError: when there can be no such plan.
+            ModelError: when the model does not run on so few samples.
+        """
+        prepared = self.prepare(choice.microbatches, policy)
+        exact = work >= WORK if exact_memory is None else exact_memory
+        return make_plan(
+            prepared.graph,
+            stages=choice.stages,
+            microbatches=choice.microbatches,
+            batch_size=self.batch_size,
+            work=work,
+            policy=policy,
+            cluster=self.cluster,
+            costs=prepared.costs,
+            constraints=self.constraints,
+            facts=prepared.facts,
+            devices=choice.devices,
+            exact_memory=exact and self.analysis is None,
+        )

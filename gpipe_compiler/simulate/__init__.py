@@ -1,0 +1,1 @@
+"""The time and the memory of a step, predicted from a schedule."""

@@ -1,0 +1,278 @@
+"""The memory of every device of a pipeline, from the tapes of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.plan import Stage
+from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
+from gpipe_compiler.runtime.job import Work
+from gpipe_compiler.runtime.schedule import lower
+from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
+from gpipe_compiler.runtime.spec import (
+    Crossing,
+    Leaf,
+    PipelineSpec,
+    Remat,
+    ScheduleKind,
+    StageSpec,
+)
+from gpipe_compiler.runtime.wiring import StageWiring, crossings_for, steps_of, wire
+from gpipe_compiler.simulate.memory.alike import play_all
+from gpipe_compiler.simulate.memory.growing import grown
+from gpipe_compiler.simulate.memory.holders import holders_at
+from gpipe_compiler.simulate.memory.job import DeviceJob, Played, StageMemory
+from gpipe_compiler.simulate.memory.script import Scripts
+from gpipe_compiler.simulate.memory.update import UpdateBytes, update_bytes
+
+MOST_TOLD = 8
+"""Devices of which what holds the peak is found out: the fullest."""
+
+MOST_STEPS = 4000
+"""Steps of a device up to which it is."""
+
+UPDATE = "update"
+"""What the optimizer's step is called among the actions."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the stages are and in which order they work.
+
+    Attributes:
+        placement: the device of each stage.
+        joint: the stages that take all micro-batches as one.
+        shared: the trained parameters that several stages own, with these.
+        on_host: whether the devices are hosts, where optimizers step parameter by parameter.
+    """
+
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    orders: Orders
+    placement: tuple[int, ...]
+    joint: tuple[int, ...]
+    shared: Mapping[str, Sequence[int]]
+    microbatches: int
+    replicas: int
+    optimizer: AnyOptimizer
+    on_host: bool
+
+    @cached_property
+    def programs(self) -> Programs:
+        """What every device does, in training."""
+        return lower(self.orders, self.placement, self.crossings, self.shared, self.joint)
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """The stages whose backward is in two parts."""
+        return frozenset(
+            action.stage
+            for order in self.orders
+            for action in order
+            if action.phase is Phase.WEIGHT
+        )
+
+
+def device_memories(
+    graph: Graph, layout: Layout, rehearsals: Rehearsals | None = None
+) -> tuple[DeviceMemory, ...]:
+    """The memory of every device of a pipeline.
+
+    Args:
+        graph: annotated at the size of a micro-batch.
+        rehearsals: of that graph, for stages that have been rehearsed before.
+
+    Raises:
+        ModelError: naming an op that cannot run.
+    """
+    pipeline = Pipeline.of(graph, layout, rehearsals or Rehearsals(graph))
+    played = [grown(*pair) for pair in zip(pipeline.jobs, play_all(pipeline.jobs), strict=True)]
+    order = sorted(range(len(played)), key=lambda device: -played[device].peak)
+    told = {d for d in order[:MOST_TOLD] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
+    return tuple(
+        pipeline.memory(device, found, holders=device in told)
+        for device, found in enumerate(played)
+    )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline whose stages are rehearsed, ready to be played.
+
+    Attributes:
+        jobs: what each device is to play.
+    """
+
+    graph: Graph
+    layout: Layout
+    jobs: tuple[DeviceJob, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, layout: Layout, rehearsals: Rehearsals) -> Pipeline:
+        """All stages rehearsed, and the programs of all devices."""
+        work = Work.TRAIN if graph.loss is not None else Work.INFER
+        spec = _spec(graph, layout)
+        crossings = crossings_for(spec, work)
+        if work is Work.TRAIN:
+            shared, programs = layout.shared, layout.programs
+        else:
+            shared = {}
+            programs = lower(layout.orders, layout.placement, crossings, shared, layout.joint)
+        wiring = wire(spec, layout.placement, work, layout.joint, layout.split)
+        stages = [
+            _stage_memory(graph, layout, stage, hung, rehearsals)
+            for stage, hung in zip(layout.stages, wiring, strict=True)
+        ]
+        sizes = {c.value: torch.Size(c.shape).numel() * c.dtype.itemsize for c in crossings}
+        training = graph.loss is not None
+        jobs = []
+        for device, program in enumerate(programs):
+            own = [s for s, holder in enumerate(layout.placement) if holder == device]
+            rows: dict[int, int] = {}
+            if training and layout.replicas > 1:
+                rows = {s: sum(_trained(graph, layout, [s]).values()) for s in own}
+            jobs.append(
+                DeviceJob(
+                    steps=steps_of(program, wiring),
+                    stages={s: stages[s] for s in own},
+                    crossing_bytes=sizes,
+                    shared_bytes={name: graph.state[name].bytes for name in shared},
+                    row_bytes=rows,
+                    microbatches=layout.microbatches,
+                )
+            )
+        return cls(graph, layout, tuple(jobs))
+
+    def memory(self, device: int, played: Played, *, holders: bool) -> DeviceMemory:
+        """That of a device whose program was played.
+
+        Args:
+            holders: whether to find out what holds the peak.
+        """
+        base = self._base(device)
+        remembered = base.get(Category.OPTIMIZER, 0)
+        fixed = sum(base.values())
+        gradients = played.after[CATEGORIES.index(Category.GRADIENTS)]
+        further: tuple[Point, ...] = ()
+        peak, action = played.peak, played.action
+        sizes = dict(zip(CATEGORIES, played.sizes, strict=True))
+        found: Sequence[Holder] = ()
+        update = 0
+        if self.graph.loss is not None:
+            update = gradients + self._update(device).temporary
+            further = (Point(UPDATE, update + fixed, gradients + fixed),)
+        if update > peak:
+            peak, action = update, UPDATE
+            sizes = dict.fromkeys(CATEGORIES, 0)
+            sizes[Category.GRADIENTS] = gradients
+            sizes[Category.OPTIMIZER] = update - gradients
+            lump = Holder("gradients of parameters", Category.GRADIENTS, "", gradients, 1, -1)
+            found = [lump]
+        elif holders:
+            found = holders_at(self.graph, self.jobs[device], played)
+        sizes = {c: size + base.get(c, 0) for c, size in sizes.items()}
+        lumps = [
+            Holder("parameters and buffers", Category.WEIGHTS, "", base[Category.WEIGHTS], 1, -1),
+            Holder("the optimizer's memory", Category.OPTIMIZER, "", remembered, 1, -1),
+            Holder("the batch", Category.BOUNDARY, "", base.get(Category.BOUNDARY, 0), 1, -1),
+        ]
+        everything = [*found, *(lump for lump in lumps if lump.bytes)]
+        state = self._state_bytes(device)
+        return DeviceMemory(
+            peak=peak + fixed,
+            action=action,
+            sizes=tuple(sizes.values()),
+            points=played.points.above(fixed, *further),
+            holders=tuple(sorted(everything, key=lambda holder: -holder.bytes)),
+            stages=tuple(self.jobs[device].stages),
+            stage_peaks=tuple(
+                played.stage_peaks[stage] + state[stage] for stage in self.jobs[device].stages
+            )
+            if len(self.jobs[device].stages) > 1
+            else (peak + fixed,),
+        )
+
+    def _base(self, device: int) -> dict[Category, int]:
+        """What is there all the time."""
+        own = list(self.jobs[device].stages)
+        names = {name for stage in own for name in self.layout.stages[stage].state}
+        found = {Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)}
+        if self.graph.loss is not None:
+            found[Category.OPTIMIZER] = self._update(device).remembered
+        if device == 0:
+            found[Category.BOUNDARY] = sum(
+                self.graph.values[source.name].bytes
+                * (self.layout.microbatches if source.batched else 1)
+                for source in self.graph.inputs
+            )
+        return found
+
+    def _update(self, device: int) -> UpdateBytes:
+        own = list(self.jobs[device].stages)
+        trained = _trained(self.graph, self.layout, own)
+        layout = self.layout
+        return update_bytes(layout.optimizer, trained, on_host=layout.on_host)
+
+    def _state_bytes(self, device: int) -> dict[int, int]:
+        """For every stage of a device, its weights and what the optimizer remembers of them."""
+        found = {}
+        for stage in self.jobs[device].stages:
+            trained = _trained(self.graph, self.layout, [stage])
+            weights = sum(self.graph.state[n].bytes for n in self.layout.stages[stage].state)
+            remembered = 0
+            if self.graph.loss is not None:
+                optimizer = self.layout.optimizer
+                remembered = update_bytes(
+                    optimizer, trained, on_host=self.layout.on_host
+                ).remembered
+            found[stage] = weights + remembered
+        return found
+
+
+def _stage_memory(
+    graph: Graph, layout: Layout, stage: Stage, wiring: StageWiring, rehearsals: Rehearsals
+) -> StageMemory:
+    trains = graph.loss is not None
+    if wiring.joint is not None:
+        rehearsals = Rehearsals(graph, graph.batch_size * layout.microbatches)
+    tapes = rehearsals.of(
+        stage.ops,
+        stage.inputs,
+        stage.outputs,
+        returned=[value for value, _ in wiring.returned],
+        segments=stage.segments if stage.remat is Remat.SEGMENTS else (),
+        split=stage.index in layout.split,
+    )
+    return StageMemory(wiring, Scripts(tapes), stage.remat, trains)
+
+
+def _trained(graph: Graph, layout: Layout, stages: Sequence[int]) -> dict[str, int]:
+    """Bytes of the parameters of some stages that training changes."""
+    if graph.loss is None:
+        return {}
+    names = dict.fromkeys(name for stage in stages for name in layout.stages[stage].state)
+    return {name: graph.state[name].bytes for name in names if graph.state[name].requires_grad}
+
+
+def _spec(graph: Graph, layout: Layout) -> PipelineSpec:
+    """As much of the package's spec as tells how values travel."""
+    return PipelineSpec(
+        name=graph.name,
+        stages=tuple(StageSpec(nn.Module, s.inputs, s.outputs) for s in layout.stages),
+        inputs=graph.inputs,
+        crossings=layout.crossings,
+        outputs=tuple(Leaf(name, graph.values[name].batch_dim) for name in graph.output_values),
+        loss=None,
+        schedule=ScheduleKind.GPIPE,
+        microbatches=layout.microbatches,
+        microbatch_size=graph.batch_size,
+        placement=layout.placement,
+    )

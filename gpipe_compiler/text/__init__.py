@@ -1,0 +1,1 @@
+"""Names, paths and figures as text."""

@@ -1,0 +1,1 @@
+"""Holds an emitted package against the model that it was made of."""

@@ -1,0 +1,141 @@
+"""Where the model's results for a mini-batch depart from those for its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.dry_run import tensors_in
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.runtime.comparison import RELATIVE, flat_tensors
+from gpipe_compiler.validate.draws import Draws
+from gpipe_compiler.validate.plain_run import Batch, all_at_once, one_by_one
+
+HINT = (
+    "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch is "
+    "computed by itself; what writes to buffers or normalises over the batch takes it whole with "
+    "--batchnorm exact"
+)
+
+
+def departure(
+    graph: Graph, entry: Entry, batch: Batch, draws: Draws, outputs: Collection[str] = ()
+) -> ValidationError:
+    """The error for results that micro-batches do not give, with the line where they part.
+
+    Args:
+        entry: of the model in the mode that it is about.
+        outputs: the names of those that differ in eval mode.
+    """
+    what = "a training step" if entry.training else f"the output {' and '.join(outputs)}"
+    try:
+        op = _where(graph, entry, batch, draws, outputs)
+    except Exception:  # the graph may call anything, and need not run on so many samples
+        op = None
+    cause = "it takes the samples of a batch together"
+    if op is not None:
+        cause = f"{op.name} gives another result for a micro-batch than for its share of the batch"
+    elif written := effects(graph).state_writes:
+        op = next(op for op in graph.ops if op.name in written)
+        states = ", ".join(sorted(written[op.name]))
+        cause = f"{op.name} writes to {states} for each micro-batch"
+    return ValidationError(
+        f"what the model makes of the mini-batch ({what}) is not what its {len(batch.sizes)} "
+        f"micro-batches come to: {cause}",
+        location=None if op is None else op.source,
+        hint=HINT,
+    )
+
+
+def _where(
+    graph: Graph, entry: Entry, batch: Batch, draws: Draws, outputs: Collection[str]
+) -> Op | None:
+    """The first op that takes what agrees with the first micro-batch and makes what does not.
+
+    Among those that the outputs, or in training the loss, depend on through such values: samples
+    may meet and part again, as where tokens are sorted by what they are sent to.
+    """
+    first = one_by_one(batch, entry.signature, draws, ())[0]
+    known: dict[str, list[torch.Tensor]] = {}
+    parted: set[str] = set()
+
+    def note(op: Op, execute: Callable[[], Any]) -> Any:
+        returned = execute()
+        known[op.name] = [tensor.detach().clone() for tensor in tensors_in(returned)]
+        return returned
+
+    def hold(op: Op, execute: Callable[[], Any]) -> Any:
+        returned = execute()
+        pairs = zip(known.get(op.name, ()), tensors_in(returned), strict=False)
+        if not all(_share(*pair) for pair in pairs):
+            parted.add(op.name)
+        return returned
+
+    names = [source.name for source in entry.signature.inputs]
+    with torch.no_grad(), first.around:
+        _interpreter(graph, entry).run(dict(zip(names, first.inputs, strict=True)), note)
+    whole = all_at_once(batch, draws, first, inner=False)
+    interpreter = _interpreter(graph, entry)
+    with torch.no_grad(), whole.around:
+        values = interpreter.run(dict(zip(names, whole.inputs, strict=True)), hold)
+    returned = flat_tensors(interpreter.resolve(graph.outputs, values))
+    ends = {id(returned[name]) for name in outputs}
+    pending = [name for name, value in values.items() if id(value) in ends]
+    if entry.training:
+        pending = [v for op in graph.ops if op.name in graph.loss_only for v in op.inputs]
+    return _root(graph, parted, pending)
+
+
+def _root(graph: Graph, parted: Collection[str], pending: list[str]) -> Op | None:
+    """The first of the parted ops, among those that values depend on, none of whose inputs is.
+
+    One that makes a scalar is told last: it may be a mean that is put together by its weight.
+    """
+    roots, seen = set(), set()
+    while pending:
+        op = graph.producer.get(pending.pop())
+        if op is None or op.name in seen:
+            continue
+        seen.add(op.name)
+        # Scalars are followed in any case: they may agree by chance.
+        if op.name not in parted and any(graph.values[name].shape for name in op.outputs):
+            continue
+        makers = (graph.producer.get(value) for value in op.inputs)
+        above = any(maker is not None and maker.name in parted for maker in makers)
+        if op.name in parted and not above:
+            roots.add(op.name)
+        pending.extend(op.inputs)
+    found = [op for op in graph.ops if op.name in roots]
+    sized = (op for op in found if any(graph.values[name].shape for name in op.outputs))
+    return next(sized, found[0] if found else None)
+
+
+def _interpreter(graph: Graph, entry: Entry) -> Interpreter:
+    states = {
+        **graph.tensors,
+        **dict(entry.model.named_parameters()),
+        **dict(entry.model.named_buffers()),
+    }
+    own: Mapping[str, torch.Tensor] = {n: t.detach().clone() for n, t in states.items()}
+    return Interpreter(graph, own, entry.training)
+
+
+def _share(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a tensor is the first share of another, in the dimensions in which that is larger."""
+    if part.dim() != whole.dim():
+        return True  # nothing can be said
+    share = whole
+    for dim, size in enumerate(part.shape):
+        share = share.narrow(dim, 0, min(size, share.shape[dim]))
+    if share.shape != part.shape:
+        return True
+    if not part.is_floating_point():
+        return torch.equal(part, share)
+    largest = share.abs().nan_to_num(0, 0, 0).max().item() if share.numel() else 0.0
+    return torch.allclose(part, share, rtol=0, atol=RELATIVE * largest, equal_nan=True)

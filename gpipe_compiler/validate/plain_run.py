@@ -1,0 +1,264 @@
+"""The plain model on one mini-batch: in one piece, or micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.comparison import Kind, Tensors, flat_tensors
+from gpipe_compiler.runtime.inputs import even_sizes
+from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
+from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
+from gpipe_compiler.validate.draws import Draws
+from gpipe_compiler.validate.whole_draws import DrawsOfAll, DrawsOfOne
+
+_LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A mini-batch.
+
+    Attributes:
+        inputs: a tensor for each input of the model.
+        sizes: samples in each micro-batch.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    sizes: tuple[int, ...]
+
+    def parts(self, signature: Signature) -> list[tuple[torch.Tensor, ...]]:
+        """The inputs of every micro-batch, each with memory of its own."""
+        ends = [*accumulate(self.sizes)]
+        return [
+            tuple(
+                source.part(tensor, end - size, size).clone()
+                for source, tensor in zip(signature.inputs, self.inputs, strict=True)
+            )
+            for size, end in zip(self.sizes, ends, strict=True)
+        ]
+
+    def whole(self) -> tuple[torch.Tensor, ...]:
+        """The inputs of all, in memory of their own."""
+        return tuple(tensor.clone() for tensor in self.inputs)
+
+
+def batch_of(
+    plan: Plan, signature: Signature, inputs: Sequence[torch.Tensor] | None = None
+) -> Batch:
+    """A mini-batch as the plan's package splits it, in a single replica.
+
+    Args:
+        inputs: a tensor for each input of the signature; those of the example by default.
+    """
+    if inputs is None:
+        inputs = signature.samples(plan.batch_size)
+    pairs = zip(signature.inputs, inputs, strict=True)
+    samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
+    count = max(1, min(plan.microbatches, samples // least_samples(plan)))
+    return Batch(tuple(inputs), even_sizes(samples, count))
+
+
+def least_samples(plan: Plan) -> int:
+    """The samples that each micro-batch of the plan's package has at least."""
+    assert plan.graph is not None
+    return 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
+
+
+Shares: TypeAlias = Sequence[tuple[float, ...]]
+"""For each micro-batch, the weights of its loss's terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the model.
+
+    Attributes:
+        around: entered around it.
+        shares: the weights of the terms of its loss in those of the mini-batch.
+        terms: computes these terms, where there are several; the model only returns their sum.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    around: contextlib.AbstractContextManager[object]
+    shares: tuple[float, ...] = (1.0,)
+    terms: Callable[[Entry, Precision], tuple[torch.Tensor, ...]] | None = None
+
+
+def one_by_one(batch: Batch, signature: Signature, draws: Draws, shares: Shares) -> list[Call]:
+    """A call for each micro-batch."""
+    return [
+        Call(
+            part, DrawsOfOne(draws, microbatch) if draws.numbers else contextlib.nullcontext(), own
+        )
+        for microbatch, (part, own) in enumerate(
+            zip(batch.parts(signature), shares or [(1.0,)] * len(batch.sizes), strict=True)
+        )
+    ]
+
+
+def with_terms(calls: Sequence[Call], graph: Graph, draws: Draws) -> list[Call]:
+    """The calls of micro-batches, with the terms of their losses where there are several."""
+    if graph.loss is None or not graph.loss.terms:
+        return list(calls)
+    return [
+        dataclasses.replace(
+            call, terms=functools.partial(_terms, graph, call, draws.seeded(number))
+        )
+        for number, call in enumerate(calls)
+    ]
+
+
+def _terms(
+    graph: Graph,
+    call: Call,
+    seeded: contextlib.AbstractContextManager[object],
+    entry: Entry,
+    precision: Precision,
+) -> tuple[torch.Tensor, ...]:
+    """The terms of a micro-batch's loss, by the graph. Buffers stay as they are; once only."""
+    model = entry.model
+    states = {**graph.tensors, **dict(model.named_parameters())}
+    states |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    interpreter = Interpreter(graph, states, training=entry.training).prepare()
+    names = (source.name for source in entry.signature.inputs)
+    inputs = {name: t.clone() for name, t in zip(names, call.inputs, strict=True)}
+    with activations_kept(), seeded, autocast(precision, device_of(model)):
+        values = interpreter.run(inputs)
+    assert graph.loss is not None
+    return tuple(values[term.value] for term in graph.loss.summands)
+
+
+def all_at_once(batch: Batch, draws: Draws, first: Call, *, inner: bool) -> Call:
+    """A call for all micro-batches, with the random numbers that theirs draw.
+
+    Args:
+        first: one that has been made, for the first micro-batch.
+        inner: as for `DrawsOfAll`.
+    """
+    if not isinstance(first.around, DrawsOfOne):
+        return Call(batch.whole(), contextlib.nullcontext())
+    if len(batch.sizes) == 1:
+        return Call(batch.whole(), draws.seeded(0))
+    return Call(batch.whole(), DrawsOfAll(draws, first.around.calls, batch.sizes, inner=inner))
+
+
+def flattened(call: Call) -> bool:
+    """Whether in a call that was made the batch was flattened with another dimension."""
+    return isinstance(call.around, DrawsOfAll) and call.around.flattened
+
+
+def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Around one call of the model, its loss included."""
+    if precision is Precision.FP32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, _LOWER[precision])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model stands."""
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What one call of the model gives; copies, for the next call may overwrite the originals."""
+
+    loss: torch.Tensor | None
+    terms: tuple[torch.Tensor, ...]
+    outputs: Mapping[str, torch.Tensor]
+
+
+@torch.no_grad()
+def evaluate(entry: Entry, calls: Sequence[Call], precision: Precision) -> list[Outputs]:
+    """What each call gives, without gradients; the buffers are afterwards what they were."""
+    before = [buffer.clone() for buffer in entry.model.buffers()]
+    found = []
+    for call in calls:
+        with call.around, autocast(precision, device_of(entry.model)):
+            leaves = entry(*call.inputs)
+        loss = leaves.pop(0).clone() if entry.has_loss else None
+        tensors = flat_tensors(entry.outputs(leaves))
+        outputs = {name: tensor.clone() for name, tensor in tensors.items()}
+        terms = () if loss is None else (loss,)
+        found.append(Outputs(loss, call.terms(entry, precision) if call.terms else terms, outputs))
+    for buffer, content in zip(entry.model.buffers(), before, strict=True):
+        buffer.copy_(content)
+    return found
+
+
+def train_step(
+    entry: Entry, calls: Sequence[Call], precision: Precision, *, deferred: bool = False
+) -> Tensors:
+    """Loss, gradients, buffers and weights of one step of plain PyTorch.
+
+    A term whose share is 0 may be nan, and does not count.
+
+    Args:
+        deferred: whether running statistics change once, by those of all calls.
+    """
+    statistics = MiniBatchStatistics(entry.model)
+    scale = LOSS_SCALE if precision is Precision.FP16 else 1.0
+    trainable = {
+        name: tensor for name, tensor in entry.model.named_parameters() if tensor.requires_grad
+    }
+    gradients: dict[str, torch.Tensor] = {}
+    losses = []
+    for call in calls:
+        terms = call.terms(entry, precision) if call.terms else ()
+        with contextlib.ExitStack() as around:
+            around.enter_context(activations_kept())
+            around.enter_context(call.around)
+            around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
+            around.enter_context(autocast(precision, device_of(entry.model)))
+            returned = entry(*call.inputs)[0]
+        pairs = zip(terms or (returned,), call.shares, strict=True)
+        weighted = [term.reshape(()) * share for term, share in pairs if share]
+        if not weighted:
+            continue
+        loss = torch.stack(weighted).sum()
+        losses.append(loss.detach())
+        for name, gradient in _gradients(loss * scale, trainable).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    if deferred:
+        statistics.commit()
+    gradients = {name: gradient / scale for name, gradient in gradients.items()}
+    return {
+        Kind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
+        Kind.GRADIENT: gradients,
+        Kind.BUFFER: dict(entry.model.named_buffers()),
+        Kind.WEIGHT: {
+            name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
+            for name, tensor in trainable.items()
+        },
+    }
+
+
+def _gradients(
+    loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter that the loss depends on."""
+    if not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: gradient
+        for name, gradient in zip(parameters, found, strict=True)
+        if gradient is not None
+    }

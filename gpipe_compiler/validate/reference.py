@@ -1,0 +1,429 @@
+"""What the package of a plan must come to: the plain model on the whole mini-batch.
+
+Outputs, loss, gradients, buffers and weights are those of the mini-batch in one piece. Where the
+user chose otherwise they are those of the plain loop of micro-batches: BatchNorm over micro-batches
+in training, and `--per-microbatch`. So they are where anything is computed in 16 bits, by
+`--precision` or by the model itself: there both round at the same places. The loop is then held
+against the whole without this rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.structure import map_tensors
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.mixing import batchnorm_ops, made_in_batchnorm, mixing_ops
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.comparison import Kind, Tensors, compare, dense
+from gpipe_compiler.runtime.inputs import join
+from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
+from gpipe_compiler.validate.departure import HINT, departure
+from gpipe_compiler.validate.draws import Draws
+from gpipe_compiler.validate.loss_splitting import Losses, cause_of, explain, loss_shares
+from gpipe_compiler.validate.lower_types import lower_types, without_lower
+from gpipe_compiler.validate.plain_run import (
+    Batch,
+    Call,
+    Outputs,
+    Shares,
+    all_at_once,
+    batch_of,
+    evaluate,
+    flattened,
+    one_by_one,
+    train_step,
+    with_terms,
+)
+from gpipe_compiler.validate.whole_draws import ApartError
+
+_INSIDE = "training is held against the plain loop of micro-batches: {}"
+
+
+def reference_of(
+    subject: Subject,
+    plan: Plan,
+    seed: int,
+    *,
+    inputs: Sequence[torch.Tensor] | None = None,
+    per_microbatch: bool = False,
+) -> tuple[Tensors, tuple[str, ...]]:
+    """What the package of a plan must come to, by the model in plain PyTorch; and notes on it.
+
+    Args:
+        inputs: a tensor for each input of the subject's signature; the example by default.
+
+    Raises:
+        ValidationError: when micro-batches do not come to what the model makes of the mini-batch,
+            unless that is accepted.
+    """
+    entry = make_entry(subject, training=False)
+    batch = batch_of(plan, entry.signature, inputs)
+    shares = _shares(entry, plan, batch) if plan.training else ()
+    work = _Work(subject, plan, batch, shares, seed, per_microbatch)
+    expected, notes = work.evaluated()
+    if not plan.training:
+        return expected, notes
+    trained, more = work.trained(noted=bool(notes))
+    return {**expected, **trained}, (*notes, *more)
+
+
+def _shares(entry: Entry, plan: Plan, batch: Batch) -> Shares:
+    """The weights of the micro-batches' losses."""
+    assert plan.graph is not None
+    graph = plan.graph
+    names = [source.name for source in entry.signature.inputs]
+    parts = batch.parts(entry.signature)
+    states = {**graph.tensors, **dict(entry.model.named_buffers())}
+    named = [dict(zip(names, part, strict=True)) for part in parts]
+    return loss_shares(graph, states, named, batch.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A plan and a mini-batch that its package is held against.
+
+    Attributes:
+        shares: the weights of the micro-batches' losses.
+        accepted: whether micro-batches need not come to what the mini-batch does.
+        frozen: whether BatchNorm normalises by its running statistics in training, too.
+        rounded: a type to whose rounding they may differ; None for that of each tensor's own.
+    """
+
+    subject: Subject
+    plan: Plan
+    batch: Batch
+    shares: Shares
+    seed: int
+    accepted: bool
+    frozen: bool = False
+    rounded: torch.dtype | None = None
+
+    @property
+    def graph(self) -> Graph:
+        assert self.plan.graph is not None
+        return self.plan.graph
+
+    @property
+    def _lower(self) -> bool:
+        """Whether 16 bits are computed in, so that micro-batches round otherwise than the whole."""
+        return self.plan.precision is not Precision.FP32 or bool(lower_types(self.graph))
+
+    def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
+        """The outputs in eval mode, and notes."""
+        draws = Draws.of(self.graph, self.seed, training=False)
+        error, alike = None, False
+        try:
+            found = self._both(draws)
+            alike = found.alike
+            if not alike and not self._in_double(_Work._evaluates_alike):
+                error = self._unlike(found, draws)
+        except ApartError as problem:
+            error = self._apart(problem)
+        notes = self._accept(error)
+        if alike and not self._lower:
+            return {Kind.OUTPUT: found.whole.outputs}, notes
+        entry = self._entry(training=False)
+        calls = self._calls(entry, draws)
+        parts = evaluate(entry, calls, self.plan.precision)
+        # For its shapes, and what has no batch dimension.
+        call = Call(self.batch.whole(), draws.seeded(0))
+        (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
+        return {Kind.OUTPUT: _joined(parts, self.batch.sizes, whole)}, notes
+
+    def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:
+        """Loss, gradients, buffers and weights of a training step, and notes.
+
+        Args:
+            noted: whether what is accepted is noted already.
+        """
+        draws = Draws.of(self.graph, self.seed, training=True)
+        if noted:
+            return self._loop(draws, self.plan.precision), ()
+        touchy = mixing_ops(self.graph) | frozenset(effects(self.graph).state_writes)
+        if len(self.batch.sizes) == 1 or (touchy and self.plan.batchnorm is BatchNorm.EXACT):
+            call = Call(self.batch.whole(), draws.seeded(0))
+            return train_step(self._entry(training=True), [call], self.plan.precision), ()
+        layers = touchy & batchnorm_ops(self.graph, self.subject.model)
+        if layers:
+            if not self.accepted and made_in_batchnorm(self.graph, self.subject.model, layers):
+                dataclasses.replace(self, frozen=True).refuse_beside(touchy - layers)
+            return self._loop(draws, self.plan.precision), (self._normalises(layers),)
+        try:
+            for whole, flat in self._wholes(draws):
+                if not (flat or touchy or self._lower or self.accepted):
+                    return whole, ()
+                if self._steps_alike(self._loop(draws, Precision.FP32), whole):
+                    return (self._loop(draws, self.plan.precision) if self._lower else whole), ()
+        except ApartError as problem:
+            error: ValidationError | None = self._apart(problem)
+            if problem.inside:
+                note = _INSIDE.format(self._apart(problem).problem)
+                return self._loop(draws, self.plan.precision), (note,)
+        else:
+            error = None
+            if not self._in_double(_Work._trains_alike):
+                error = departure(self.graph, self._entry(training=True), self.batch, draws)
+        return self._loop(draws, self.plan.precision), self._accept(error)
+
+    def refuse_beside(self, others: Collection[str]) -> None:
+        """Refuses what takes the samples of a batch together in training, frozen BatchNorm apart.
+
+        Args:
+            others: the ops that are known to mix samples or to write, BatchNorm's own apart.
+
+        Raises:
+            ValidationError: naming the first of these.
+        """
+        assert self.graph.loss is not None
+        if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
+            return
+        check = _Work._trains_alike if others else _Work._forwards_alike
+        try:
+            if check(self) or self._in_double(check):
+                return
+        except ApartError as problem:
+            if problem.inside:
+                return
+            raise self._apart(problem) from problem
+        op = next((op for op in self.graph.ops if op.name in others), None)
+        what = "something" if op is None else op.name
+        raise ValidationError(
+            f"what the model makes of the mini-batch in training is not what its "
+            f"{len(self.batch.sizes)} micro-batches come to, BatchNorm apart: {what} takes the "
+            "samples of a batch together, or writes for each micro-batch",
+            location=None if op is None else op.source,
+            hint=HINT,
+        )
+
+    def _entry(self, *, training: bool) -> Entry:
+        entry = make_entry(self.subject, training, reduces=False)
+        for module in entry.model.modules() if self.frozen else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return entry
+
+    def _calls(self, entry: Entry, draws: Draws) -> list[Call]:
+        """A call for each micro-batch."""
+        calls = one_by_one(self.batch, entry.signature, draws, self.shares)
+        return with_terms(calls, self.graph, draws) if self.plan.training else calls
+
+    def _both(self, draws: Draws, *, training: bool = False) -> _Both:
+        """The micro-batches and the whole, without gradients and in 32 bits.
+
+        Raises:
+            ApartError: where what is drawn for the whole is not drawn for micro-batches.
+        """
+        entry = self._entry(training=training)
+        calls = self._calls(entry, draws)
+        parts = evaluate(entry, calls, Precision.FP32)
+        found = _Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
+        for inner in (False, True) if len(parts) > 1 else ():
+            call = all_at_once(self.batch, draws, calls[0], inner=inner)
+            (whole,) = evaluate(entry, [call], Precision.FP32)
+            found = dataclasses.replace(found, whole=whole)
+            if found.alike or not flattened(call):
+                break
+        return found
+
+    def _evaluates_alike(self) -> bool:
+        return self._both(Draws.of(self.graph, self.seed, training=False)).alike
+
+    def _forwards_alike(self) -> bool:
+        """Whether a forward in training is. What is not finite tells nothing."""
+        found = self._both(Draws.of(self.graph, self.seed, training=True), training=True)
+        tensors = [*found.whole.outputs.values(), *found.whole.terms]
+        return found.alike or not all(bool(dense(t).isfinite().all()) for t in tensors)
+
+    def _wholes(self, draws: Draws) -> Iterator[tuple[Tensors, bool]]:
+        """Steps on the mini-batch in one piece and in 32 bits, and whether a draw is flattened.
+
+        Where one is, there are two, for the two orders in which samples may lie in it.
+
+        Raises:
+            ApartError: where what is drawn for the whole is not drawn for micro-batches.
+        """
+        entry = self._entry(training=True)
+        first = self._calls(entry, draws)[0]
+        if draws.numbers:
+            evaluate(entry, [first], Precision.FP32)
+        for inner in (False, True):
+            call = all_at_once(self.batch, draws, first, inner=inner)
+            step = train_step(self._entry(training=True), [call], Precision.FP32)
+            yield step, flattened(call)
+            if not flattened(call):
+                return
+
+    def _loop(self, draws: Draws, precision: Precision) -> Tensors:
+        """A step micro-batch by micro-batch."""
+        entry = self._entry(training=True)
+        calls = self._calls(entry, draws)
+        deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
+        return train_step(entry, calls, precision, deferred=deferred)
+
+    def _trains_alike(self) -> bool:
+        draws = Draws.of(self.graph, self.seed, training=True)
+        loop = self._loop(draws, Precision.FP32)
+        return any(self._steps_alike(loop, whole) for whole, _ in self._wholes(draws))
+
+    def _steps_alike(self, loop: Tensors, whole: Tensors) -> bool:
+        """Whether two training steps are but for rounding. What is not finite tells nothing."""
+        if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
+            return True
+        rows = compare(_rounded(loop, self.rounded), _rounded(whole, self.rounded))
+        return all(row.passed for row in rows)
+
+    def _in_double(self, check: Callable[[_Work], bool]) -> bool:
+        """Whether a check holds in 64 bits: what fails in fewer bits alone is rounding.
+
+        Where a model that computes in 16 bits by itself does not run in 64, their rounding is
+        allowed.
+        """
+        subject = dataclasses.replace(
+            self.subject,
+            model=_doubled(self.subject.model),
+            args=tuple(map_tensors(_double, item) for item in self.subject.args),
+            kwargs={name: map_tensors(_double, item) for name, item in self.subject.kwargs.items()},
+            target=map_tensors(_double, self.subject.target),
+            loss_fn=_doubled(self.subject.loss_fn),
+        )
+        batch = dataclasses.replace(self.batch, inputs=tuple(map(_double, self.batch.inputs)))
+        own = lower_types(self.graph)
+        try:
+            with without_lower() if own else contextlib.nullcontext():
+                return check(dataclasses.replace(self, subject=subject, batch=batch))
+        except Exception:  # whatever the model's code raises in a type that it does not expect
+            coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+            return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
+
+    def _unlike(self, found: _Both, draws: Draws) -> ValidationError:
+        losses, outputs = found.losses, found.unlike
+        if losses is not None and not losses.equal and (not outputs or cause_of(self.graph)):
+            return explain(self.graph, losses)
+        entry = self._entry(training=False)
+        return departure(self.graph, entry, self.batch, draws, outputs)
+
+    def _apart(self, problem: ApartError) -> ValidationError:
+        """The error for a draw that is not that of micro-batches put together."""
+        op = self.graph.op_of.get(problem.op)
+        return ValidationError(
+            f"{problem.op or 'an op'} {problem.reason}: what the model draws for the mini-batch is "
+            "not what its micro-batches draw",
+            location=None if op is None else op.source,
+            hint=HINT,
+        )
+
+    def _normalises(self, layers: Collection[str]) -> str:
+        first = next(op for op in self.graph.ops if op.name in layers)
+        return (
+            "training is held against the plain loop of micro-batches: BatchNorm is over each of "
+            f"them (--batchnorm {self.plan.batchnorm.value}), first in {first.name} "
+            f"({first.source or 'no line is known'})"
+        )
+
+    def _accept(self, error: ValidationError | None) -> tuple[str, ...]:
+        """Notes on what the user accepts; raises what he does not."""
+        if error is None:
+            return ()
+        if not self.accepted:
+            raise error
+        what = "the package is held against the plain loop of micro-batches"
+        return (f"accepted with --per-microbatch, and {what}: {error.problem}",)
+
+
+@dataclass(frozen=True, eq=False)
+class _Both:
+    """What the model gives for a mini-batch in one piece, and for its micro-batches."""
+
+    whole: Outputs
+    parts: Sequence[Outputs]
+    sizes: Sequence[int]
+    shares: Shares
+    rounded: torch.dtype | None
+
+    @property
+    def losses(self) -> Losses | None:
+        """The losses, where there are any."""
+        if self.whole.loss is None or not self.shares:
+            return None
+        terms = tuple(part.terms for part in self.parts)
+        return Losses(_to(self.whole.loss, self.rounded), terms, tuple(self.shares))
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """The names of the outputs that differ, beyond rounding."""
+        if len(self.parts) == 1:
+            return ()
+        made = _joined(self.parts, self.sizes, self.whole)
+        whole = {name: _to(tensor, self.rounded) for name, tensor in self.whole.outputs.items()}
+        rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
+        if all(row.passed for row in rows):
+            return ()
+        return tuple(
+            name
+            for name in whole
+            for row in compare(
+                {Kind.OUTPUT: {name: made[name]}}, {Kind.OUTPUT: {name: whole[name]}}
+            )
+            if not row.passed
+        )
+
+    @property
+    def alike(self) -> bool:
+        """Whether the one is the other put together, but for rounding."""
+        return not self.unlike and (self.losses is None or self.losses.equal)
+
+
+def _joined(
+    parts: Sequence[Outputs], sizes: Sequence[int], whole: Outputs
+) -> Mapping[str, torch.Tensor]:
+    """The outputs for micro-batches as one, along the dimension in which the whole is larger.
+
+    What has no such dimension is that of the whole.
+    """
+    if not all(whole.outputs.keys() == part.outputs.keys() for part in parts):
+        raise ValidationError("the model returns another structure for a micro-batch")
+    found = {}
+    for name, tensor in whole.outputs.items():
+        pieces = [part.outputs[name] for part in parts]
+        pairs = zip(tensor.shape, pieces[0].shape, strict=False)
+        grown = next((dim for dim, (more, few) in enumerate(pairs) if more != few), None)
+        found[name] = tensor if grown is None else join(Leaf("", batch_dim=grown), pieces, sizes)
+    return found
+
+
+def _rounded(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    return {
+        kind: {name: _to(tensor, dtype) for name, tensor in group.items()}
+        for kind, group in tensors.items()
+    }
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """In a type that is rounded to, where there is one and the tensor has fractions."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _doubled(function: Any) -> Any:
+    """A module with its tensors in 64 bits; any other function as it is."""
+    if not isinstance(function, nn.Module):
+        return function
+    return isolated(function, share_parameters=False).double()

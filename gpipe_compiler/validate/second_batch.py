@@ -1,0 +1,145 @@
+"""Makes a batch that is not the example: other values, another number of samples.
+
+A package that equals its model on the example alone may hold something of the example fast: its
+number of tokens that are no padding, a mask, a branch. The second batch differs in what the model
+leaves open: floats are mixed from the example's samples, integers are drawn over the range that
+their use allows, masks are padded, and some targets become the index that the loss ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.ir import Input
+from gpipe_compiler.validate.integer_use import Use, integer_uses
+
+_IGNORED = 0.3
+"""The share of targets that become the index which the loss ignores."""
+
+_FEW = 8
+"""Distinct values up to which a floating-point input is a choice among them, such as a mask."""
+
+_SEEN = 1 << 16
+"""Elements that are looked at to know how many distinct values there are."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OtherBatch:
+    """The tensors of one call.
+
+    Attributes:
+        inputs: in the order of the signature's inputs.
+        what: how many samples, and how they differ from the example.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    what: str
+
+
+def other_size(samples: int, microbatches: int, least: int) -> int:
+    """A number of samples close to the example's, which micro-batches share unevenly if they can.
+
+    Args:
+        samples: of the example.
+        least: samples that a micro-batch has to have.
+    """
+    fewer = samples - 1
+    return fewer if fewer >= max(microbatches, 2) * least else samples + 1
+
+
+def other_batches(entry: Entry, own: int, other: int, seed: int) -> Iterator[OtherBatch]:
+    """Batches, from the one most unlike the example to the one most like it; none of a model that
+    has no batch.
+
+    The first that plain PyTorch takes is the one to compare on.
+
+    Args:
+        own, other: samples in the example, and another number of them.
+    """
+    sources = entry.signature.inputs
+    if not any(source.batched for source in sources):
+        return
+    uses = integer_uses(entry, entry.signature.samples(own))
+    for samples in (other, own):
+        for fresh in (True, False):
+            maker = _Maker(samples, uses, torch.Generator().manual_seed(seed))
+            inputs = [
+                maker.change(source, tensor, fresh=fresh)
+                for source, tensor in zip(sources, entry.signature.samples(samples), strict=True)
+            ]
+            values = "other values" if fresh else "the example's samples in another order"
+            yield OtherBatch(tuple(inputs), f"{samples} samples, {values}")
+
+
+class _Maker:
+    """Draws the tensors of one batch."""
+
+    def __init__(self, samples: int, uses: Mapping[str, Use], random: torch.Generator) -> None:
+        self._uses = uses
+        self._random = random
+        self._order = torch.randperm(samples, generator=random)
+        self._filled = torch.rand(samples, generator=random)  # of each sample, the rest is padding
+
+    def change(self, source: Input, tensor: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+        """Other values for an input; without `fresh` the example's own, in another order.
+
+        What all samples share stays as it is.
+        """
+        if source.batch_dim is None:
+            return tensor
+        rows = tensor.cpu().movedim(source.batch_dim, 0)[self._order]
+        rows = self._fresh(source.name, rows) if fresh else rows
+        return rows.movedim(0, source.batch_dim).contiguous().to(tensor.device)
+
+    def _fresh(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_floating_point() or rows.is_complex():
+            return self._floats(rows)
+        if name in self._uses:
+            return self._used(rows, self._uses[name])
+        first = rows.flatten()[0]
+        if bool((rows == first).all()):
+            return self._padded(rows) if first in (0, 1) else rows
+        if rows.dtype == torch.bool:
+            return rows
+        low, high = int(rows.min()), int(rows.max())
+        return torch.randint(low, high + 1, rows.shape, generator=self._random).to(rows.dtype)
+
+    def _floats(self, rows: torch.Tensor) -> torch.Tensor:
+        """Mixtures of pairs of samples, which stay within any convex domain, such as distributions;
+        of few distinct values, each sample as it is; of a single value, numbers up to it."""
+        first = rows.flatten()[:1]
+        if bool((rows == first).all()):
+            shares = self._rand(rows.shape).to(rows.dtype)
+            return torch.where(rows == 0, shares, rows * shares)
+        numbers = torch.view_as_real(rows) if rows.is_complex() else rows
+        few = len(torch.unique(numbers.flatten()[:_SEEN])) <= _FEW
+        if few or not bool(rows.isfinite().all()):
+            return rows
+        share = self._rand((rows.shape[0], *(1,) * (rows.ndim - 1))).to(rows.dtype)
+        return (share * rows + (1 - share) * rows.roll(1, 0)).to(rows.dtype)
+
+    def _used(self, rows: torch.Tensor, use: Use) -> torch.Tensor:
+        drawn = torch.randint(0, use.count, rows.shape, generator=self._random)
+        if use.ignored is not None and rows.numel() > 1:
+            ignored = self._rand(rows.shape) < _IGNORED
+            ignored.flatten()[0] = False
+            drawn[ignored] = use.ignored
+        return drawn.to(rows.dtype)
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """A mask that is the same everywhere, with the end of each sample left out."""
+        if rows.ndim < 2:
+            return rows
+        length = rows.shape[-1]
+        kept = (self._filled * length).ceil().clamp(min=1)
+        kept = kept.reshape(-1, *(1,) * (rows.ndim - 1))
+        return torch.where(torch.arange(length) < kept, rows, 1 - rows.to(torch.int64)).to(
+            rows.dtype
+        )
+
+    def _rand(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.rand(shape, generator=self._random)

@@ -1,0 +1,332 @@
+"""What a user asks of the cut: ops in a stage of their choice, together, or apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.ir import Graph, ModuleCall, Op, State
+from gpipe_compiler.options.constraints import Constraints, pin_words
+from gpipe_compiler.passes.cut.graph import Facts
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.disjoint import DisjointSets
+from gpipe_compiler.text.escaping import shell_line
+
+
+def check_names(graph: Graph, constraints: Constraints) -> None:
+    """Makes sure that everything named is there.
+
+    Raises:
+        UsageError: naming what is not, and what is nearly called so.
+    """
+    unknown = [name for name in constraints.names if not ops_of(graph, name)]
+    if not unknown:
+        return
+    known = [*_modules(graph), *(op.name for op in graph.ops), *graph.producer]
+    faults = []
+    for name in unknown:
+        if name in graph.paths:
+            faults.append(_without_ops(graph, name))
+            continue
+        near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        faults.append(f"there is no module, op or value {name!r}{meant}")
+    top = list(dict.fromkeys(path.split(".")[0] for path in _modules(graph)))
+    listed = f"the modules are {', '.join(top)}" if top else "the model has no modules"
+    raise _refusal(faults, f"{listed}; gpipe-inspect and plan.json name the ops of a package")
+
+
+def constrain(
+    problem: CutProblem, facts: Facts, constraints: Constraints, stages: int
+) -> CutProblem:
+    """The problem of a graph (`cut.graph.problem_of`), under constraints.
+
+    Args:
+        stages: how many there are to be.
+
+    Raises:
+        UsageError: with all that is unknown or contradicts something, and why.
+    """
+    check_names(facts.graph, constraints)
+    asked = _Asked.of(problem, facts, constraints, stages)
+    faults = list(dict.fromkeys(asked.faults or _contradictions(problem, asked, stages)))
+    if faults:
+        raise _refusal(faults)
+    return dataclasses.replace(
+        problem,
+        pinned=(*problem.pinned, *((node, stage) for node, (stage, _) in asked.pins.items())),
+        groups=(*problem.groups, *(group for group, _ in asked.groups if len(group) > 1)),
+        apart=(*problem.apart, *((before, after) for before, after, _ in asked.apart)),
+    )
+
+
+def _refusal(faults: Sequence[str], hint: str = "") -> UsageError:
+    if len(faults) == 1:
+        return UsageError(faults[0], hint=hint)
+    listing = "".join(f"\n  - {fault}" for fault in faults)
+    return UsageError(f"what is asked of the stages cannot be had:{listing}", hint=hint)
+
+
+def _path(op: Op) -> str:
+    """The module that an op is, or stands in."""
+    return op.call.module if isinstance(op.call, ModuleCall) else op.module
+
+
+def _modules(graph: Graph) -> list[str]:
+    """Every module that ops stand in, in order."""
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        parts = _path(op).split(".")
+        for end in range(1, len(parts) + 1):
+            found.setdefault(".".join(parts[:end]), None)
+    found.pop("", None)
+    return list(found)
+
+
+def ops_of(graph: Graph, name: str) -> list[Op]:
+    """The ops of a module, or else the op or the maker of the value of this name.
+
+    A module without ops of its own is where its parameters are: in the module of torch that is
+    called whole around it, or in the ops that read them.
+    """
+    if not name:
+        return []
+    names = (name, *graph.aliases_of(name))
+    for path in names:
+        inside = [op for op in graph.ops if f"{_path(op)}.".startswith(f"{path}.")]
+        if inside:
+            return inside
+    maker = graph.op_of.get(name) or graph.producer.get(name)
+    if maker is not None:
+        return [maker]
+    around = [op for op in graph.ops if isinstance(op.call, ModuleCall)]
+    around = [op for op in around if any(f"{path}.".startswith(f"{_path(op)}.") for path in names)]
+    if around or name not in graph.paths:
+        return around
+    own = {state.name for state in graph.state.values() if _is_in(state, names)}
+    return [op for op in graph.ops if not own.isdisjoint(op.states(graph.modules))]
+
+
+def _is_in(state: State, paths: Sequence[str]) -> bool:
+    """Whether a parameter or buffer belongs to one of some modules, by any of its names."""
+    called = (state.name, *state.aliases)
+    return any(name.startswith(f"{path}.") for name in called for path in paths)
+
+
+def _without_ops(graph: Graph, name: str) -> str:
+    """That a module computes nothing, and which of those near it do."""
+    if not name:
+        return "'' is the whole model, and not a part of it"
+    parent = name.rpartition(".")[0]
+    while parent and not ops_of(graph, parent):
+        parent = parent.rpartition(".")[0]
+    depth = len(parent.split(".")) + 1 if parent else 1
+    near = [".".join(path.split(".")[:depth]) for path in _modules(graph)]
+    inside = dict.fromkeys(path for path in near if not parent or path.startswith(f"{parent}."))
+    others = ", ".join(inside) or parent
+    return f"the module {name} computes nothing here: name one of {others}"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Constraints by index of nodes, each with its words.
+
+    Attributes:
+        pins: node -> (stage, words).
+        apart: (before, after, words).
+    """
+
+    names: tuple[str, ...]
+    pins: dict[int, tuple[int, str]] = field(default_factory=dict)
+    groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    apart: list[tuple[int, int, str]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: CutProblem, facts: Facts, constraints: Constraints, stages: int) -> _Asked:
+        asked = cls(tuple(node.name for node in problem.nodes))
+        index = {name: position for position, name in enumerate(asked.names)}
+        nodes: dict[str, tuple[int, ...]] = {}
+        for name in constraints.names:
+            ops = ops_of(facts.graph, name)
+            nodes[name] = tuple(index[op.name] for op in ops if op.name in index)
+            if not nodes[name]:
+                asked.faults.append(
+                    f"{name} is cheap enough to be computed in every stage that needs it, so it "
+                    "has no stage of its own"
+                )
+        for name, stage in constraints.pins:
+            asked._pin(nodes[name], name, stage, stages)
+        for name in constraints.together:
+            asked.groups.append((nodes[name], shell_line(["--keep-together", name])))
+        for name in constraints.split_at:
+            asked._split(facts, index, nodes[name], name)
+        return asked
+
+    def _pin(self, nodes: Sequence[int], name: str, stage: int, stages: int) -> None:
+        words = pin_words(name, stage)
+        there = stage + stages if stage < 0 else stage
+        if not 0 <= there < stages:
+            self.faults.append(
+                f"{words}: of {stages} stages, 0 is the first, {stages - 1} or -1 the last"
+            )
+            return
+        for node in nodes:
+            other, said = self.pins.setdefault(node, (there, words))
+            if other != there:
+                self.faults.append(f"{said} and {words}: {self.names[node]} is in both")
+                return
+
+    def _split(
+        self, facts: Facts, index: Mapping[str, int], nodes: Sequence[int], name: str
+    ) -> None:
+        inside = set(nodes)
+        made = {node: _made_before(facts, index, self.names[node]) for node in nodes}
+        first = [node for node in nodes if not made[node] & inside]
+        pairs = [(before, node) for node in first for before in sorted(made[node])]
+        if nodes and not pairs:
+            self.faults.append(
+                f"{shell_line(['--split-at', name])}: it reads only inputs of the model, so no "
+                "stage need end before it"
+            )
+        self.apart.extend(
+            (before, after, shell_line(["--split-at", name])) for before, after in pairs
+        )
+
+
+def _made_before(facts: Facts, index: Mapping[str, int], name: str) -> set[int]:
+    """The nodes whose values an op reads, directly or through ops that every stage repeats."""
+    found: set[int] = set()
+    pending, seen = [name], {name}
+    while pending:
+        for value in facts.reads(facts.graph.op_of[pending.pop()]):
+            maker = facts.graph.producer.get(value)
+            if maker is None or maker.name in seen:
+                continue
+            seen.add(maker.name)
+            if maker.name in index:
+                found.add(index[maker.name])
+            else:
+                pending.append(maker.name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The earliest stage that is possible, and the constraints that make it so."""
+
+    stage: int = 0
+    because: tuple[str, ...] = ()
+
+
+def _contradictions(problem: CutProblem, asked: _Asked, stages: int) -> Iterator[str]:
+    """Why no assignment to stages fulfils everything; nothing where one does.
+
+    Pins bound the stages of what must lie together from both sides, data flow and splits bound
+    them from below: such a system of differences can be met where the least solution keeps to
+    every upper bound. That no stage stays empty is for the cut to see.
+    """
+    edges = sorted(set(problem.edges()))
+    find = DisjointSets(range(len(problem.nodes)))
+    for group in (*problem.groups, *(group for group, _ in asked.groups)):
+        find.join(group)
+    find.close(edges)
+    split: dict[tuple[int, int], str] = {}
+    for before, after, words in asked.apart:
+        pair = find.leader(before), find.leader(after)
+        if pair[0] == pair[1]:
+            together = _together(asked, find, pair[0])
+            names = f"{asked.names[before]} and {asked.names[after]}"
+            yield f"{words}: {names} {together}"
+        else:
+            split[pair] = words
+    pins: dict[int, tuple[int, int, str]] = {}
+    for node, (stage, words) in asked.pins.items():
+        other = pins.setdefault(find.leader(node), (node, stage, words))
+        if other[1] != stage:
+            names = f"{asked.names[other[0]]} and {asked.names[node]}"
+            yield f"{other[2]} and {words}: {names} {_together(asked, find, find.leader(node))}"
+    yield from _too_early(problem, asked, find, (edges, split, pins), stages)
+
+
+def _together(asked: _Asked, find: DisjointSets[int], leader: int) -> str:
+    """Why two ops of a set lie in one stage, as the end of a sentence."""
+    words = [words for group, words in asked.groups if group and find.leader(group[0]) == leader]
+    if words:
+        return f"lie in one stage, by {' and '.join(words)}"
+    return "cannot be cut apart"
+
+
+def _too_early(
+    problem: CutProblem,
+    asked: _Asked,
+    find: DisjointSets[int],
+    given: tuple[
+        Sequence[tuple[int, int]],
+        Mapping[tuple[int, int], str],
+        Mapping[int, tuple[int, int, str]],
+    ],
+    stages: int,
+) -> Iterator[str]:
+    """The pins that lie before what they follow from, and splits that ask for more stages."""
+    edges, split, pins = given
+    arcs = {(find.leader(a), find.leader(b)) for a, b in edges}
+    arcs = {(a, b) for a, b in arcs if a != b} | set(split)
+    last = {find.leader(node) for node in problem.last}
+    least: dict[int, _Least] = {}
+    for leader, before in _in_order(
+        sorted({find.leader(n) for n in range(len(asked.names))}), arcs
+    ):
+        bound = _Least()
+        for source in before:
+            known, words = least[source], split.get((source, leader))
+            because = known.because if words is None else (*known.because, words)
+            bound = max(
+                bound,
+                _Least(known.stage + (words is not None), tuple(dict.fromkeys(because))),
+                key=lambda item: item.stage,
+            )
+        if leader in last:
+            bound = _Least(
+                max(bound.stage, stages - 1), (*bound.because, "the loss being made last")
+            )
+        if leader in pins:
+            _, stage, words = pins[leader]
+            if stage < bound.stage:
+                yield (
+                    f"{words}: some of it has to lie in stage {bound.stage} or later, by "
+                    f"{', '.join(dict.fromkeys(bound.because))}"
+                )
+            bound = _Least(stage, (words,))
+        elif bound.stage >= stages:
+            yield (
+                f"{', '.join(bound.because)}: {asked.names[leader]} would lie in stage "
+                f"{bound.stage}, but there are {stages} stages"
+            )
+            bound = _Least()
+        least[leader] = bound
+
+
+def _in_order(
+    leaders: Iterable[int], arcs: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, list[int]]]:
+    """Every leader with those before it, after all of them; none of those on a cycle."""
+    before: dict[int, list[int]] = {leader: [] for leader in leaders}
+    after: dict[int, list[int]] = {leader: [] for leader in before}
+    for source, target in sorted(arcs):
+        before[target].append(source)
+        after[source].append(target)
+    waiting = {leader: len(sources) for leader, sources in before.items()}
+    ready = [leader for leader, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    while ready:
+        leader = heapq.heappop(ready)
+        yield leader, before[leader]
+        for target in after[leader]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                heapq.heappush(ready, target)
