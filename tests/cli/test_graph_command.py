@@ -57,7 +57,7 @@ def test_the_command_of_the_issue(graph: Path, capsys: Printed) -> None:
 def test_it_does_without_torch(graph: Path) -> None:
     """Which takes longer to import than most plans take."""
     code = (
-        "import sys; from gpipe_compiler.cli import compile_command\n"
+        "import sys; from gpipe_compiler.cli.main import compile_command\n"
         "assert compile_command(['graph.json', '-k', '2', '--json', '--dry-run']) == 0\n"
         "assert 'torch' not in sys.modules"
     )

@@ -96,7 +96,7 @@ class TestInspect:
         assert capsys.readouterr().err == said
 
     def test_a_reader_who_has_seen_enough(self, package: Path) -> None:
-        command = f"{sys.executable} -c 'from gpipe_compiler.cli import *; inspect_command()'"
+        command = f"{sys.executable} -c 'from gpipe_compiler.cli.main import *; inspect_command()'"
         words = f"{command} model_x2 --json | true"
 
         finished = subprocess.run(words, shell=True, check=True, capture_output=True, text=True)

@@ -17,7 +17,7 @@ GIB = 2**30
 
 MEASURE = """
 import json, resource, sys, time
-from gpipe_compiler.cli import compile_command
+from gpipe_compiler.cli.main import compile_command
 start = time.process_time()
 code = compile_command(sys.argv[1:])
 used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
