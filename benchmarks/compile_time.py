@@ -46,7 +46,7 @@ PHASES = {
     "plan": ("gpipe_compiler.planner.workbench:Workbench.plan",),
     "write": ("gpipe_compiler.codegen.package:_write",),
     "reference": ("gpipe_compiler.validate.reference:reference_of",),
-    "run the package": ("gpipe_compiler.validate:run_check",),
+    "run the package": ("gpipe_compiler.validate.package:run_check",),
 }
 """Where each phase is: functions as `module:name`, and methods as `module:Class.name`."""
 

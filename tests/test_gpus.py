@@ -52,7 +52,7 @@ def test_stages_share_the_gpus_that_there_are(tmp_path: Path, seeing_gpus: dict[
         return done.stdout
 
     start = (
-        "import sys; from gpipe_compiler.cli.main import compile_command; sys.exit(compile_command())"
+        "import sys; from gpipe_compiler.cli.main import compile_command as run; sys.exit(run())"
     )
     ran(seeing_gpus, "-c", start, *words)
     train = [package / "run.py", "train", "--steps", "3"]

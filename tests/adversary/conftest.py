@@ -27,7 +27,7 @@ def judge():
 @pytest.fixture
 def validating(in_process, monkeypatch):
     """Lets validation run here, on the compiler's own runtime: importing copies takes long."""
-    validate = importlib.import_module("gpipe_compiler.validate")
+    validate = importlib.import_module("gpipe_compiler.validate.package")
     check = validate._run_package
     runtime = "gpipe_compiler.runtime"
 

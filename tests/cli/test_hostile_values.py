@@ -126,7 +126,7 @@ def test_plans_that_are_damaged(workplace: Path, plan: Plan) -> None:
 
 PRINTING = """
 import sys
-from gpipe_compiler import cli
+from gpipe_compiler.cli import main as cli
 sys.exit(cli.compile_command(["graph.json", "--stages=2", "--dry-run"]))
 """
 
