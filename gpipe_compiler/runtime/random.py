@@ -6,25 +6,42 @@ op in the whole model), so masks are the same for any number of stages, any sche
 transport, and for a forward that is run a second time. A draw without a batch dimension is the same
 for all micro-batches: its seed is made without their number.
 
-An op is random only when it draws with the arguments it is called with (`draws`).
+An op is random only when it draws with the arguments it is called with (`draws`). A dispatch mode
+costs every op that it sees some 50 microseconds, so a stage has one around the functions alone that
+may draw (`OverDraws`), and none around those that draw once and from a process-wide generator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _GLOBAL_GENERATOR = threading.Lock()
 """Held while a process-wide generator is reseeded for one op; stages run on several threads."""
 
+
+_DRAW_ONCE = frozenset({functional.dropout, torch.dropout, functional.scaled_dot_product_attention})
+"""Functions that draw once at most, and that consist of many ops."""
 
 _DROPPED = frozenset({"p", "dropout_p", "dropout"})
 """Arguments that are the chance of a one, or of being dropped: with 0 nothing is drawn."""
@@ -37,6 +54,9 @@ _DROPOUT_STATE = 15
 
 _GIVEN = frozenset({"seed", "dropout_seed", "philox_seed", "rng_state"})
 """Arguments in place of a generator: what is drawn was decided when they were."""
+
+
+_IN_C = BuiltinFunctionType | MethodDescriptorType | MethodWrapperType | WrapperDescriptorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +154,9 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if func._can_decompose():  # in inference mode, where nothing above has
             with self:
                 return func.decompose(*args, **keywords)
-        return self.draw(self._next(), func, args, keywords)
+        number = self.number
+        self.position += 1
+        return self.draw(number, func, args, keywords)
 
     def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the random op of this number comes to."""
@@ -151,13 +173,48 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         same.position = position
         return same
 
-    def _next(self) -> int:
-        position = self.position
-        self.position += 1
-        if position < len(self.numbers):
-            return self.numbers[position]
+    @property
+    def number(self) -> int:
+        """The number of the next random op."""
+        if self.position < len(self.numbers):
+            return self.numbers[self.position]
         last = self.numbers[-1] if self.numbers else -1
-        return last + 1 + position - len(self.numbers)
+        return last + 1 + self.position - len(self.numbers)
+
+
+class OverDraws(TorchFunctionMode):
+    """Has the functions that may draw do so from a `SeededRandom`, and leaves the others alone."""
+
+    def __init__(self, random: SeededRandom) -> None:
+        super().__init__()
+        self.random = random
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call one torch function."""
+        keywords = kwargs or {}
+        if not may_draw(func):
+            return func(*args, **keywords)
+        if func in _DRAW_ONCE and _GLOBAL_GENERATOR.acquire(blocking=False):
+            try:
+                return self._draw_once(func, args, keywords)
+            finally:
+                _GLOBAL_GENERATOR.release()
+        with self.random:
+            return func(*args, **keywords)
+
+    def _draw_once(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function that draws from a process-wide generator, once at most."""
+        with _seeded(_device(args, kwargs), self.random.seed_of(self.random.number)) as generator:
+            before = generator.get_state()
+            result = func(*args, **kwargs)
+            self.random.position += not torch.equal(before, generator.get_state())
+        return result
 
 
 def seed_in_eval(seed: int, call: int) -> int:
@@ -186,13 +243,58 @@ def seeded(seed: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             dropout.of(args, kwargs), train.of(args, kwargs), seed, dtype=torch.uint8, device=device
         )
         return func(*args[:_DROPOUT_STATE], state)
-    return _with_global_seed(device, seed, lambda: func(*args, **kwargs))
+    with _GLOBAL_GENERATOR, _seeded(device, seed):
+        return func(*args, **kwargs)
 
 
 def mix(*parts: int) -> int:
     """A seed that depends on every part: 63 bits."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@cache
+def may_draw(func: Any) -> bool:
+    """Whether a torch function draws random numbers with some arguments; True if that is unknown.
+
+    One written in C is known by the aten op of its name, one in Python by the names it mentions.
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        return func.namespace != "aten" or _sampler(func) is not None
+    written = inspect.unwrap(func)
+    if isinstance(written, FunctionType):
+        return any(map(_tagged, _mentioned(written)))
+    return not isinstance(written, _IN_C) or _tagged(written.__name__)
+
+
+def _tagged(name: str) -> bool:
+    """Whether there is an aten op of this name that draws with some arguments."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())  # type: ignore[no-untyped-call]  # torch's own
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _mentioned(func: FunctionType) -> set[str]:
+    """The names in a function's code, and in that of the Python functions that they stand for."""
+    names: set[str] = set()
+    left: list[tuple[CodeType, Mapping[str, Any]]] = []
+
+    def look_at(found: object) -> None:
+        if isinstance(found, FunctionType):
+            cells = inspect.getclosurevars(found).nonlocals
+            left.append((found.__code__, {**found.__globals__, **cells}))
+
+    look_at(func)
+    while left:
+        code, known = left.pop()
+        left.extend((inner, known) for inner in code.co_consts if isinstance(inner, CodeType))
+        for name in {*code.co_names, *code.co_freevars} - names:
+            names.add(name)
+            for scope in (known, vars(functional), vars(torch)):
+                look_at(scope.get(name))
+    return names
 
 
 @cache
@@ -234,16 +336,15 @@ def _device(args: Sequence[Any], keywords: Mapping[str, Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def _with_global_seed(device: torch.device, seed: int, call: Callable[[], Any]) -> Any:
-    """The call's result with the device's own generator seeded, and put back afterwards."""
-    with _GLOBAL_GENERATOR:
-        generator = torch.default_generator
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generator = torch.cuda.default_generators[index]
-        state = generator.get_state()
-        try:
-            generator.manual_seed(seed)
-            return call()
-        finally:
-            generator.set_state(state)
+@contextlib.contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[torch.Generator]:
+    """The device's own generator, seeded, and put back afterwards; the caller holds the lock."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    state = generator.get_state()
+    try:
+        yield generator.manual_seed(seed)
+    finally:
+        generator.set_state(state)

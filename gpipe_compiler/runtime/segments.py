@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .random import SeededRandom
+from .random import OverDraws, SeededRandom
 from .recompute import Copies, WrittenBuffers, version
 
 
@@ -228,7 +228,7 @@ class Segments:
             around.enter_context(self._written[name].replaced(state))
             around.enter_context(manners.around())
             if manners.random is not None:
-                around.enter_context(manners.random.again(start.random))
+                around.enter_context(OverDraws(manners.random.again(start.random)))
             self._call(name, start.arguments)
 
     def _call(self, name: str, arguments: Sequence[object]) -> Any:

@@ -14,7 +14,7 @@ from .batchnorm import DeferredStatistics, Gather
 from .choices import Manner
 from .job import Job, Values, Work
 from .precision import autocast, no_weight, run_of_device
-from .random import SeededRandom
+from .random import OverDraws, SeededRandom
 from .recompute import Received, WrittenBuffers, unwritten
 from .segments import Manners, Segments
 from .spec import BatchNorm, Remat
@@ -194,7 +194,8 @@ class StageRun:
         with contextlib.ExitStack() as around:
             if self._deferred is not None:
                 around.enter_context(self._deferred.forward(again=again))
-            around.enter_context(random or contextlib.nullcontext())
+            if random is not None:
+                around.enter_context(OverDraws(random))
             around.enter_context(autocast(self._precision, self._device))
             if self._training:
                 around.enter_context(self._of_segments(random))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.random import OverDraws, SeededRandom
 
 X = torch.ones(50)
 
@@ -114,6 +115,55 @@ def test_an_op_is_random_when_it_draws(name, grad):
     assert (random.position > 0) == moved
 
 
+@pytest.mark.parametrize("name", [*MAY_DRAW, *OPS])
+def test_a_mode_around_draws_alone_gives_the_same(name):
+    """As one around everything, and the caller's generator stays where it was."""
+    run = (MAY_DRAW | OPS)[name]
+
+    def drawn(around):
+        random = SeededRandom(1, 2, 3, numbers=(4, 6))
+        with around(random):
+            results = run(), run(), torch.rand(3)
+        return random.position, tree_leaves(results)
+
+    before = torch.get_rng_state()
+    position, found = drawn(OverDraws)
+    assert torch.equal(before, torch.get_rng_state())
+
+    expected_position, expected = drawn(lambda random: random)
+    assert position == expected_position
+    assert all(map(torch.equal, found, expected))
+
+
+class Seen(SeededRandom):
+    """Notes the ops that it stands around."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_no_dispatch_mode_stands_around_what_does_not_draw():
+    """Nor around dropout and attention, which draw from a process-wide generator."""
+    model = nn.Sequential(
+        nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.ReLU(), nn.Dropout(0.5),
+        nn.Unflatten(1, (2, 2)), nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.GroupNorm(3, 3),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Softmax(1),
+    )  # fmt: skip
+    random = Seen(1, 2, 3, numbers=range(9))
+    random.ops = []
+
+    with OverDraws(random):
+        y = model(torch.arange(8).view(2, 4))
+        F.scaled_dot_product_attention(ROWS, ROWS, ROWS, dropout_p=0.1)
+        F.cross_entropy(-(2 * y[:, :3].float()), torch.tensor([0, 1])).backward()
+        assert random.ops == []
+        torch.rand(y.shape[0])
+
+    assert random.position == 3
+    assert random.ops == ["aten.rand.default"]
+
+
 def test_inference_mode_draws_the_same():
     """There composite ops come undivided."""
 
@@ -149,12 +199,13 @@ def test_a_generator_by_position_is_used_too():
         assert torch.equal(expected, drawn())
 
 
-def test_threads_do_not_disturb_each_other():
+@pytest.mark.parametrize("around", [SeededRandom.again, lambda random, _: OverDraws(random)])
+def test_threads_do_not_disturb_each_other(around):
     """Stages on threads share the process-wide generator."""
 
     def draw():
-        with SeededRandom(1, 2, 3, numbers=range(200)):
-            return torch.stack([torch.rand(20) for _ in range(200)])
+        with around(SeededRandom(1, 2, 3, numbers=range(200)), 0):
+            return torch.stack([F.dropout(X) for _ in range(200)])
 
     expected = draw()
     found = []
