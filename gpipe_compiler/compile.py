@@ -45,6 +45,7 @@ from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
 from gpipe_compiler.validate.cross_sample import refuse_mixing
+from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.loss_splitting import refuse_unsplit
 from gpipe_compiler.validate.package import (
     Validation,
@@ -276,11 +277,13 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     options: CompileOptions,
     directory: Path | None,
     progress: Progress = silent,
+    launch: Launch = fresh,
 ) -> Compiled:
     """From a model to a package that is proved equal to it.
 
     Args:
         directory: where the package goes; None is a dry run, which writes nothing.
+        launch: runs the package where it is held against the model.
 
     Raises:
         ValidationError: when the package does not reproduce the model; it then stands beside
@@ -317,7 +320,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         nonlocal made, refused
         if options.validate:
             progress("validating the package against the model")
-            held = _validated(subject, made, options, frontend, folder)
+            held = _validated(subject, made, options, frontend, folder, launch)
             if isinstance(held, Validation):
                 found.append(held)
                 write_report(made, folder / "report.html", held)
@@ -354,16 +357,20 @@ def _refuse_parts(found: Found, options: CompileOptions, plan: Plan) -> None:
 
 
 def _validated(
-    subject: Subject, made: Plan, options: CompileOptions, frontend: Frontend, folder: Path
+    subject: Subject,
+    made: Plan,
+    options: CompileOptions,
+    frontend: Frontend,
+    folder: Path,
+    launch: Launch,
 ) -> Validation | str:
     """The comparison of a package with its model; or why none was made."""
     assert made.graph is not None
     seed, accepted = options.seed, options.per_microbatch
-    if not on_meta(made.graph):
-        return validate(subject, made, folder, seed=seed, per_microbatch=accepted)
-    too_large = why_not_materialised(made)
+    too_large = why_not_materialised(made) if on_meta(made.graph) else ""
     if not too_large:
-        return validate_materialised(subject, made, folder, seed=seed, per_microbatch=accepted)
+        hold = validate_materialised if on_meta(made.graph) else validate
+        return hold(subject, made, folder, seed=seed, per_microbatch=accepted, launch=launch)
     held = validate_shortened(
         subject,
         made,
@@ -372,6 +379,7 @@ def _validated(
         frontend,
         seed=seed,
         per_microbatch=accepted,
+        launch=launch,
     )
     return held if isinstance(held, Validation) else f"{too_large}; {held}"
 

@@ -48,7 +48,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `run.py check` run here, with modules of its own."""
 
     def check(
-        directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], threads: int
+        directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], **_: object
     ) -> None:
         before = set(sys.modules)
         words = [directory / "run.py", "check", *options, "--devices", ",".join(map(str, devices))]

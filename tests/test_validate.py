@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,12 +130,10 @@ def test_package_may_not_lean_on_the_compiler(compiled: Compiled, tmp_path: Path
 def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stands where the package was to go; what failed stands beside it, named so."""
 
-    def spoil(
-        subject: Subject, plan: Plan, folder: Path, *, seed: int, per_microbatch: bool
-    ) -> Validation:
+    def spoil(subject: Subject, plan: Plan, folder: Path, **options: Any) -> Validation:
         stage = folder / "stage_0.py"
         stage.write_text(stage.read_text().replace("x * 0.01", "x * 0.02"))
-        return validate(subject, plan, folder, seed=seed, per_microbatch=per_microbatch)
+        return validate(subject, plan, folder, **options)
 
     # By its full name: `gpipe_compiler.compile` is the function.
     module = importlib.import_module("gpipe_compiler.compile")

@@ -41,12 +41,17 @@ from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.text.escaping import file_stem, shell_line
+from gpipe_compiler.validate.launching import Launch
 
 # --- gpipe-compile ---------------------------------------------------------------------------
 
 
-def compile_program(arguments: argparse.Namespace) -> None:
-    """`gpipe-compile` of what is no bare graph."""
+def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
+    """`gpipe-compile` of what is no bare graph.
+
+    Args:
+        launch: runs a package that is held against its model.
+    """
     directory = _directory(arguments)
     options = CompileOptions(
         stages=arguments.stages,
@@ -95,7 +100,7 @@ def compile_program(arguments: argparse.Namespace) -> None:
             if Target(arguments.target) is Target.ONNXRUNTIME:
                 compiled = compile_model(subject, options, directory, progress)
             else:
-                compiled = compile_subject(subject, options, directory, progress)
+                compiled = compile_subject(subject, options, directory, progress, launch)
     if arguments.json:
         print(json.dumps(_document(compiled), indent=2))
     else:

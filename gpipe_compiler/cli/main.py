@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from gpipe_compiler.cli.arguments import (
     compile_parser,
@@ -23,6 +24,7 @@ from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.runtime.console import obeyed
 from gpipe_compiler.runtime.wording import printable_lines
 from gpipe_compiler.text.units import format_source
+from gpipe_compiler.validate.launching import fresh, spare
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ends, as shells have it."""
@@ -101,12 +103,13 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 
 def _compile(arguments: argparse.Namespace) -> None:
     if not is_graph(arguments.model):
-        from gpipe_compiler.frontend.torch_inside import check_torch
+        with spare() if _validates(arguments) else nullcontext(fresh) as launch:
+            from gpipe_compiler.frontend.torch_inside import check_torch
 
-        check_torch()
-        from gpipe_compiler.cli.commands import compile_program
+            check_torch()
+            from gpipe_compiler.cli.commands import compile_program
 
-        compile_program(arguments)
+            compile_program(arguments, launch)
         return
     plan = plan_file(arguments, compile_parser())
     if arguments.json:
@@ -116,3 +119,8 @@ def _compile(arguments: argparse.Namespace) -> None:
         from gpipe_compiler.report.terminal import terminal
 
         terminal().print(show_bare_plan(plan))
+
+
+def _validates(arguments: argparse.Namespace) -> bool:
+    """Whether a package is run in the end."""
+    return not (arguments.dry_run or arguments.no_validate)

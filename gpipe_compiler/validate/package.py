@@ -9,9 +9,6 @@ How close is close enough stands in `runtime/comparison.py`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,16 +25,10 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.check import INPUT, intra_op_threads
 from gpipe_compiler.runtime.comparison import Row, dense, pack
 from gpipe_compiler.runtime.weights import save_file as save_weights
+from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of
 from gpipe_compiler.validate.second_batch import other_batches, other_size
-
-_ISOLATED = """
-import runpy, sys
-sys.modules["gpipe_compiler"] = None
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +62,7 @@ def validate(
     seed: int = 0,
     weights: Mapping[str, torch.Tensor] | None = None,
     per_microbatch: bool = False,
+    launch: Launch = fresh,
 ) -> Validation:
     """Runs the package in `directory` against the subject's model.
 
@@ -80,6 +72,7 @@ def validate(
     Args:
         weights: what the package is to load first, by the model's names.
         per_microbatch: take a loss that micro-batches cannot give for that of each by itself.
+        launch: runs the package; one on a GPU is always run in a new process.
 
     Raises:
         ValidationError: when the package cannot be run, or micro-batches cannot give the loss of
@@ -104,6 +97,7 @@ def validate(
             options,
             devices=[device_of(subject.model)] * len(plan.orders),
             threads=threads,
+            launch=launch,
         )
         rows = tuple(
             Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
@@ -164,7 +158,13 @@ LARGEST_MATERIALISED = 1 << 30
 
 
 def validate_materialised(
-    subject: Subject, plan: Plan, directory: Path, *, seed: int = 0, per_microbatch: bool = False
+    subject: Subject,
+    plan: Plan,
+    directory: Path,
+    *,
+    seed: int = 0,
+    per_microbatch: bool = False,
+    launch: Launch = fresh,
 ) -> Validation:
     """Runs the package of a model on meta against a copy of the model that has numbers.
 
@@ -175,14 +175,20 @@ def validate_materialised(
         ValidationError: as `validate` does.
     """
     real = materialised(subject, seed)
-    if known(subject):
-        return validate(real, plan, directory, seed=seed, per_microbatch=per_microbatch)
-    assert plan.graph is not None
-    graph = plan.graph
-    used = {name for op in graph.ops for name in op.states(graph.modules)}
-    weights = {name: tensor for name, tensor in weights_of(real).items() if name in used}
+    weights = None
+    if not known(subject):
+        assert plan.graph is not None
+        graph = plan.graph
+        used = {name for op in graph.ops for name in op.states(graph.modules)}
+        weights = {name: tensor for name, tensor in weights_of(real).items() if name in used}
     return validate(
-        real, plan, directory, seed=seed, weights=weights, per_microbatch=per_microbatch
+        real,
+        plan,
+        directory,
+        seed=seed,
+        weights=weights,
+        per_microbatch=per_microbatch,
+        launch=launch,
     )
 
 
@@ -199,7 +205,12 @@ def why_not_materialised(plan: Plan) -> str:
 
 
 def _run_package(
-    directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], threads: int
+    directory: Path,
+    options: Sequence[object],
+    *,
+    devices: Sequence[torch.device],
+    threads: int,
+    launch: Launch,
 ) -> None:
     """`run.py check` in a process of its own, in which this compiler cannot be imported.
 
@@ -210,10 +221,13 @@ def _run_package(
         directory,
         [*options, "--devices", ",".join(map(str, devices))],
         threads=threads * len(devices),
+        launch=launch if all(device.type == "cpu" for device in devices) else fresh,
     )
 
 
-def run_check(directory: Path, options: Sequence[object], *, threads: int) -> None:
+def run_check(
+    directory: Path, options: Sequence[object], *, threads: int, launch: Launch = fresh
+) -> None:
     """`run.py check` of a package, where this compiler cannot be imported.
 
     Args:
@@ -222,19 +236,9 @@ def run_check(directory: Path, options: Sequence[object], *, threads: int) -> No
     Raises:
         ValidationError: when the package cannot be run. Differences are not raised.
     """
-    command = [sys.executable, "-P", "-c", _ISOLATED, directory / "run.py", "check", *options]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = str(threads)
-    # Its threads are more than the cores: waiting in a loop takes them from those that compute.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    finished = subprocess.run(
-        [str(word) for word in command],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if finished.returncode not in (0, 3):
+    words = [str(word) for word in (directory / "run.py", "check", *options)]
+    ended = launch(words, threads=threads)
+    if ended.code not in (0, 3):
         raise ValidationError(
-            f"the package does not run: exit code {finished.returncode}\n{finished.stderr.strip()}"
+            f"the package does not run: exit code {ended.code}\n{ended.errors.strip()}"
         )

@@ -29,6 +29,7 @@ from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.package import LARGEST_MATERIALISED, Validation, validate_materialised
 from gpipe_compiler.validate.plain_run import least_samples
 
@@ -76,6 +77,7 @@ def validate_shortened(
     *,
     seed: int,
     per_microbatch: bool,
+    launch: Launch,
 ) -> Validation | str:
     """What was compared of a shortened model; or why nothing was.
 
@@ -102,7 +104,7 @@ def validate_shortened(
         with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
             folder = emit(made, Path(scratch, "package"), example=real_example(few))
             found = validate_materialised(
-                few, made, folder, seed=seed, per_microbatch=per_microbatch
+                few, made, folder, seed=seed, per_microbatch=per_microbatch, launch=launch
             )
     except ValidationError:
         raise

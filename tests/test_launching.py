@@ -1,0 +1,72 @@
+"""A forked process and a new one tell the same of a script, and neither knows the compiler."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys
+import torch
+try:
+    import gpipe_compiler
+except ImportError:
+    print("no compiler", file=sys.stderr)
+print(torch.get_num_threads(), sys.argv[1:], __name__, file=sys.stderr)
+print("PYTHONPATH" in os.environ, os.environ["COLOUR"], os.getcwd(), file=sys.stderr)
+print([path for path in sys.path if "added" in path or not path], file=sys.stderr)
+{ending}
+"""
+
+CALLER = """
+import os, sys
+from gpipe_compiler.validate.launching import fresh, spare
+
+def told(launch, words):
+    ended = launch(words, threads=1)
+    print(ended.code, ended.errors.splitlines())
+
+with spare() as launch:
+    os.environ["COLOUR"] = "blue"
+    assert (launch is fresh) == {never}
+    for _ in range(2):  # the second time a new process
+        told(launch, sys.argv[1:])
+with spare() as launch:
+    assert launch is fresh, "torch was imported before"
+"""
+
+
+def told(tmp_path: Path, ending: str) -> list[str]:
+    """What the forked process and a new one tell of a script that ends so."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(ending=ending))
+    added = tmp_path / "added"
+    added.mkdir()
+    repository = str(Path(__file__).parents[1])
+    caller = textwrap.dedent(CALLER.format(never=sys.platform != "linux"))
+    ended = subprocess.run(
+        [sys.executable, "-c", caller, str(script), "one", "two words"],
+        env={"PYTHONPATH": f"{repository}:{added}", "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("sys.exit(3)", 3), ("raise ValueError('odd')", 1)],
+)
+def test_forked_process_is_like_a_new_one(tmp_path, ending, code):
+    forked, new = told(tmp_path, ending)
+
+    assert forked.startswith(f"{code} ['no compiler', \"1 ['one', 'two words'] __main__\"")
+    assert "'False blue" in forked
+    assert "added" not in forked.replace("ValueError", "")
+    if "raise" in ending:
+        assert "ValueError: odd" in forked
+        return  # tracebacks tell different frames
+    assert forked == new
