@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gpipe_compiler import BareGraph, BareSetting, Objective, ScheduleKind, plan_graph
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.graph_json.file import BareOp
-from gpipe_compiler.passes.cut import counts, quick
+from gpipe_compiler.passes.cut import counts, ground
 from gpipe_compiler.passes.cut.contract import contract, lean
 from gpipe_compiler.passes.cut.orders import down_sets, topological_orders
 from gpipe_compiler.runtime.schedule.choosing import orders_for
@@ -63,7 +63,7 @@ def test_the_merged_graph_tells_no_more_than_is_true(q: Question) -> None:
 
     with (
         mock.patch.object(counts, "down_sets", few),
-        mock.patch.object(quick, "_most", return_value=1),
+        mock.patch.object(ground, "most_places", return_value=1),
     ):
         plan = plan_graph(q.graph, q.asked)
 
@@ -93,7 +93,7 @@ def test_no_cut_along_a_single_order_is_better(q: Question) -> None:
                         cut[op] = sum(end <= place for end in ends)
                 least = min(least, value(q, cut, pipe))
 
-    with mock.patch.object(quick, "few", return_value=None):
+    with mock.patch.object(ground, "down_sets", return_value=None):
         plan = plan_graph(q.graph, q.asked)
 
     assert plan.value_s <= least * (1 + 1e-9)

@@ -19,6 +19,7 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.constrain import constrain
 from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate
+from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.inside import cut_inside
 from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
@@ -43,6 +44,9 @@ _MOST_PREFIXES = 8
 
 _MOST_ALONE = 4
 """Shared parameters that are each tried in one stage; of more, all together are."""
+
+_AS_GOOD = 1e-3
+"""A step that is longer by this share than with memory for anything needs no better one."""
 
 _ROUNDS = 4
 """How often stages are balanced anew with what they recompute, at most."""
@@ -91,6 +95,8 @@ class Drafting:
         inside: the share of the best time that may be given for cuts which open fewer modules.
         cuts: those made so far, by groups, the stages that recompute, what the seats hold, and
             that share.
+        known: what they have found out about the graph.
+        ways: what stages can do, by their ops, the seconds they take, and how it was looked for.
     """
 
     facts: Facts
@@ -105,6 +111,8 @@ class Drafting:
     random: bool
     inside: float = 0.0
     cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
+    known: Known = field(default_factory=Known, compare=False)
+    ways: dict[Hashable, list[tuple[Way, ...]]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -152,7 +160,7 @@ class Drafting:
         """What is known of the graph as the stages of a draft run it."""
         return self.facts.in_stages([stage.ops for stage in draft.stages])
 
-    def choose(self, choice: RematChoice) -> Draft:
+    def choose(self, choice: RematChoice, like: Draft | None = None) -> Draft:
         """The cut into stages that recompute as asked, with the shortest step that fits; or one
         that opens fewer modules, and takes at most the share `inside` longer.
 
@@ -164,10 +172,26 @@ class Drafting:
 
         The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
         of stages which do neither, on devices that hold anything.
+
+        Args:
+            like: a draft under other limits; AUTO tries first what recomputes in it, and not all.
         """
         if not self.inside or not self.facts.modules:
-            return self._chosen(choice)
-        return self.preferred(self.anywhere()._chosen(choice), self._chosen(choice))
+            return self._chosen(choice, like)
+        best = self.anywhere()._chosen(choice, like)
+        return self.preferred(best, self.closed(best, choice))
+
+    def closed(self, best: Draft, choice: RematChoice) -> Draft:
+        """A draft nearly as good as one with cuts anywhere, which may open fewer modules."""
+        if choice is not RematChoice.AUTO:
+            return self._chosen(choice, None)
+        again = _recompute(best)
+        found = [self._unlimited()._cut(again)]
+        if any(again):
+            found = self._fitted(self._rebalanced(best))
+        if all(self._merit(draft)[0] for draft in found):
+            found += self._fitted(self._cut(again))
+        return min(found, key=self._merit).bounded_by(best)
 
     def anywhere(self) -> Drafting:
         """The same with cuts anywhere."""
@@ -190,17 +214,23 @@ class Drafting:
         found = opened(self.facts.modules, draft.found.stage_of)
         return tuple(dict.fromkeys(module.path for module in found if module.depth))
 
-    def _chosen(self, choice: RematChoice) -> Draft:
+    def _chosen(self, choice: RematChoice, like: Draft | None) -> Draft:
         nothing = (False,) * self.setting.stages
         if choice is RematChoice.NONE:
             return self._cut(nothing)
         if choice is RematChoice.FULL:
             full = self._cut((True,) * self.setting.stages)
             return full.bounded_by(self._cut(nothing)) if full.joint else full
-        free, *tried = self._tried()
-        if not tried:
+        free = self._unlimited()._cut(nothing)
+        if not self._merit(free)[0]:
             return free
-        return self._balanced(min(tried, key=self._merit)).bounded_by(free)
+        best: Draft | None = None
+        for draft in self._tried(free, like):
+            best = min(best or draft, draft, key=self._merit)
+            if self._merit(best) <= (0.0, free.prediction.step_s * (1 + _AS_GOOD)):
+                return best.bounded_by(free)
+        assert best is not None
+        return self._balanced(best).bounded_by(free)
 
     def leanest(self) -> list[Draft]:
         """For who asks no more than whether anything fits: two cuts, as if all stages recomputed
@@ -211,30 +241,23 @@ class Drafting:
         both = [(again,) * self.setting.stages for again in (True, False)]
         return [self._fitted(self.anywhere()._cut(again))[0] for again in both]
 
-    def _tried(self) -> Iterator[Draft]:
-        """What AUTO tries; only the best cut as it is, where that fits."""
+    def _tried(self, free: Draft, like: Draft | None) -> Iterator[Draft]:
+        """What AUTO tries where the best cut does not fit as it is."""
         nothing = (False,) * self.setting.stages
-        free = self._unlimited()._cut(nothing)
-        yield free
-        if not self._merit(free)[0]:
-            return
         yield from self._fitted(free)
-        latest = self._fitted(self._cut(nothing))
-        yield from latest
-        for again in self._first_stages():
-            latest = self._fitted(self._cut(again))
-            yield from latest
+        patterns = self._first_stages() if like is None else (_recompute(like),)
+        for again in dict.fromkeys((nothing, *patterns)):
+            segmented, whole = self._fitted(self._cut(again))
+            yield from (segmented, whole)
         asked = nothing
         while True:
-            wanted = tuple(
-                again or stage.remat is not Remat.NONE
-                for again, stage in zip(asked, latest[-1].stages, strict=True)
-            )
+            pairs = zip(asked, _recompute(whole), strict=True)
+            wanted = tuple(known or again for known, again in pairs)
             if wanted == asked:
                 break
             asked = wanted
-            latest = self._fitted(self._cut(asked))
-            yield from latest
+            segmented, whole = self._fitted(self._cut(asked))
+            yield from (segmented, whole)
 
     def _balanced(self, best: Draft) -> Draft:
         """The draft, or a better one in which what is recomputed counts for what it takes."""
@@ -271,9 +294,12 @@ class Drafting:
             other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
         )
         free = self._unlimited()
-        best = cut(heavier, free.setting, work=self.work)
+        key: Hashable = heavier, free.setting.seats
+        if key not in self.cuts:
+            self.cuts[key] = cut(heavier, free.setting, work=self.work, known=self.known)
+        best = self.cuts[key]
         stage_of = self._inside(heavier, free.setting, best).stage_of
-        judged = cut(self.problem, free.setting, hint=stage_of, search=False)
+        judged = cut(self.problem, free.setting, hint=stage_of, search=False, known=self.known)
         return free._cut_so(judged, (False,) * self.setting.stages)
 
     def _unlimited(self) -> Drafting:
@@ -320,17 +346,16 @@ class Drafting:
 
     def _levels(self, draft: Draft, device: int) -> Iterator[DeviceWays]:
         """What the stages of a device can do, with segments further and further inside."""
-        seconds = self._forwards(draft, device)
         order = draft.orders[device]
         numbers = {action.stage for action in order}
-        calls = {n: ways_by_calls(self.facts, draft.stages[n], seconds) for n in numbers}
+        calls = {n: self._ways_by_calls(draft, n, device) for n in numbers}
         most = FEW if self.work < WORK else MANY
         split = self.setting.splits_backward
         for level in range(max(map(len, calls.values()))):
             known = {
                 n: found[min(level, len(found) - 1)]
                 if found
-                else ways(self.facts, draft.stages[n], seconds, most)
+                else self._ways_of(draft, n, device, most)
                 for n, found in calls.items()
             }
             yield DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
@@ -342,16 +367,33 @@ class Drafting:
         Args:
             most: places of each stage to look at (`passes.remat.choices`).
         """
-        seconds = self._forwards(draft, device)
         order = draft.orders[device]
         numbers = {action.stage for action in order}
-        known = {n: ways(self.facts, draft.stages[n], seconds, most) for n in numbers}
+        known = {n: self._ways_of(draft, n, device, most) for n in numbers}
         split = self.setting.splits_backward
         return DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
 
-    def _forwards(self, draft: Draft, device: int) -> dict[str, float]:
-        """Seconds of every op's forward on a device of the pipeline."""
-        kind = self.setting.seats[draft.found.seats[device]].kind
+    def _ways_of(self, draft: Draft, number: int, device: int, most: int) -> tuple[Way, ...]:
+        """What a stage can do on a device, with segments of any ops."""
+        stage, kind = draft.stages[number], self._kind(draft, device)
+        key: Hashable = stage.ops, stage.forward_s, kind, most
+        if key not in self.ways:
+            self.ways[key] = [ways(self.facts, stage, self._forwards(kind), most)]
+        return self.ways[key][0]
+
+    def _ways_by_calls(self, draft: Draft, number: int, device: int) -> list[tuple[Way, ...]]:
+        """The same with segments that are whole calls of modules, further and further inside."""
+        stage, kind = draft.stages[number], self._kind(draft, device)
+        key: Hashable = stage.ops, stage.forward_s, kind
+        if key not in self.ways:
+            self.ways[key] = ways_by_calls(self.facts, stage, self._forwards(kind))
+        return self.ways[key]
+
+    def _kind(self, draft: Draft, device: int) -> int:
+        return self.setting.seats[draft.found.seats[device]].kind
+
+    def _forwards(self, kind: int) -> dict[str, float]:
+        """Seconds of every op's forward on a kind of device."""
         return {name: op.forward_s for name, op in self.costs[kind].ops.items()}
 
     def with_frontiers(self, draft: Draft, choice: RematChoice) -> Draft:
@@ -414,7 +456,9 @@ class Drafting:
         memory = tuple(seat.memory for seat in setting.seats)
         key: Hashable = (problem.groups, recompute, memory)
         if key not in self.cuts:
-            self.cuts[key] = cut(problem, setting, work=self.work, prove=self.prove)
+            self.cuts[key] = cut(
+                problem, setting, work=self.work, prove=self.prove, known=self.known
+            )
         found = self.cuts[key]
         if self.inside:
             key = (key, self.inside)
@@ -449,3 +493,8 @@ class Drafting:
         orders = self.setting.orders_with(joint) if joint else self.setting.orders
         expected = predict(self.facts.graph, stages, orders, found, between, joint)
         return Draft(found, table, stages, orders, joint, expected)
+
+
+def _recompute(draft: Draft) -> tuple[bool, ...]:
+    """Which stages of a draft do."""
+    return tuple(stage.remat is not Remat.NONE for stage in draft.stages)

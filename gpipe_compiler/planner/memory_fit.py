@@ -64,43 +64,58 @@ def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Ex
     Raises:
         ModelError: naming an op that cannot run.
     """
-    best, settled = _chosen(drafting, choice, replicas)
-    if settled or best.draft.prediction.anywhere_s is None:
-        return best
-    anywhere, _ = _chosen(drafting.anywhere(), choice, replicas)
-    best_s = anywhere.draft.prediction.objective_s
-    worse = best.draft.prediction.objective_s > best_s * (1 + drafting.inside)
-    taken = anywhere if worse or best.over > anywhere.over else best
+    first = _exact(drafting, drafting.choose(choice), replicas)
+    limits = [seat.memory for seat in drafting.setting.seats]
+    if not first.over and _moved(drafting, first, limits) is None:
+        return first
+    if first.draft.prediction.anywhere_s is None:
+        return _chosen(drafting, first, choice, replicas)[0]
+    anywhere = drafting.anywhere()
+    start = _exact(anywhere, anywhere.choose(choice), replicas)
+    best, limits = _chosen(anywhere, start, choice, replicas)
+    closed = _exact(drafting, _limited(drafting, limits).closed(best.draft, choice), replicas)
+    best_s = best.draft.prediction.objective_s
+    good = [
+        exact
+        for exact in (first, closed)
+        if exact.over <= best.over
+        and exact.draft.prediction.objective_s <= best_s * (1 + drafting.inside)
+    ]
+    taken = min(good, key=lambda exact: exact.merit, default=best)
     prediction = dataclasses.replace(taken.draft.prediction, anywhere_s=best_s)
     return dataclasses.replace(taken, draft=dataclasses.replace(taken.draft, prediction=prediction))
 
 
-def _chosen(drafting: Drafting, choice: RematChoice, replicas: int) -> tuple[Exact, bool]:
-    """The same, among cuts of one kind; and whether the first draft did, in memory that is known
-    to be enough."""
-    best = latest = _exact(drafting, drafting.choose(choice), replicas)
-    first = best.draft
+def _chosen(
+    drafting: Drafting, first: Exact, choice: RematChoice, replicas: int
+) -> tuple[Exact, list[float]]:
+    """The same, among cuts of one kind; and the limits under which the last was made.
+
+    Args:
+        first: under the devices' own limits.
+    """
+    best = latest = first
     limits = [seat.memory for seat in drafting.setting.seats]
     for _ in range(_ROUNDS):
         moved = _moved(drafting, latest, limits)
         if moved is None:
             break
         limits = moved
-        draft = _limited(drafting, limits).choose(choice)
+        draft = _limited(drafting, limits).choose(choice, best.draft)
         if draft.stages == latest.draft.stages:
             break
         best, latest = best.bare(), latest.bare()
-        latest = _exact(drafting, draft.bounded_by(first), replicas).bare()
+        latest = _exact(drafting, draft.bounded_by(first.draft), replicas).bare()
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
         # Limits that were moved in vain must not miss what the plainest choices fit, nor what
         # needs the least.
         least = _limited(drafting, [0.0] * len(limits))
         plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
-        for draft in (*plain, least.choose(choice), *least.leanest()):
-            usual = _exact(drafting, draft.bounded_by(first), replicas).bare()
+        for draft in (*plain, least.choose(choice, best.draft), *least.leanest()):
+            usual = _exact(drafting, draft.bounded_by(first.draft), replicas).bare()
             best = min(best.bare(), usual, key=lambda exact: exact.merit)
-    return best, latest.draft is first and not best.over
+    return best, limits
 
 
 def first_that_fits(drafting: Drafting, replicas: int, hope: float = math.inf) -> Exact:

@@ -9,7 +9,7 @@ the best, and sometimes finds a better one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
-from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut.contract import Contracted
+from gpipe_compiler.passes.cut.ground import Ground, Known
 from gpipe_compiler.passes.cut.judge import Judge
 from gpipe_compiler.passes.cut.lineup import Lineup, ideal
 from gpipe_compiler.passes.cut.orders import (
@@ -28,7 +29,7 @@ from gpipe_compiler.passes.cut.orders import (
     topological_orders,
 )
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.quick import Looked, few, quick
+from gpipe_compiler.passes.cut.quick import Looked, quick
 from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
@@ -106,6 +107,7 @@ def cut(
     hint: Sequence[int] = (),
     prove: bool = False,
     search: bool = True,
+    known: Known | None = None,
 ) -> Cut:
     """The best cut found into stages that are not empty.
 
@@ -120,6 +122,7 @@ def cut(
         hint: for every node, its stage in a cut that may be good.
         prove: whether to find out how far from the best the cut is, whatever that takes.
         search: whether to look for any cut beside the hint.
+        known: what other cuts have found out about the same problems.
 
     Raises:
         UsageError: for no stages or no micro-batches.
@@ -132,18 +135,21 @@ def cut(
         raise UsageError(f"{count} {what}: at least one is needed")
     if setting.kind is None:
         problem = problem.forward_only()
-    limited = any(math.isfinite(seat.memory) for seat in setting.seats)
-    updates = any(seat.update_s_per_byte or seat.update_latency_s for seat in setting.seats)
-    problem = relevant(problem.check(), memory=limited, updates=updates)
-    graph = contract(problem, stages)
+    ground = (known or Known()).of(
+        problem,
+        stages,
+        memory=any(math.isfinite(seat.memory) for seat in setting.seats),
+        updates=any(seat.update_s_per_byte or seat.update_latency_s for seat in setting.seats),
+        once=setting.objective is Objective.BOTTLENECK,
+    )
+    graph = ground.graph
     if graph.parts < stages:
         raise PlanError(
             f"{stages} stages are more than the {graph.parts} parts that the model's "
             f"{len(problem.nodes)} ops can be cut into",
             hint=f"ask for at most {graph.parts}",
         )
-    cutter = _Cutter(problem, graph, setting, work, limited=limited)
-    return cutter.best(hint, prove=prove, search=search)
+    return _Cutter(ground, setting, work).best(hint, prove=prove, search=search)
 
 
 class _Cutter:
@@ -151,20 +157,19 @@ class _Cutter:
 
     def __init__(
         self,
-        problem: CutProblem,
-        graph: Contracted,
+        ground: Ground,
         setting: Setting,
         work: int,
-        *,
-        limited: bool,
     ) -> None:
-        self.problem, self.graph, self.setting, self.work = problem, graph, setting, work
+        problem, graph = ground.problem, ground.graph
+        self.ground, self.problem, self.graph = ground, problem, graph
+        self.setting, self.work = setting, work
         asked = setting.recompute or (False,) * setting.stages
         repeats = [0] * setting.stages
         for action in recomputed(setting.orders):
             repeats[action.stage] += asked[action.stage]
         held: tuple[Load, ...] = ()
-        if limited:
+        if any(math.isfinite(seat.memory) for seat in setting.seats):
             held = loads(setting.orders, [s for s, again in enumerate(asked) if again])
         again = np.array([float(count > 0) for count in repeats])
         m, shared = setting.microbatches, len(set(setting.placement)) < setting.stages
@@ -187,16 +192,14 @@ class _Cutter:
             solver.consider(hint)
             if solver.found and not search:
                 return self._cut(Looked(0.0, 1), prove=False)
-        once = self.setting.objective is Objective.BOTTLENECK
         if solver.brief:
             for stage_of in classic_cuts(self.graph, stages):
                 solver.consider(stage_of)  # unless a constraint rules it out
-        merged = lean(self.graph, keep=stages, once=once)
-        whole = few(self.graph, stages) is not None or merged.size == self.graph.size
-        found = quick(self.graph if whole else merged, solver.lineups[0], self)
-        found = found if whole else Looked(0.0, found.looked)
+        found = quick(self.ground, solver.lineups[0], self)
+        if self.ground.searched.size < self.graph.size:
+            found = Looked(0.0, found.looked)
         if prove and not solver.reaches(max(found.bound_s, self.simple_s)):
-            found = self._proof(merged)
+            found = self._proof(self.ground.searched)
         if not solver.found:
             raise self._nothing()
         return self._cut(found, prove=prove)
@@ -213,9 +216,8 @@ class _Cutter:
         """See `Searched`."""
         return self.solver.verdict.stage_of if self.solver.found else ()
 
-    def family(self, graph: Contracted, masks: Collection[int], *, whole: bool) -> float:
+    def family(self, space: Space, *, whole: bool) -> float:
         """See `Searched`."""
-        space = Space(graph, masks)
         if not any(lineup.limited for lineup in self.solver.lineups):
             space.limit(self.solver.longest_stage())
         return self.solver.search(space, last=whole)

@@ -9,7 +9,7 @@ good a cut into every count can be, and only the counts that may better the best
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,8 @@ from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
-from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut.contract import contract, lean, relevant
+from gpipe_compiler.passes.cut.ground import Ground, Known
 from gpipe_compiler.passes.cut.judge import Judge
 from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.orders import down_sets
@@ -157,10 +158,9 @@ class _Counts:
         """See `Searched`."""
         return self._leader().verdict.stage_of if math.isfinite(self.value) else ()
 
-    def family(self, graph: Contracted, masks: Collection[int], *, whole: bool) -> float:
+    def family(self, space: Space, *, whole: bool) -> float:
         """See `Searched`."""
-        self.looked = max(self.looked, len(masks))
-        return self._search(Space(graph, masks), whole=whole)
+        return self._search(space, whole=whole)
 
     def best(self, *, prove: bool) -> tuple[Setting, Cut]:
         """The best cut after a search, and how good it is."""
@@ -169,9 +169,11 @@ class _Counts:
                 solver.consider(stage_of)
         alone = self.lineup.stages == 1
         if alone:
-            self.bound_s = max(self.bound_s, self.family(self.graph, [0], whole=True))
+            self.bound_s = max(self.bound_s, self.family(Space(self.graph, [0]), whole=True))
         else:
-            bound_s = quick(self.graph, self.lineup, self).bound_s
+            stages = self.lineup.stages
+            ground = Ground(self.problem, self.graph, self.graph, stages, Known())
+            bound_s = quick(ground, self.lineup, self).bound_s
             self.bound_s = max(self.bound_s, bound_s * self.lossless)
         if prove and self.bound_s < self.value * (1 - _SAME):
             for solver in self.solvers.values():

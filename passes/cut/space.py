@@ -134,6 +134,14 @@ class Space:
             self._blocks.clear()
             self._recent = (None, {})
 
+    def unlimited(self) -> Space:
+        """Itself, with all stages again."""
+        self.limit_s = float("inf")
+        self._short.clear()
+        self._blocks.clear()
+        self._recent = (None, {})
+        return self
+
     def row(self, start: int, pace: Pace) -> Row:
         """All stages that begin at the down-set of this index."""
         if self._recent[0] is not pace:  # to look one up takes longer than all the rest

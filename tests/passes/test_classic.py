@@ -19,8 +19,7 @@ from random_problems import random_problem, random_setting
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut import quick as quick_module
+from gpipe_compiler.passes.cut import cut, ground
 from gpipe_compiler.passes.cut.classic import block_ends, classic_cuts, equal_ends
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.counts import cut_counts
@@ -65,7 +64,7 @@ def hold(problem: CutProblem, setting: Setting) -> None:
 def test_no_classic_cut_is_better(seed: int, size: int) -> None:
     """With few places to cut looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick_module, "_most", lambda _: 2)
+        patch.setattr(ground, "most_places", lambda _: 2)
         hold(*drawn(seed, size))
 
 

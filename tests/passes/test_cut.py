@@ -19,9 +19,8 @@ from random_problems import random_constraints, random_problem, random_setting
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut import Cut, cut
+from gpipe_compiler.passes.cut import Cut, cut, ground
 from gpipe_compiler.passes.cut import choose as cut_module
-from gpipe_compiler.passes.cut import quick as quick_module
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
 from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -128,7 +127,7 @@ def test_bound_holds_where_not_everything_is_searched(
     monkeypatch: pytest.MonkeyPatch, seed: int, prove: bool
 ) -> None:
     """As graphs with very many down-sets are searched."""
-    monkeypatch.setattr(quick_module, "_most", lambda _: 2)
+    monkeypatch.setattr(ground, "most_places", lambda _: 2)
     monkeypatch.setattr(cut_module, "MOST_DOWN_SETS", 2)
     problem, setting = drawn(seed, 6)
     excess, value = least(problem, setting)

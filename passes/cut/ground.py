@@ -1,0 +1,147 @@
+"""What cuts of one problem share, whatever recomputes and however much the devices hold.
+
+A plan under a memory limit takes dozens of cuts. They differ in the limits and in what is
+recomputed; the contracted graph and the places to cut it are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut.frontier import frontier
+from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.orders import down_sets
+from gpipe_compiler.passes.cut.places import Places
+from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.space import Space
+
+MOST = 300
+"""Places to cut that are looked at together, where stages are few."""
+
+PER_STAGE, MOST_OF_MANY = 62, 500
+"""So many per stage where that is more, and no more than so many in all."""
+
+LEAST_PER_STAGE = 6
+"""So many per stage whatever it takes."""
+
+SWEPT = 2_000
+"""Nodes of a graph up to which a sweep finds places, too (`cut/frontier.py`)."""
+
+LABELS = 4_000
+"""Unfinished down-sets that the sweep holds at a time."""
+
+
+@dataclass(eq=False)
+class Known:
+    """The grounds of all problems that were cut so far.
+
+    Attributes:
+        swept: the places that sweeps have found, by the form of the graph and the devices. They
+            are good places for other times of the same ops as well.
+    """
+
+    grounds: dict[Hashable, Ground] = field(default_factory=dict)
+    swept: dict[Hashable, Collection[int]] = field(default_factory=dict)
+
+    def of(
+        self, problem: CutProblem, stages: int, *, memory: bool, updates: bool, once: bool
+    ) -> Ground:
+        """The ground of a problem.
+
+        Args:
+            memory, updates: as of `contract.relevant`.
+            once: as of `contract.lean`.
+
+        Raises:
+            PlanError: when the problem is none, or its constraints contradict each other.
+        """
+        key = problem, stages, memory, updates, once
+        found = self.grounds.get(key)
+        if found is None:
+            checked = relevant(problem.check(), memory=memory, updates=updates)
+            graph = contract(checked, stages)
+            few = down_sets(graph, most_places(stages)) is not None
+            searched = graph if few else lean(graph, keep=stages, once=once)
+            found = self.grounds[key] = Ground(checked, graph, searched, stages, self)
+        return found
+
+
+@dataclass(eq=False)
+class Ground:
+    """One problem.
+
+    Attributes:
+        graph: contracted.
+        searched: the graph to look for cuts in: without what costs nothing, unless all places to
+            cut are few.
+        known: where the grounds of other problems are.
+    """
+
+    problem: CutProblem
+    graph: Contracted
+    searched: Contracted
+    stages: int
+    known: Known
+    _places: dict[Hashable, Places] = field(default_factory=dict)
+    _spaces: dict[Hashable, Space] = field(default_factory=dict)
+
+    @cached_property
+    def few(self) -> list[int] | None:
+        """All places to cut it where they are so few that all are looked at; else None."""
+        return down_sets(self.searched, self.most)
+
+    @property
+    def most(self) -> int:
+        """Places to cut that are looked at together."""
+        return most_places(self.stages)
+
+    def places(self, lineup: Lineup) -> Places:
+        """Places along several orders of the nodes.
+
+        Args:
+            lineup: whose links count.
+        """
+        if lineup.paces not in self._places:
+            self._places[lineup.paces] = Places.of(self.searched, lineup)
+        return self._places[lineup.paces]
+
+    def first(self, lineup: Lineup) -> Space:
+        """The family that is looked at first: all places where they are few."""
+        key = lineup.paces if self.few is None else ()
+        if key not in self._spaces:
+            masks = self._spread(lineup) if self.few is None else self.few
+            self._spaces[key] = Space(self.searched, masks)
+        return self._spaces[key].unlimited()
+
+    def _spread(self, lineup: Lineup) -> set[int]:
+        graph = self.searched
+        family = self.places(lineup).everywhere(self.most) | _asked(graph, self.stages)
+        if graph.size > SWEPT:
+            return family
+        key = graph.members, graph.before, lineup.paces
+        if key not in self.known.swept:
+            self.known.swept[key] = frontier(graph, lineup, self.most, labels=LABELS)
+        return family.union(self.known.swept[key])
+
+
+def most_places(stages: int) -> int:
+    """Places to cut that are looked at together."""
+    return max(MOST, min(PER_STAGE * stages, MOST_OF_MANY), LEAST_PER_STAGE * stages)
+
+
+def _asked(graph: Contracted, stages: int) -> set[int]:
+    """The smallest and the largest down-set before every stage that the constraints allow."""
+    if (
+        not any(graph.first_stage[: graph.size - graph.last])
+        and min(graph.last_stage) == stages - 1
+    ):
+        return set()
+    found = set()
+    for boundary in range(1, stages):
+        pairs = list(enumerate(zip(graph.first_stage, graph.last_stage, strict=True)))
+        found.add(sum(1 << node for node, (_, last) in pairs if last < boundary))
+        found.add(sum(1 << node for node, (first, _) in pairs if first < boundary))
+    return found
