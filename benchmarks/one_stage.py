@@ -115,10 +115,10 @@ _BERT = {
 }  # fmt: skip
 
 NETWORKS: dict[str, Example | HuggingFace] = {
-    "resnet50": Example("resnet50", {"width": 16}, {"batch": 4, "image": 64}, {"batch": 4}),
-    "alexnet": Example("alexnet", {"width": 24}, {"batch": 8, "image": 96}, {"batch": 8}),
-    "unet": Example("unet", {"width": 8}, {"batch": 2, "image": 64}, {"batch": 2, "image": 64}),
-    "inception": Example("inception", {}, {}, {}),
+    "resnet50": Example("resnet50", {"width": 16}, {"batch": 8, "image": 96}, {"batch": 8}),
+    "alexnet": Example("alexnet", {"width": 32}, {"batch": 16, "image": 96}, {"batch": 16}),
+    "unet": Example("unet", {"width": 8}, {"batch": 4, "image": 96}, {"batch": 4, "image": 96}),
+    "inception": Example("inception", {}, {"batch": 32}, {"batch": 32}),
     "transformer": Example(
         "transformer", {"dim": 192, "heads": 6, "layers": 3, "sequence": 128, "vocabulary": 512},
         {"batch": 4, "sequence": 128}, {"batch": 4, "sequence": 128},
@@ -133,7 +133,18 @@ NETWORKS: dict[str, Example | HuggingFace] = {
     "t5": HuggingFace("T5ForConditionalGeneration", _words("T5Config", d_model=256, d_kv=32,
                       d_ff=512, num_layers=2, num_heads=8)),
     "vit": HuggingFace("ViTForImageClassification", {"config": "ViTConfig", **_BERT,
-                       "image_size": 96, "patch_size": 8, "num_labels": 10}, image=96),
+                       "image_size": 96, "patch_size": 8, "num_labels": 10}, batch=6, image=96),
+    "roberta": HuggingFace("RobertaForMaskedLM", _words("RobertaConfig", **_BERT)),
+    "distilbert": HuggingFace("DistilBertForMaskedLM", _words("DistilBertConfig", dim=256,
+                              hidden_dim=512, n_layers=2, n_heads=8)),
+    "opt": HuggingFace("OPTForCausalLM", _words("OPTConfig", ffn_dim=512, word_embed_proj_dim=256,
+                       hidden_size=256, num_hidden_layers=2, num_attention_heads=8)),
+    "phi": HuggingFace("PhiForCausalLM", _words("PhiConfig", **_DECODER)),
+    "gemma": HuggingFace("GemmaForCausalLM", _words("GemmaConfig", **_DECODER, head_dim=32)),
+    "gpt-neox": HuggingFace("GPTNeoXForCausalLM", _words("GPTNeoXConfig", **_BERT)),
+    "convnext": HuggingFace("ConvNextForImageClassification", {"config": "ConvNextConfig",
+                            "hidden_sizes": [24, 48, 96, 192], "depths": [2, 2, 2, 2],
+                            "num_labels": 10}, batch=8, image=96),
 }  # fmt: skip
 
 

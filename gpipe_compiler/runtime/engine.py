@@ -229,7 +229,8 @@ class _Run:
                 roots.append(loss.edge)
                 # As autograd comes to it when the plain model's weighted loss is scaled: where the
                 # loss is of 16 bits that cannot hold the scale it overflows, whatever its weight.
-                gradients.append(torch.full_like(loss.like, self.job.loss_scale) * weight)
+                gradient = torch.full_like(loss.like, self.job.loss_scale)
+                gradients.append(gradient if weight == 1 else gradient * weight)
         return roots, gradients
 
     def _gradient(

@@ -122,6 +122,8 @@ def split(
     if batch == 0:
         raise UsageError(f"{spec.name}: the batch is empty, {name} has no samples")
     parts = even_sizes(batch, microbatch_count(spec, batch, microbatches))
+    if len(parts) == 1:
+        return [dict(bound)], parts
     pieces = {
         source.name: torch.split(bound[source.name], list(parts), source.batch_dim)
         if source.batch_dim is not None

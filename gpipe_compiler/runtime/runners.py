@@ -99,7 +99,6 @@ class LocalRunner:
     def run(self, prepared: Prepared, job: Job) -> Result:
         """Execute every device's program once."""
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.devices]
-        others = dataclasses.replace(job, inputs=())
         tasks = []
         for index, engine in enumerate(self.engines):
             endpoint = LocalEndpoint(index, inboxes, self.devices, prepared.placement)
@@ -108,7 +107,7 @@ class LocalRunner:
                     engine.run,
                     prepared.steps[index],
                     prepared.wiring,
-                    others if index else _on(job, self.devices[0]),
+                    dataclasses.replace(job, inputs=()) if index else _on(job, self.devices[0]),
                     endpoint,
                 )
             )
@@ -253,6 +252,8 @@ class DistributedRunner:
 
 
 def _on(job: Job, device: torch.device) -> Job:
+    if all(tensor.device == device for values in job.inputs for tensor in values.values()):
+        return job
     moved = [
         {
             name: tensor.to(device, non_blocking=device.type != "cpu")
@@ -273,6 +274,6 @@ def _total(losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job) -> torch.Te
             losses[m][number].reshape(()) * weights[number]
             for m, weights in enumerate(job.loss_weights)
             if weights[number]
-        ]
-        totals.append(torch.stack(scalars).sum() if scalars else like.new_full((), torch.nan))
+        ] or [like.new_full((), torch.nan)]
+        totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
     return torch.stack(totals)

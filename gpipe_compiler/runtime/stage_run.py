@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -92,7 +93,6 @@ class StageRun:
         self._job = job
         self._loss_name = loss_name if stage.makes_loss else None
         self._training = job.work is Work.TRAIN
-        self._written = WrittenBuffers(module, stage.spec.writes)
         self._deferred: DeferredStatistics | None = None
         if manner.batchnorm is BatchNorm.DEFERRED:
             self._deferred = DeferredStatistics(module, stage.spec.renamed)
@@ -103,6 +103,10 @@ class StageRun:
         self._segmented = manner.remat[stage.index] is Remat.SEGMENTS
         self._kept: dict[int, Kept | Received] = {}
         self._weights: dict[int, WeightPart] = {}
+
+    @cached_property
+    def _written(self) -> WrittenBuffers:
+        return WrittenBuffers(self._module, self._stage.spec.writes)
 
     def forward(
         self, microbatch: int, received: Sequence[torch.Tensor], *, waits: bool
