@@ -212,8 +212,9 @@ class OverDraws(TorchFunctionMode):
         """The result of a function that draws from a process-wide generator, once at most."""
         with _seeded(_device(args, kwargs), self.random.seed_of(self.random.number)) as generator:
             before = generator.get_state()
+            self.random.position += 1  # what autograd saves meanwhile is drawn
             result = func(*args, **kwargs)
-            self.random.position += not torch.equal(before, generator.get_state())
+            self.random.position -= torch.equal(before, generator.get_state())
         return result
 
 

@@ -94,7 +94,7 @@ class _Stage:
         self.module = part_module(part, run.states, given.sizes, self._started)
         needs = {name for name, tensor in given.tensors.items() if tensor.requires_grad}
         self.wiring = part.wiring(needs, split=split)
-        self._adds = [not part.draws and adds_in_place(part.graph, op) for op in part.ops]
+        self._adds = [adds_in_place(part.graph, op, draws=part.draws) for op in part.ops]
         self._forwards = False
 
     def _started(self, position: int | None) -> None:
@@ -104,7 +104,7 @@ class _Stage:
         elif self._forwards:
             self.watch.start(position, adds_in_place=self._adds[position])
         else:
-            self.watch.start_again(position)
+            self.watch.start_again(position, adds_in_place=self._adds[position])
 
     def parameter_gradients(self) -> frozenset[int]:
         """The blocks of the gradients of parameters."""

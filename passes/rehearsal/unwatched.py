@@ -32,6 +32,9 @@ _ADDS: frozenset[object] = frozenset(
 )
 """Ops that add a bias or mask in place to a product that they have just made."""
 
+_UNDER_MODE: frozenset[object] = frozenset({F.multi_head_attention_forward, nn.MultiheadAttention})
+"""Those of them around which a stage that draws has a dispatch mode (`runtime.random`)."""
+
 _INTO_ZEROS: Mapping[object, Any] = {
     _aten.scatter.src: _aten.scatter_.src,
     _aten.scatter_add.default: _aten.scatter_add_.default,
@@ -70,13 +73,18 @@ REPLAYED = frozenset(
 its node anew: a real tensor's is AsStridedBackward0, which copies the gradient."""
 
 
-def adds_in_place(graph: Graph, op: Op) -> bool:
-    """Whether the sums that an op makes of its own products are made in place."""
+def adds_in_place(graph: Graph, op: Op, *, draws: bool) -> bool:
+    """Whether the sums that an op makes of its own products are made in place.
+
+    Args:
+        draws: whether its stage draws random numbers.
+    """
+    known = _ADDS - _UNDER_MODE if draws else _ADDS
     match op.call:
         case FunctionCall(function=function):
-            return function in _ADDS
+            return function in known
         case ModuleCall(module=module):
-            return graph.modules[module].cls in _ADDS
+            return graph.modules[module].cls in known
         case _:
             return False
 

@@ -70,7 +70,7 @@ class StorageWatch(PlainDispatchMode):
         self._written: list[weakref.ref[torch.Tensor]] = []
         self._node = ""
 
-    def start(self, position: int, *, adds_in_place: bool = False) -> None:
+    def start(self, position: int, *, adds_in_place: bool) -> None:
         """An op of a forward begins: the nodes that autograd makes from here on are its own.
 
         Args:
@@ -83,8 +83,9 @@ class StorageWatch(PlainDispatchMode):
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._positions.append(position)
 
-    def start_again(self, position: int) -> None:
+    def start_again(self, position: int, *, adds_in_place: bool) -> None:
         """An op runs once more within a backward."""
+        self._adds_in_place = adds_in_place
         self.op = self._now = position
 
     def rest(self) -> None:

@@ -21,13 +21,17 @@ _MARK = "action "
 _NUMBER = 8
 """Bytes of the largest number."""
 
+_GENERATOR = torch.default_generator.get_state().nbytes
+"""Bytes of what a generator is put back to after a draw."""
+
 
 def measured(actions: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, list[Delta]]:
     """The blocks that each of some actions takes and gives back, in order, by its name.
 
     They run one after the other, and those without a name are not told. What a kernel takes and
     gives back within itself (workspaces) is left out, a kernel being an op that dispatch does not
-    take apart into others; so are single numbers, as which torch wraps those of Python.
+    take apart into others; so are states of generators, and single numbers, as which torch wraps
+    those of Python.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         for name, action in actions:
@@ -48,7 +52,7 @@ def grouped(deltas: list[int]) -> list[Delta]:
     """Neighbours that all come, or all go, together."""
     groups: list[list[int]] = []
     for delta in deltas:
-        if abs(delta) <= _NUMBER:
+        if abs(delta) <= _NUMBER or abs(delta) == _GENERATOR:
             continue
         if groups and (groups[-1][0] > 0) == (delta > 0):
             groups[-1].append(delta)
