@@ -1,10 +1,10 @@
-"""What each process holds of memory while it trains packages, one after another.
+"""What each process holds of memory while it runs packages, one after another.
 
     torchrun --nproc-per-node 2 live_memory.py CASES
 
 CASES is a file that `torch.save` wrote: of each case its package, its batch (inputs, target) and
-its optimizer. Every rank writes a line of JSON per case to `CASES.rank`. Of the third step,
-the optimizer's included:
+its optimizer, None for inference. Every rank writes a line of JSON per case to `CASES.rank`. Of
+the third step, the optimizer's included, or of the third batch:
 
     live        what the allocator has given out, less what a kernel takes and gives back in itself
     allocated   all of it; on a GPU torch.cuda.max_memory_allocated, which then is `live` too
@@ -42,25 +42,33 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A package and what it is to be trained with."""
+    """A package and what it is to be run with."""
 
     package: str
     batch: tuple[object, object]
-    optimizer: str
+    optimizer: str | None
 
 
-class Training:
-    """A package in training, in this process."""
+class Running:
+    """A package at work, in this process."""
 
     def __init__(self, case: Case) -> None:
         package = Path(case.package)
         sys.path.insert(0, str(package.parent))
         self.pipe = importlib.import_module(package.name).Pipeline()
-        self.optimizer = OPTIMIZERS[case.optimizer](self.pipe.parameters())
+        self.optimizer: torch.optim.Optimizer | None = None
+        if case.optimizer is None:
+            self.pipe.eval()
+        else:
+            self.optimizer = OPTIMIZERS[case.optimizer](self.pipe.parameters())
         self.batch = case.batch if self.pipe.feeds else (None, None)
 
     def step(self) -> None:
-        """As `run.py train` makes it, but gradients are forgotten at its end."""
+        """As `run.py` makes it, but gradients are forgotten at its end."""
+        if self.optimizer is None:
+            with torch.no_grad():
+                self.pipe(self.batch[0])
+            return
         self.pipe.step(*self.batch)
         self.optimizer.step()
         self.pipe.zero_grad()
@@ -72,6 +80,8 @@ class Training:
         for stage in stages:
             for module in stage.modules():
                 held.extend(v for v in vars(module).values() if isinstance(v, torch.Tensor))
+        if self.optimizer is None:
+            return _bytes([*held, *tree_leaves(self.batch[0])])
         remembered = [t for state in self.optimizer.state.values() for t in state.values()]
         return _bytes([*held, *remembered, *tree_leaves(self.batch)])
 
@@ -83,21 +93,21 @@ def _bytes(items: Iterable[object]) -> int:
 
 def count(case: Case) -> tuple[int, int]:
     """`live` and `allocated` of one case, in this process."""
-    training = Training(case)
-    training.step()
-    training.step()
+    running = Running(case)
+    running.step()
+    running.step()
     gc.collect()
-    fixed = training.fixed_bytes()
-    device = next(iter(training.pipe.parameters())).device
+    fixed = running.fixed_bytes()
+    device = next(iter(running.pipe.parameters())).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        training.step()
+        running.step()
         most = torch.cuda.max_memory_allocated(device)
         found = most, most
     else:
-        live = peak(measured([("step", training.step)])["step"])
-        found = fixed + live, fixed + _most_allocated(training.step)
-    training.pipe.close()
+        live = peak(measured([("step", running.step)])["step"])
+        found = fixed + live, fixed + _most_allocated(running.step)
+    running.pipe.close()
     return found
 
 

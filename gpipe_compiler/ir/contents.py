@@ -46,6 +46,11 @@ class Contents:
         held = {name for path in self.modules for name in modules[path].state.values()}
         return tuple(name for name in dict.fromkeys(self.states) if name not in held)
 
+    @property
+    def holders(self) -> Collection[str]:
+        """The paths of the modules in which any of these lie."""
+        return self._under.keys()
+
     @cached_property
     def _under(self) -> Mapping[str, tuple[list[str], list[str]]]:
         """The modules and the bare states that lie in each module."""

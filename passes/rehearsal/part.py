@@ -35,8 +35,9 @@ class Part:
         segments: runs of ops that are recomputed in the backward, as ranges of positions.
         writes: the buffers that they write to in training.
         loss: the value that is the loss, where it is made here.
-        draws: whether any op draws random numbers, which the runtime sees to by a dispatch mode
-            around the forward.
+        draws: whether any op draws random numbers.
+        calls: the positions of the ops of each call of a module, inner ones first. A call holds
+            what it is given until it returns, however early that is read for the last time.
     """
 
     graph: Graph
@@ -48,6 +49,7 @@ class Part:
     writes: tuple[str, ...] = ()
     loss: str | None = None
     draws: bool = False
+    calls: tuple[range, ...] = ()
 
     @property
     def training(self) -> bool:
@@ -67,15 +69,26 @@ class Part:
         return tuple(dict.fromkeys(names))
 
     @cached_property
-    def done(self) -> tuple[tuple[str, ...], ...]:
-        """For each op the values that nobody reads after it."""
+    def _last(self) -> Mapping[str, int]:
+        """For each value the position of the last op that makes or reads it."""
         last: dict[str, int] = {}
         for position, op in enumerate(self.ops):
             last.update(dict.fromkeys((*op.inputs, *op.outputs), position))
+        return last
+
+    @cached_property
+    def done(self) -> tuple[tuple[str, ...], ...]:
+        """For each op the values that nobody holds after it."""
+        end = dict(self._last)
+        made = {name: position for position, op in enumerate(self.ops) for name in op.outputs}
+        for call in self.calls:
+            for name in (name for op in self.ops[call.start : call.stop] for name in op.inputs):
+                if made.get(name, -1) < call.start and end[name] in call:
+                    end[name] = call.stop - 1
         for name in self.results:
-            last.pop(name, None)
+            end.pop(name, None)
         found: list[list[str]] = [[] for _ in self.ops]
-        for name, position in last.items():
+        for name, position in end.items():
             found[position].append(name)
         return tuple(map(tuple, found))
 
@@ -95,11 +108,10 @@ class Part:
         """The values that a segment reads, and those of its own that are read after it."""
         ops = self.ops[segment.start : segment.stop]
         made = dict.fromkeys(name for op in ops for name in op.outputs)
-        done = {name for position in segment for name in self.done[position]}
         read = dict.fromkeys(name for op in ops for name in op.inputs)
         return (
             tuple(name for name in read if name not in made),
-            tuple(name for name in made if name not in done),
+            tuple(n for n in made if n in self.results or self._last[n] >= segment.stop),
         )
 
     def _written_in(self, segment: range) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.rehearsal.calls import calls_of
 from gpipe_compiler.passes.rehearsal.lengthen import lengthened
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
@@ -121,7 +122,7 @@ class Rehearsals:
             returned = [name for name in handed if values[name].requires_grad]
         position = {name: index for index, name in enumerate(ops)}
         written = [n for name in ops for n in self._effects.state_writes.get(name, ())]
-        return Part(
+        part = Part(
             graph=graph,
             ops=tuple(graph.op_of[name] for name in ops),
             inputs=tuple(inputs),
@@ -136,6 +137,7 @@ class Rehearsals:
             loss=loss,
             draws=any(name in self._random_ops for name in ops),
         )
+        return dataclasses.replace(part, calls=calls_of(part))
 
     def _form(self, part: Part) -> Hashable:
         """All that the tapes of a part depend on: equal for parts that differ in names alone."""
@@ -160,7 +162,7 @@ class Rehearsals:
         ends = (part.results, part.returned, () if part.loss is None else (part.loss,))
         writes = tuple(states[name] for name in part.writes)
         handed = tuple(tuple(map(read, names)) for names in ends)
-        return ops, received, handed, part.segments, writes, part.draws
+        return ops, received, handed, part.segments, part.calls, writes, part.draws
 
     def _alone(self, part: Part) -> Graph:
         """The graph with no more state and modules than the part has."""

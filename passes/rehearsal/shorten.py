@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,8 +60,8 @@ class Shortening:
 
     def of(self, part: Part) -> tuple[Part, Gap] | None:
         """A part without the blocks that are left out; None where there are none to be."""
-        runs = sorted(self._runs(part), key=lambda run: -run.period * run.count)
-        for run in runs:
+        runs = (run.aligned() for run in self._runs(part))
+        for run in sorted(runs, key=lambda run: -run.period * run.count):
             if run.is_regular():
                 return run.shortened()
         return None
@@ -77,9 +77,7 @@ class Shortening:
             ops = list(group)
             if stretch >= 0:
                 period = self._graph.repeats[stretch].period
-                count = len(ops) // period
-                if count >= KEPT + _LEAST:
-                    yield _Run(part, ops[0][2], period, count)
+                yield _Run(part, ops[0][2], period, len(ops) // period)
 
     @cached_property
     def _place(self) -> Mapping[str, tuple[int, int]]:
@@ -100,27 +98,39 @@ class _Run:
     period: int
     count: int
 
+    def aligned(self) -> _Run:
+        """The same, from the first op on that begins a block for calls and segments too."""
+        span = self._span
+        within = {(place - span.start) % self.period for one in self._ranges for place in one[1:]}
+        shift = next((shift for shift in range(self.period) if shift not in within), len(span))
+        return _Run(self.part, span.start + shift, self.period, (len(span) - shift) // self.period)
+
     def shortened(self) -> tuple[Part, Gap]:
         """The part without the third block and those after it, up to the last but two."""
         part = self.part
-        begin, end = self._end(FIRST - 1), self._end(self._last)
+        left_out = range(self._end(FIRST - 1), self._end(self._last))
         ends = _made(self._block(self._last)), _made(self._block(FIRST - 1))
         seam = dict(zip(*ends, strict=True))
         after = [reading(op, seam) for op in self._block(self._last + 1)]
-        ops = (*part.ops[:begin], *after, *part.ops[end + self.period :])
+        ops = (*part.ops[: left_out.start], *after, *part.ops[left_out.stop + self.period :])
         read = {name for op in ops for name in op.states(part.graph.modules)}
-        marks = [*self._marks[:begin], *self._marks[end:]]
         short = dataclasses.replace(
             part,
             ops=ops,
-            segments=tuple(_segments(marks)),
+            segments=_without(part.segments, left_out),
             writes=tuple(name for name in part.writes if name in read),
+            calls=_without(part.calls, left_out),
         )
         return short, Gap(self.start, self.period, self.count - KEPT)
 
     def is_regular(self) -> bool:
         """Whether all blocks but the last are alike in what the ops do not tell."""
-        return self._is_closed() and self._has_states_alike() and self._recomputes_alike()
+        return (
+            self.count >= KEPT + _LEAST
+            and self._is_closed()
+            and self._has_states_alike()
+            and self._has_ranges_alike()
+        )
 
     @property
     def _last(self) -> int:
@@ -173,33 +183,40 @@ class _Run:
             and len(places) == 1
         )
 
-    def _recomputes_alike(self) -> bool:
-        """Whether segments begin and end in all inner blocks at the same places."""
-        marks = {
-            tuple(self._marks[self._end(block - 1) : self._end(block)])
-            for block in range(1, self.count - 1)
-        }
-        return len(marks) == 1
+    @property
+    def _span(self) -> range:
+        """The positions of all ops."""
+        return range(self.start, self._end(self.count - 1))
 
-    @cached_property
-    def _marks(self) -> Sequence[tuple[bool, bool]]:
-        """For every op whether it is in a segment, and whether one begins with it."""
-        found = [(False, False)] * len(self.part.ops)
-        for segment in self.part.segments:
-            for position in segment:
-                found[position] = True, position == segment.start
-        return found
+    @property
+    def _ranges(self) -> Iterator[range]:
+        """The ops of every call and segment that has some of these, but not all."""
+        span = self._span
+        for one in (*self.part.calls, *self.part.segments):
+            outside = one.stop <= span.start or one.start >= span.stop
+            around = one.start <= span.start and one.stop >= span.stop
+            if not outside and not around:
+                yield one
+
+    def _has_ranges_alike(self) -> bool:
+        """Whether calls and segments are of one block each, and alike in inner blocks."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
+        for one in self._ranges:
+            block, at = divmod(one.start - self.start, self.period)
+            if block < 0 or at + len(one) > self.period:
+                return False
+            found[block].append((at, len(one)))
+        return all(row == found[FIRST] for row in found[1:-1])
 
 
-def _segments(marks: Sequence[tuple[bool, bool]]) -> Iterator[range]:
-    """The segments that such marks tell of."""
-    start = 0
-    for position, (inside, begins) in enumerate((*marks, (False, False))):
-        before = position > 0 and marks[position - 1][0]
-        if before and (begins or not inside):
-            yield range(start, position)
-        if begins:
-            start = position
+def _without(ranges: Iterable[range], left_out: range) -> tuple[range, ...]:
+    """Ranges of positions, where some of these are left out."""
+
+    def at(position: int) -> int:
+        return position if position <= left_out.start else position - len(left_out)
+
+    kept = (one for one in ranges if one.start < left_out.start or one.start >= left_out.stop)
+    return tuple(range(at(one.start), at(one.stop)) for one in kept)
 
 
 def _made(ops: Sequence[Op]) -> list[str]:

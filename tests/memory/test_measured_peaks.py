@@ -1,6 +1,6 @@
 """Predicted peaks against those of the emitted package, as torch's own allocator tells them.
 
-The package trains in this process; the profiler records every block (`helpers/live_bytes.py`).
+The package runs in this process; the profiler records every block (`helpers/live_bytes.py`).
 """
 
 from __future__ import annotations
@@ -85,5 +85,60 @@ def test_the_peak_is_that_of_the_package(
     made = compile(subject, options, package)
 
     live, _ = count(Case(str(package), batch, optimizer.value))
+
+    assert made.plan.prediction.device_bytes[0] == pytest.approx(live, abs=SLACK)
+
+
+class Wide(nn.Module):
+    """What it is given is read at once, and held while something larger is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 160)
+        self.down = nn.Linear(160, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(torch.sin(self.up(x)) * 2))
+        return y.relu()
+
+
+class Layer(nn.Module):
+    """A call within a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+        self.wide = Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.wide(self.norm(x) + 1)
+        return y
+
+
+class Nested(nn.Module):
+    """Layers in a loop, after something large that the first of them is given."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 48)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).sin()
+        for layer in self.layers:
+            x = layer(x)
+        return x.cos()
+
+
+@pytest.mark.parametrize("layers", [2, 9])  # few of nine are rehearsed
+def test_a_call_holds_what_it_is_given(layers: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(24, 48)
+    subject = Subject("calls", Nested(layers), (batch,), training=False)
+    options = CompileOptions(1, 1, validate=False, training=False)
+    package = tmp_path / f"calls_{layers}"
+    made = compile(subject, options, package)
+
+    live, _ = count(Case(str(package), (batch, None), None))
 
     assert made.plan.prediction.device_bytes[0] == pytest.approx(live, abs=SLACK)
