@@ -2,19 +2,19 @@
 
 The short graph has five of the blocks: the first two, a third, and the last two. What an analysis
 finds out about the third it would find out about every block between, as long as that one is given
-the like: tensors of equal sizes, strides and types that share memory in the same way. `settled`
-makes sure of it on the run that describes the values; from there on it follows step by step.
+the like: tensors of equal sizes, strides and types that share memory in the same way.
+`passes.observe` makes sure of it in every run; from there on it follows step by step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
-from typing import Any, TypeVar
-
-import torch
+from typing import Any, NamedTuple, TypeVar
 
 from gpipe_compiler.ir import (
     Argument,
@@ -30,6 +30,25 @@ from gpipe_compiler.ir.arguments import map_argument
 T = TypeVar("T")
 
 
+_MIDDLE = 2
+"""The kept block that stands for those that are left out."""
+
+
+class Kind(IntEnum):
+    """What a name is of."""
+
+    STATE = 0
+    VALUE = 1
+    OP = 2
+
+
+class Name(NamedTuple):
+    """A name in a graph; an op and a value may have the same."""
+
+    kind: Kind
+    name: str
+
+
 class IrregularError(Exception):
     """What was found about the short graph does not say what holds for the whole."""
 
@@ -43,11 +62,13 @@ class Blocks:
     @classmethod
     def of(cls, graph: Graph) -> Blocks | None:
         """None for a graph in which no block is known to repeat."""
-        return cls(graph) if graph.repeats else None
+        if not graph.repeats:
+            return None
+        return graph.once(("blocks", graph.repeats), lambda: cls(graph))
 
     @cached_property
     def short(self) -> Graph:
-        """The graph with five blocks of each stretch."""
+        """The graph with five blocks of each stretch, without what is known of values."""
         ops: list[Op] = []
         position = 0
         for blocks in self.names:
@@ -67,19 +88,13 @@ class Blocks:
                 modules.add(call.module)
             if isinstance(call, RegionCall):
                 pending.extend(call.body.ops)
-        names = {source.name for source in self.graph.inputs}
-        names.update(name for op in ops for name in op.outputs)
         return self.graph.replace(
             ops=tuple(ops),
             state={n: s for n, s in self.graph.state.items() if n in states},
             tensors={n: t for n, t in self.graph.tensors.items() if n in states},
             modules={n: m for n, m in self.graph.modules.items() if n in modules},
-            values={n: v for n, v in self.graph.values.items() if n in names},
+            values={},
         )
-
-    def per_op(self, table: Mapping[str, T]) -> dict[str, T]:
-        """A table by op of the short graph as one of the whole graph, in its order."""
-        return {op.name: table[known] for op, known, _ in self.known() if known in table}
 
     def per_value(self, table: Mapping[str, T]) -> dict[str, T]:
         """A table by value of the short graph as one of the whole graph, in its order."""
@@ -95,19 +110,28 @@ class Blocks:
             stretch = blocks.stretch
             for op in self.graph.ops[position : stretch.start]:
                 yield op, op.name, self.outside
-            for block in range(stretch.count):
-                context = Meaning(self, blocks, block)
+            for block, meaning in enumerate(self._meanings[blocks]):
                 source = blocks.ops(blocks.kept(block))
                 for op, known in zip(blocks.ops(block), source, strict=True):
-                    yield op, known.name, context
+                    yield op, known.name, meaning
             position = stretch.end
         for op in self.graph.ops[position:]:
             yield op, op.name, self.outside
 
     @cached_property
+    def _meanings(self) -> Mapping[BlockNames, Sequence[Meaning]]:
+        return {
+            names: [
+                Meaning(self, names, names.neighbours(block))
+                for block in range(names.stretch.count)
+            ]
+            for names in self.names
+        }
+
+    @cached_property
     def outside(self) -> Meaning:
         """How names change for what is in no stretch: not at all, where it is known at all."""
-        return Meaning(self, None, 0)
+        return Meaning(self, None, {})
 
     @cached_property
     def names(self) -> tuple[BlockNames, ...]:
@@ -115,24 +139,18 @@ class Blocks:
         return tuple(BlockNames(self.graph, stretch) for stretch in self.graph.repeats)
 
     @cached_property
-    def place_of_op(self) -> Mapping[str, tuple[BlockNames, int]]:
-        """The stretch and block of every op of the short graph that is in one."""
-        return {
-            op.name: (blocks, block)
-            for blocks in self.names
-            for block in blocks.all_kept
-            for op in blocks.ops(block)
-        }
-
-    @cached_property
-    def place(self) -> Mapping[str, tuple[BlockNames, int]]:
-        """The stretch and block of every value of the short graph that is in one."""
+    def place(self) -> Mapping[Name, tuple[BlockNames, int]]:
+        """The stretch and block of every op and value of the short graph that is in one."""
         return {
             name: (blocks, block)
             for blocks in self.names
             for block in blocks.all_kept
-            for name in blocks.values(block)
+            for name in blocks.made(block)
         }
+
+    def further(self, names: BlockNames) -> Meaning:
+        """How names change from a block of the short graph to the next one there."""
+        return Meaning(self, names, dict(itertools.pairwise(names.all_kept)))
 
 
 def reading(op: Op, names: Mapping[str, str]) -> Op:
@@ -172,19 +190,36 @@ class BlockNames:
         """The values that a block makes."""
         return [name for op in self.ops(block) for name in op.outputs]
 
-    def states(self, block: int) -> list[str]:
+    def made(self, block: int) -> Iterator[Name]:
+        """The ops of a block and the values that they make."""
+        for op in self.ops(block):
+            yield Name(Kind.OP, op.name)
+            yield from (Name(Kind.VALUE, value) for value in op.outputs)
+
+    def states(self, block: int) -> Sequence[Name]:
         """The states that a block names, as often as it does."""
-        return [name for op in self.ops(block) for name in op.states(self.graph.modules)]
+        return self._states[block]
+
+    @cached_property
+    def _states(self) -> Sequence[Sequence[Name]]:
+        return [
+            [
+                Name(Kind.STATE, state)
+                for op in self.ops(block)
+                for state in op.states(self.graph.modules)
+            ]
+            for block in range(self.stretch.count)
+        ]
 
     @property
     def all_kept(self) -> tuple[int, ...]:
         """The blocks that the short graph has."""
         count = self.stretch.count
-        return (0, 1, 2, count - 2, count - 1)
+        return (0, 1, _MIDDLE, count - 2, count - 1)
 
     def kept(self, block: int) -> int:
         """The block of the short graph that tells of a block."""
-        return block if block in self.all_kept else 2
+        return block if block in self.all_kept else _MIDDLE
 
     def neighbours(self, block: int) -> Mapping[int, int]:
         """The kept blocks that what is known of a block may speak of, and which ones it means."""
@@ -199,129 +234,53 @@ class BlockNames:
 
 
 class Meaning:
-    """How the names in what is known of a kept block change for the block that it tells of."""
+    """How names in what is known of kept blocks change for the blocks that they stand for.
 
-    def __init__(self, blocks: Blocks, names: BlockNames | None, block: int) -> None:
+    Args:
+        names: of the stretch, None for what is in none.
+        meant: by kept blocks that what is known may speak of, the blocks that those stand for.
+    """
+
+    def __init__(self, blocks: Blocks, names: BlockNames | None, meant: Mapping[int, int]) -> None:
         self._blocks = blocks
         self._names = names
-        self._block = block
+        self._meant = meant
 
-    def value(self, name: str) -> str:
-        """The value that is meant.
+    def of(self, name: Name) -> Name:
+        """The name that is meant.
 
         Raises:
             IrregularError: where that is not known.
         """
+        if name.kind is Kind.STATE:
+            return self._states.get(name, name)
         place = self._blocks.place.get(name)
         if place is None:
             return name
         names, block = place
-        if self.block(names, block) == block:
-            return name
-        return self._values[name]
-
-    def block(self, names: BlockNames, block: int) -> int:
-        """The block that is meant by one of a stretch.
-
-        Raises:
-            IrregularError: where that is not known.
-        """
-        known = {} if names is not self._names else names.neighbours(self._block)
-        if names is not self._names and block != 2:
-            return block
-        if block not in known:
+        if names is self._names and block in self._meant:
+            return self._made[name]
+        if names is self._names or block == _MIDDLE:
             raise IrregularError(f"block {block}")
-        return known[block]
-
-    def state(self, name: str) -> str:
-        """The state that is meant."""
-        return self._states.get(name, name)
+        return name
 
     @cached_property
-    def _values(self) -> Mapping[str, str]:
-        assert self._names is not None
-        names = self._names
-        return {
-            old: new
-            for known, meant in names.neighbours(self._block).items()
-            for old, new in zip(names.values(known), names.values(meant), strict=True)
-        }
+    def _made(self) -> Mapping[Name, Name]:
+        return {} if self._names is None else self._pairs(self._names.made)
 
     @cached_property
-    def _states(self) -> Mapping[str, str]:
-        if self._names is None:
-            return {}
-        names = self._names
+    def _states(self) -> Mapping[Name, Name]:
+        return {} if self._names is None else self._pairs(self._names.states)
+
+    def _pairs(self, named: Callable[[int], Iterable[Name]]) -> Mapping[Name, Name]:
         return {
             old: new
-            for known, meant in names.neighbours(self._block).items()
-            for old, new in zip(names.states(known), names.states(meant), strict=True)
+            for known, meant in self._meant.items()
+            for old, new in zip(named(known), named(meant), strict=True)
         }
-
-
-def settled(blocks: Blocks, environments: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the third block is given the like of what the second one is, and so are all further.
-
-    Args:
-        environments: the values of the short graph in some runs.
-    """
-    return all(
-        _is_settled(names, environment) for names in blocks.names for environment in environments
-    )
-
-
-def _is_settled(names: BlockNames, environment: Mapping[str, Any]) -> bool:
-    second, third = names.values(1), names.values(2)
-    fourth = names.values(names.stretch.count - 2)
-    rows = [[environment.get(name) for name in row] for row in (second, third, fourth)]
-    if not all(_same(a, b) and _same(b, c) for a, b, c in zip(*rows, strict=True)):
-        return False
-    inner = {name for block in names.all_kept for name in names.values(block)}
-    outer = {
-        value.untyped_storage()._cdata: name
-        for name, value in environment.items()
-        if isinstance(value, torch.Tensor) and name not in inner
-    }
-    return _sharing(rows[0] + rows[1], outer) == _sharing(rows[1] + rows[2], outer)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (
-            one.shape == other.shape
-            and one.stride() == other.stride()
-            and one.storage_offset() == other.storage_offset()
-            and one.dtype == other.dtype
-            and one.device == other.device
-            and one.requires_grad == other.requires_grad
-        )
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
-def _sharing(values: Sequence[Any], outer: Mapping[int, str]) -> list[int | str]:
-    """Which values share memory with one another, or with which others."""
-    numbers: dict[int, int] = {}
-    found: list[int | str] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            key = value.untyped_storage()._cdata
-            found.append(outer.get(key) or numbers.setdefault(key, len(numbers)))
-    return found
 
 
 def shortest(graph: Graph) -> Graph:
     """The short graph where a block repeats, else the graph itself."""
     blocks = Blocks.of(graph)
     return graph if blocks is None else blocks.short
-
-
-def per_op(graph: Graph, table: Mapping[str, T]) -> dict[str, T]:
-    """A table by op of the shortest graph, in which no names occur, as one of the whole graph."""
-    blocks = Blocks.of(graph)
-    return dict(table) if blocks is None else blocks.per_op(table)
-
-
-def per_value(graph: Graph, table: Mapping[str, T]) -> dict[str, T]:
-    """A table by value of the shortest graph as one of the whole graph."""
-    blocks = Blocks.of(graph)
-    return dict(table) if blocks is None else blocks.per_value(table)

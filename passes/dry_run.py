@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,28 +176,6 @@ def like_strides(example: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
-
-
-@contextlib.contextmanager
-def saved_storages(alive: list[torch.UntypedStorage]) -> Iterator[set[int]]:
-    """The keys of the storages that autograd saves of what runs inside.
-
-    Args:
-        alive: takes the storages, which keeps their keys their own.
-    """
-    saved: set[int] = set()
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor.untyped_storage())
-        saved.add(storage_key(tensor))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
-        yield saved
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def tensors_in(structure: object) -> list[torch.Tensor]:

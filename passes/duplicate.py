@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Argument, Graph, Mode, Op, ValueKind
-from gpipe_compiler.passes.blocks import per_value, shortest
-from gpipe_compiler.passes.dry_run import DryRun, modes
+from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects
+from gpipe_compiler.passes.observe import SeenValue, observed
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.runtime.spec import Precision
 
@@ -58,33 +58,30 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
 
 def _seen_shape_values(graph: Graph) -> Mapping[str, Argument]:
     found: dict[str, Argument] = {}
-    short = shortest(graph)
     for training in modes(graph):
-        run = DryRun.of(short, training=training)
-        once, twice = run.run(graph.batch_size), run.run(2 * graph.batch_size)
-        elsewhere = _in_other_precisions(short, once, training)
-        for name in once:
-            if not isinstance(once[name], torch.Tensor) and name not in found:
-                if any(repr(other[name]) != repr(once[name]) for other in elsewhere):
+        once, twice = (
+            observed(graph, times * graph.batch_size, training=training).values for times in (1, 2)
+        )
+        elsewhere = _in_other_precisions(graph, once, training)
+        for name, seen in once.items():
+            if seen.form is None and not seen.storages and name not in found:
+                if any(repr(other[name].plain) != repr(seen.plain) for other in elsewhere):
                     continue
                 try:
-                    found[name] = _template(once[name], twice[name], graph.batch_size)
+                    found[name] = _template(seen.plain, twice[name].plain, graph.batch_size)
                 except _NoTemplateError:
                     continue
-    return per_value(graph, found)
+    return found
 
 
 def _in_other_precisions(
-    graph: Graph, values: Mapping[str, Any], training: bool
-) -> list[Mapping[str, Any]]:
+    graph: Graph, values: Mapping[str, SeenValue], training: bool
+) -> list[Mapping[str, SeenValue]]:
     """The values in every other precision that the graph is for, where some of them are types."""
-    if not any(isinstance(value, torch.dtype) for value in values.values()):
+    if not any(isinstance(value.plain, torch.dtype) for value in values.values()):
         return []
     others = [p for p in Precision if p is not graph.precision and p not in graph.unlike]
-    return [
-        DryRun.of(graph.replace(precision=other), training=training).run(graph.batch_size)
-        for other in others
-    ]
+    return [observed(graph.replace(precision=other), training=training).values for other in others]
 
 
 def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:

@@ -17,11 +17,11 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.blocks import Blocks
+from gpipe_compiler.passes.blocks import Kind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects
+from gpipe_compiler.passes.observe import Observed, SeenValue, observed
 from gpipe_compiler.passes.precedence import written_memory
-from gpipe_compiler.passes.seen import SeenRun
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.twins import (
     Twin,
@@ -59,28 +59,13 @@ def write_in_place(graph: Graph) -> Graph:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    blocks = Blocks.of(graph)
-    short = graph if blocks is None else blocks.short
-    known = _observed(short)
     refused: frozenset[str] = frozenset()
-    while True:
-        chosen = _choose(short, known, refused)
-        wrong = _wrong(_written(short, chosen), chosen) if chosen else frozenset()
-        if not wrong:
-            break
+    while chosen := _choose(graph, refused):
+        changed, wrong = _tried(graph, chosen)
+        if changed is not None:
+            return check(changed, after="inplace")
         refused |= wrong
-    if blocks is not None:
-        chosen = blocks.per_op(chosen)
-        readers = _Readers.of(graph)
-        chosen = {
-            name: place
-            for name, place in chosen.items()
-            if readers.only(_twins(graph, name)[place].operand, name)
-        }
-    if not chosen:
-        return graph
-    changed = annotate(_written(graph, chosen), graph.batch_size, graph.precision)
-    return check(changed, after="inplace")
+    return graph
 
 
 def torn(graph: Graph, plain: Graph, found: Effects, stage_of: Mapping[str, int]) -> frozenset[str]:
@@ -132,15 +117,6 @@ def _twins(graph: Graph, name: str) -> list[Twin]:
     return list(twins(graph, graph.op_of[name]))
 
 
-# --- what is seen ----------------------------------------------------------------------------
-
-
-def _observed(graph: Graph) -> list[SeenRun]:
-    """The graph in its own mode, and in eval mode too where it trains."""
-    training = graph.loss is not None
-    return [SeenRun.of(graph, training=mode) for mode in ((True, False) if training else (False,))]
-
-
 @dataclass(frozen=True)
 class _Readers:
     """Who reads the content of each value, and how often."""
@@ -176,9 +152,11 @@ def _asks_for_shape(op: Op) -> bool:
 # --- what is chosen --------------------------------------------------------------------------
 
 
-def _choose(graph: Graph, runs: Iterable[SeenRun], refused: frozenset[str]) -> Chosen:
-    """The first legal twin of every op."""
-    legal = _Legal(graph, tuple(runs), _Readers.of(graph), half_precision(graph))
+def _choose(graph: Graph, refused: frozenset[str]) -> Chosen:
+    """The first legal twin of every op, seen in train and eval mode alike."""
+    seen = (True, False) if graph.loss is not None else (False,)
+    runs = tuple(observed(graph, training=training) for training in seen)
+    legal = _Legal(graph, runs, _Readers.of(graph), half_precision(graph))
     chosen: dict[str, int] = {}
     for op in graph.ops:
         if op.mode is not Mode.ALWAYS or op.name in refused or op.name in graph.loss_only:
@@ -195,7 +173,7 @@ class _Legal:
     """Says what may be written over."""
 
     graph: Graph
-    runs: tuple[SeenRun, ...]
+    runs: tuple[Observed, ...]
     readers: _Readers
     half: frozenset[str]
 
@@ -204,7 +182,7 @@ class _Legal:
         if not isinstance(op.result, str):
             return False
         names = {twin.operand, op.result}
-        if not all(names <= run.tensors.keys() for run in self.runs):
+        if not all(_are_tensors(run, names) for run in self.runs):
             return False
         chain = self._chain(op.name, twin.operand)
         return (
@@ -239,22 +217,28 @@ class _Legal:
         names = {twin.operand, getattr(other, "name", "")}
         return names <= self.half
 
-    def _in_run(self, run: SeenRun, op: Op, twin: Twin, chain: frozenset[str]) -> bool:
+    def _in_run(self, run: Observed, op: Op, twin: Twin, chain: frozenset[str]) -> bool:
         assert isinstance(op.result, str)
-        operand, result = run.tensors[twin.operand], run.tensors[op.result]
-        key = run.memory[twin.operand]
+        operand, result = run.values[twin.operand], run.values[op.result]
+        (memory,), form = operand.storages, operand.form
+        assert form is not None
         return (
             _layout(operand) == _layout(result)
-            and key != run.memory[op.result]
-            and run.sharing[key] <= chain
-            and key not in run.states
-            and run.savers.get(key, _NOBODY) <= {op.name}
-            and not (operand.requires_grad and operand._is_view())
+            and memory not in result.storages
+            and run.sharing[memory] <= chain
+            and memory.name.kind is not Kind.STATE
+            and run.savers.get(memory, _NOBODY) <= {op.name}
+            and not (form.requires_grad and form.viewed)
         )
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _are_tensors(run: Observed, names: Iterable[str]) -> bool:
+    return all(name in run.values and run.values[name].form is not None for name in names)
+
+
+def _layout(value: SeenValue) -> tuple[object, ...]:
+    assert value.form is not None
+    return value.form.shape, value.form.stride, value.form.dtype
 
 
 # --- what comes of it ------------------------------------------------------------------------
@@ -284,24 +268,30 @@ def _written(graph: Graph, chosen: Chosen) -> Graph:
     return graph.replace(ops=tuple(ops), modules=modules, values={})
 
 
-def _wrong(graph: Graph, chosen: Chosen) -> frozenset[str]:
-    """The ops that had better not be in place: those that keep a copy, or all where autograd finds
-    a tensor changed that it has kept."""
-    if graph.loss is None:
-        return frozenset()
+def _tried(graph: Graph, chosen: Chosen) -> tuple[Graph | None, frozenset[str]]:
+    """The graph with these twins, described anew.
+
+    None, and the ops that had better not be in place: those that keep a copy, or all where autograd
+    finds a tensor changed that it has kept.
+    """
     try:
-        run = SeenRun.of(graph, training=True)
-        copying = {name for name in chosen if _keeps_a_copy(run, graph.op_of[name])}
+        changed = annotate(_written(graph, chosen), graph.batch_size, graph.precision)
+        if graph.loss is None:
+            return changed, frozenset()
+        run = observed(changed)
+        copying = frozenset(name for name in chosen if _keeps_a_copy(run, changed.op_of[name]))
         if not copying:
-            _prove(graph)
+            _prove(shortest(changed))
     except (ModelError, RuntimeError):
-        return frozenset(chosen)
-    return frozenset(copying)
+        return None, frozenset(chosen)
+    return None if copying else changed, copying
 
 
-def _keeps_a_copy(run: SeenRun, op: Op) -> bool:
-    seen = {run.memory[name] for name in (*op.inputs, *op.outputs) if name in run.memory}
-    return not run.saved.get(op.name, frozenset()) <= seen | run.states
+def _keeps_a_copy(run: Observed, op: Op) -> bool:
+    names = (name for name in (*op.inputs, *op.outputs) if name in run.values)
+    seen = {storage for name in names for storage in run.values[name].storages}
+    saved = (item.storage for item in run.ops[op.name].saved)
+    return any(s not in seen and s.name.kind is not Kind.STATE for s in saved)
 
 
 def _prove(graph: Graph) -> None:

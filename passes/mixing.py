@@ -5,18 +5,13 @@ BatchNorm in train mode is one; so are a mean over the batch and a product of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op
-from gpipe_compiler.passes.blocks import per_op, shortest
-from gpipe_compiler.passes.dry_run import DryRun, tensors_in
-from gpipe_compiler.passes.watch import DispatchWatch
+from gpipe_compiler.passes.observe import Kernel, observed
 
 
 def mixing_ops(graph: Graph) -> frozenset[str]:
@@ -30,13 +25,13 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     Raises:
         ModelError: naming the op that cannot run.
     """
-    once, twice = (_kernels(graph, size) for size in (graph.batch_size, 2 * graph.batch_size))
-    mixes = {
-        name: len(once[name]) == len(twice[name]) and any(map(_mixes, once[name], twice[name]))
-        for name in once
-    }
-    found = (name for name, mixing in per_op(graph, mixes).items() if mixing)
+    once, twice = (observed(graph, times * graph.batch_size).ops for times in (1, 2))
+    found = (name for name, op in once.items() if _mix(op.kernels, twice[name].kernels))
     return frozenset(found) - graph.loss_only
+
+
+def _mix(once: Sequence[Kernel], twice: Sequence[Kernel]) -> bool:
+    return len(once) == len(twice) and any(map(_mixes, once, twice))
 
 
 def batchnorm_ops(graph: Graph, model: nn.Module) -> frozenset[str]:
@@ -45,11 +40,10 @@ def batchnorm_ops(graph: Graph, model: nn.Module) -> frozenset[str]:
     Args:
         model: which the graph was traced from; it tells the layers, subclasses included.
     """
-    kernels = per_op(graph, _kernels(graph, graph.batch_size))
     return frozenset(
-        op.name
-        for op in graph.ops
-        if any("batch_norm" in kernel.name for kernel in kernels.get(op.name, ()))
+        name
+        for name, op in observed(graph).ops.items()
+        if any("batch_norm" in kernel.name for kernel in op.kernels)
     ) | _made_in_layers(graph, model)
 
 
@@ -71,16 +65,7 @@ def _paths(op: Op) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """One kernel that ran: how many elements it read and returned, tensor by tensor."""
-
-    name: str
-    read: tuple[int, ...]
-    returned: tuple[int, ...]
-
-
-def _mixes(once: _Kernel, twice: _Kernel) -> bool:
+def _mixes(once: Kernel, twice: Kernel) -> bool:
     if once.name != twice.name or once.name.startswith("new_"):  # only asks for dtype and device
         return False
     grows = any(more > few for few, more in zip(once.read, twice.read, strict=False))
@@ -91,48 +76,3 @@ def _mixes(once: _Kernel, twice: _Kernel) -> bool:
     return any(
         few > 0 and more != 2 * few for few, more in zip(once.returned, twice.returned, strict=True)
     )
-
-
-class _KernelWatch(DispatchWatch):
-    """Notes every kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[_Kernel] = []
-
-    def saw(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
-    ) -> None:
-        """Notes one kernel; of what it returns, the first tensor and all floating ones.
-
-        Some attention kernels return the state of a random generator besides.
-        """
-        results = tensors_in(returned)
-        meant = [t for t in results if t is results[0] or t.dtype.is_floating_point]
-        name = func.overloadpacket.__name__
-        self.seen.append(_Kernel(name, _elements(tensors_in((args, kwargs))), _elements(meant)))
-
-
-def _elements(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.numel() for tensor in tensors)
-
-
-def _kernels(graph: Graph, batch_size: int) -> Mapping[str, Sequence[_Kernel]]:
-    """The kernels of every op of the shortest graph that runs, in order."""
-    return graph.once(("kernels", batch_size), lambda: _seen_kernels(graph, batch_size))
-
-
-def _seen_kernels(graph: Graph, batch_size: int) -> Mapping[str, Sequence[_Kernel]]:
-    run = DryRun.of(shortest(graph), training=graph.loss is not None)
-    watch = _KernelWatch()
-    found: dict[str, list[_Kernel]] = {}
-
-    def observer(op: Op, execute: Callable[[], Any]) -> Any:
-        watch.seen = []
-        with watch:
-            returned = execute()
-        found[op.name] = watch.seen
-        return returned
-
-    run.run(batch_size, observer)
-    return found

@@ -1,23 +1,18 @@
 """What autograd keeps of each op's forward for its backward.
 
-It is seen, not guessed: hooks take every tensor that real autograd saves in one forward on fake
-tensors (a block that repeats is asked once, `repeats`).
+It is seen, not guessed: real autograd saves tensors in one forward on fake ones (`observe`).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import Graph, ModuleCall, Op
-from gpipe_compiler.passes.blocks import BlockNames, Blocks, IrregularError, Meaning
-from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
-from gpipe_compiler.passes.watch import DispatchWatch
+from gpipe_compiler.ir import Graph, ModuleCall
+from gpipe_compiler.passes.observe import Storage, observed
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -86,176 +81,43 @@ def saved_tensors(graph: Graph) -> SavedTensors:
     """
     if graph.loss is None:
         return SavedTensors()
-    return graph.once("saved tensors", lambda: _all_saved(graph))
-
-
-def _all_saved(graph: Graph) -> SavedTensors:
-    blocks = Blocks.of(graph)
-    if blocks is not None:
-        with contextlib.suppress(IrregularError):
-            return _by_blocks(blocks, _saved_tensors(blocks.short))
-    return _saved_tensors(graph)
-
-
-def _by_blocks(blocks: Blocks, known: SavedTensors) -> SavedTensors:
-    """What a graph saves, from what its short form does.
-
-    Storages are numbered in the order in which they are first saved. So the third of those that
-    one block saves first is to it what the third of another's is to that one.
-    """
-    homes: dict[int, tuple[BlockNames | None, int, int]] = {}
-    counts: dict[tuple[BlockNames | None, int], int] = {}
-
-    def settle(found: frozenset[int], names: BlockNames | None, block: int) -> None:
-        for number in sorted(found):
-            if number not in homes:
-                place = counts[names, block] = counts.get((names, block), -1) + 1
-                homes[number] = names, block, place
-
-    for source in blocks.short.inputs:
-        settle(known.by_value.get(source.name, _NOTHING), None, 0)
-    for op in blocks.short.ops:
-        made = (known.by_value.get(value, _NOTHING) for value in op.outputs)
-        found = known.by_op.get(op.name, _NOTHING).union(*made)
-        settle(found, *blocks.place_of_op.get(op.name, (None, 0)))
-    for names in blocks.names:
-        inner = (1, 2, names.stretch.count - 2)
-        if len({counts.get((names, block), -1) for block in inner}) > 1:
-            raise IrregularError("blocks save differently")
-    numbers: dict[tuple[BlockNames | None, int, int], int] = {}
-    by_op: dict[str, frozenset[int]] = {}
-    by_value: dict[str, frozenset[int]] = {}
-    sizes: dict[int, int] = {}
-
-    def told_as(found: frozenset[int], meaning: Meaning) -> frozenset[int]:
-        mine = []
-        for number in sorted(found):
-            names, block, place = homes[number]
-            key = (names, block if names is None else meaning.block(names, block), place)
-            mine.append(numbers.setdefault(key, len(numbers)))
-            sizes[mine[-1]] = known.bytes[number]
-        return frozenset(mine)
-
-    for source in blocks.graph.inputs:
-        if source.name in known.by_value:
-            by_value[source.name] = told_as(known.by_value[source.name], blocks.outside)
-    for op, told, meaning in blocks.known():
-        if told in known.by_op:
-            by_op[op.name] = told_as(known.by_op[told], meaning)
-        for value, other in zip(op.outputs, blocks.short.op_of[told].outputs, strict=True):
-            if other in known.by_value:
-                by_value[value] = told_as(known.by_value[other], meaning)
-    early = frozenset(op.name for op, told, _ in blocks.known() if told in known.early)
-    tensors = []
-    of_op: dict[str, list[SavedTensor]] = {}
-    for tensor in known.tensors:
-        of_op.setdefault(tensor.op, []).append(tensor)
-    for op, told, meaning in blocks.known():
-        for tensor in of_op.get(told, ()):
-            (storage,) = told_as(frozenset((tensor.storage,)), meaning)
-            tensors.append(_saved(op, storage, tensor.shape, tensor.dtype))
-    return SavedTensors(by_op, sizes, by_value, early, tuple(tensors))
-
-
-def _saved(op: Op, storage: int, shape: tuple[int, ...], dtype: torch.dtype) -> SavedTensor:
-    module = op.call.module if isinstance(op.call, ModuleCall) else op.module
-    return SavedTensor(op.name, storage, shape, dtype, module, op.source)
+    return graph.once("saved tensors", lambda: _saved_tensors(graph))
 
 
 def _saved_tensors(graph: Graph) -> SavedTensors:
-    run = DryRun.of(graph, training=True)
-    own = _OwnStorages(run.states.values())
-    # Every storage is kept to the end, for its key to stay its own. It holds no memory.
-    storages: dict[int, torch.UntypedStorage] = {}
-    saved: dict[int, None] = {}
+    run = observed(graph)
+    numbers: dict[Storage, int] = {}
 
-    def note(tensor: torch.Tensor) -> frozenset[int]:
-        key = storage_key(tensor)
-        if key in own.keys:
-            return _NOTHING
-        storages[key] = tensor.untyped_storage()
-        return frozenset((key,))
+    def number(storage: Storage) -> int:
+        return numbers.setdefault(storage, len(numbers))
 
-    forms: dict[tuple[int, tuple[int, ...], torch.dtype], None] = {}
+    def looked_into(value: str) -> None:
+        found = () if value not in run.values else run.values[value].storages
+        own = frozenset(number(storage) for storage in found if not storage.own)
+        if own:
+            by_value[value] = own
 
-    def pack(tensor: torch.Tensor) -> None:
-        keys = note(tensor)
-        saved.update(dict.fromkeys(keys))
-        forms.update(dict.fromkeys((key, tuple(tensor.shape), tensor.dtype) for key in keys))
-        own.kernels_before = own.kernels
-
-    by_op: dict[str, tuple[int, ...]] = {}
-    early: set[str] = set()
+    by_op: dict[str, frozenset[int]] = {}
+    by_value: dict[str, frozenset[int]] = {}
     tensors: list[SavedTensor] = []
-
-    def observer(op: Op, execute: Callable[[], Any]) -> Any:
-        saved.clear()
-        forms.clear()
-        own.kernels = own.kernels_before = 0
-        with own, torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked):
-            returned = execute()
-        if saved:
-            by_op[op.name] = tuple(saved)
-            tensors.extend(_saved(op, *form) for form in forms)
-            if not own.kernels_before:
-                early.add(op.name)
-        return returned
-
-    # The environment keeps the values alive until the keys are replaced by numbers.
-    environment = run.run(graph.batch_size, observer)
-    by_value = {
-        name: _NOTHING.union(*map(note, tensors_in(value))) for name, value in environment.items()
-    }
-    # As the storages of a whole graph are numbered after its short one (`_by_blocks`).
-    number: dict[int, int] = {}
-    seen = {key: place for place, key in enumerate(storages)}
     for source in graph.inputs:
-        _number_in_turn(number, by_value[source.name])
+        looked_into(source.name)
     for op in graph.ops:
-        _number_in_turn(number, by_op.get(op.name, ()))
-        for name in op.outputs:
-            _number_in_turn(number, sorted(by_value.get(name, _NOTHING), key=seen.__getitem__))
-    table = SavedTensors(
-        {name: frozenset(number[key] for key in keys) for name, keys in by_op.items()},
-        {number[key]: storage.nbytes() for key, storage in storages.items()},
-        {name: frozenset(number[key] for key in keys) for name, keys in by_value.items() if keys},
-        frozenset(early),
-        tuple(replace(tensor, storage=number[tensor.storage]) for tensor in tensors),
+        seen = run.ops.get(op.name)
+        saved = () if seen is None else [item for item in seen.saved if not item.storage.own]
+        if saved:
+            by_op[op.name] = frozenset(number(item.storage) for item in saved)
+            module = op.call.module if isinstance(op.call, ModuleCall) else op.module
+            tensors.extend(
+                SavedTensor(op.name, number(storage), shape, dtype, module, op.source)
+                for storage, shape, dtype in saved
+            )
+        for value in op.outputs:
+            looked_into(value)
+    return SavedTensors(
+        by_op,
+        {number: storage.bytes for storage, number in numbers.items()},
+        by_value,
+        frozenset(name for name in by_op if run.ops[name].early),
+        tuple(tensors),
     )
-    del environment
-    return table
-
-
-def _number_in_turn(number: dict[int, int], keys: Iterable[int]) -> None:
-    for key in keys:
-        number.setdefault(key, len(number))
-
-
-class _OwnStorages(DispatchWatch):
-    """The storages of the model's state, and of what is cast of them to another type.
-
-    Attributes:
-        kernels: that an op has run so far; views and casts are none.
-        kernels_before: of these, those before the latest tensor was saved.
-    """
-
-    def __init__(self, states: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.keys = {storage_key(tensor) for tensor in states}
-        self.kernels = self.kernels_before = 0
-        self._casts: list[torch.Tensor] = []  # kept alive, for their keys to stay their own
-
-    def saw(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
-    ) -> None:
-        """Takes note of a cast."""
-        if func is not torch.ops.aten._to_copy.default:
-            self.kernels += not func.is_view
-        elif storage_key(args[0]) in self.keys:
-            assert isinstance(returned, torch.Tensor)
-            self.keys.add(storage_key(returned))
-            self._casts.append(returned)
-
-
-def _never_unpacked(packed: None) -> torch.Tensor:
-    raise AssertionError("the dry run has no backward")

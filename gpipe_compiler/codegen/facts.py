@@ -14,7 +14,6 @@ from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.op_runs import OpRun, runs_of
 from gpipe_compiler.passes.random_ops import (
     first_numbers,
-    in_eval,
     numbers_of,
     shared_draws,
 )
@@ -62,7 +61,7 @@ class Facts:
             effects(graph),
             shape_values(graph),
             shared_draws(graph),
-            shared_draws(in_eval(graph)),
+            shared_draws(graph, training=False),
             mixing_ops(graph),
             runs_of(graph),
         )

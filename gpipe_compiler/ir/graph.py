@@ -24,7 +24,7 @@ from gpipe_compiler.runtime.spec import Input, OutputClass, Precision, Reduction
 T = TypeVar("T")
 
 _DESCRIPTIONS = frozenset(
-    {"batch_size", "values", "held", "loss", "whole_batch", "paths", "module_classes"}
+    {"batch_size", "values", "held", "loss", "whole_batch", "paths", "module_classes", "repeats"}
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
 

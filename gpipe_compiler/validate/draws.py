@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.random_ops import (
     first_numbers,
-    in_eval,
     numbers_of,
     random_ops,
     shared_draws,
@@ -34,7 +33,7 @@ class Draws:
     @classmethod
     def of(cls, graph: Graph, seed: int, *, training: bool) -> Draws:
         """Those of a graph, in a package with this seed."""
-        known = shared_draws(graph if training else in_eval(graph))
+        known = shared_draws(graph, training=training and graph.loss is not None)
         counts = {name: len(shared) for name, shared in known.items()}
         first = first_numbers(graph, counts if training else random_ops(graph))
         numbers = numbers_of(graph.ops, first, counts)

@@ -1,0 +1,488 @@
+"""Runs a graph once on fake tensors and notes all that the analyses ask about it.
+
+What an op reads and makes, writes in place, keeps for its backward, draws and allocates is seen in
+one forward, not guessed. Of a block that repeats five calls are run (`passes.blocks`), and what is
+seen of them is told of all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.blocks import Blocks, IrregularError, Kind, Meaning, Name
+from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
+from gpipe_compiler.passes.watch import DispatchWatch
+from gpipe_compiler.runtime.random import draws
+
+_UNDECLARED: Mapping[torch._ops.OpOverload, tuple[tuple[int, ...], int]] = {
+    torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.cudnn_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.miopen_batch_norm.default: ((3, 4), 5),
+}
+"""Ops that write although their schema does not say so: positions of the written arguments, and
+of the flag (training) with which they do."""
+
+
+class Storage(NamedTuple):
+    """A memory that tensors look into.
+
+    Attributes:
+        name: of the model's tensor that it belongs to, of the first value in it, or of the op that
+            autograd first keeps it for.
+        place: which of several with this name.
+        own: whether it is of the model's state, or of a copy that autocast casts of that.
+    """
+
+    name: Name
+    place: int
+    bytes: int
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor without its numbers, at the end of a run.
+
+    Attributes:
+        offset: into its storage, in elements.
+        viewed: whether autograd knows it as a view.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+    viewed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeenValue:
+    """A value of a run.
+
+    Attributes:
+        form: None for what is no tensor.
+        plain: what is no tensor.
+        storages: of the tensor, or of all tensors inside.
+    """
+
+    form: Form | None
+    plain: object
+    storages: tuple[Storage, ...]
+
+    @property
+    def storage(self) -> Storage | None:
+        """That of a tensor."""
+        return self.storages[0] if self.form is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An aten op that ran: how many elements it read and returned, tensor by tensor.
+
+    Attributes:
+        returned: of the first tensor and of all floating ones: some attention kernels return the
+            state of a random generator besides.
+    """
+
+    name: str
+    read: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd keeps of an op for its backward."""
+
+    storage: Storage
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SeenOp:
+    """An op as it ran on fake tensors, which have no workspaces.
+
+    Attributes:
+        written: storages, there before the op, that it writes.
+        saved: each form once. What a custom autograd function hides in its `ctx` without
+            `save_for_backward` is not seen.
+        early: whether all that it saves is saved before its kernel runs.
+        peak: bytes above those before it, at most, with what it makes; the model's state and casts
+            of it are not counted.
+        kept: bytes that stay after it in no value.
+        drawn: shapes of what its random kernels draw, in order.
+    """
+
+    written: frozenset[Storage]
+    saved: tuple[Saved, ...]
+    early: bool
+    peak: int
+    kept: int
+    kernels: tuple[Kernel, ...]
+    drawn: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run of a graph in one mode.
+
+    Attributes:
+        values: by name, inputs first; those that are made in the other mode only are left out.
+        ops: by name, those that run in this mode.
+        by_blocks: whether it was seen on the short graph alone.
+    """
+
+    values: Mapping[str, SeenValue]
+    ops: Mapping[str, SeenOp]
+    by_blocks: bool = False
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, Form, Storage]]:
+        """The values that are tensors."""
+        for name, value in self.values.items():
+            if value.form is not None:
+                yield name, value.form, value.storages[0]
+
+    @cached_property
+    def sharing(self) -> Mapping[Storage, frozenset[str]]:
+        """The values that are tensors, by their storage."""
+        found: dict[Storage, set[str]] = {}
+        for name, _, storage in self.tensors:
+            found.setdefault(storage, set()).add(name)
+        return {storage: frozenset(names) for storage, names in found.items()}
+
+    @cached_property
+    def savers(self) -> Mapping[Storage, frozenset[str]]:
+        """The ops that autograd keeps each storage for."""
+        found: dict[Storage, set[str]] = {}
+        for name, op in self.ops.items():
+            for saved in op.saved:
+                found.setdefault(saved.storage, set()).add(name)
+        return {storage: frozenset(names) for storage, names in found.items()}
+
+
+def observed(graph: Graph, samples: int | None = None, *, training: bool | None = None) -> Observed:
+    """The graph run for so many samples, once whoever asks.
+
+    Args:
+        samples: by default the graph's batch size.
+        training: by default in its own mode: whether it has a loss.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    size = graph.batch_size if samples is None else samples
+    mode = graph.loss is not None if training is None else training
+    return graph.once(("observed", size, mode), lambda: _observed(graph, size, training=mode))
+
+
+def in_all_modes(graph: Graph, samples: int | None = None) -> list[Observed]:
+    """The runs in which every op is seen: in the graph's own mode first."""
+    return [observed(graph, samples, training=training) for training in modes(graph)]
+
+
+def _observed(graph: Graph, samples: int, *, training: bool) -> Observed:
+    blocks = Blocks.of(graph)
+    if blocks is not None:
+        with contextlib.suppress(IrregularError):
+            return _told(blocks, _seen(blocks.short, samples, training=training))
+    return _seen(graph, samples, training=training)
+
+
+# --- one run ---------------------------------------------------------------------------------
+
+
+def _seen(graph: Graph, samples: int, *, training: bool) -> Observed:
+    run = DryRun.of(graph, training=training)
+    watch = _Watch(run.states.values())
+    notes: dict[str, _Notes] = {}
+
+    def observer(op: Op, execute: Callable[[], Any]) -> Any:
+        notes[op.name] = watch.begin(op.name)
+        with watch, torch.autograd.graph.saved_tensors_hooks(watch.pack, _unpacked):
+            returned = execute()
+        watch.end(returned)
+        return returned
+
+    environment = run.run(samples, observer)
+    names = _Storages(graph, run, environment, watch)
+    values = {
+        name: _value(environment[name], names.of) for name in names.values if name in environment
+    }
+    made = {source.name for source in graph.inputs}
+    before = {storage for name in made for storage in values[name].storages}
+    before.update(names.states)
+    ops: dict[str, SeenOp] = {}
+    for op in graph.ops:
+        found = notes.get(op.name)
+        if found is None:
+            continue
+        ops[op.name] = SeenOp(
+            frozenset(s for s in map(names.get, found.written) if s in before),
+            tuple(Saved(names.of(key), shape, dtype) for key, shape, dtype in found.saved),
+            bool(found.saved) and not found.kernels_before,
+            found.most,
+            found.kept,
+            tuple(found.kernels),
+            tuple(found.drawn),
+        )
+        before.update(s for name in op.outputs if name in values for s in values[name].storages)
+    return Observed(values, ops)
+
+
+def _value(value: Any, storage: Callable[[int], Storage]) -> SeenValue:
+    if not isinstance(value, torch.Tensor):
+        inside = tensors_in(value)
+        found = tuple(storage(storage_key(tensor)) for tensor in inside)
+        return SeenValue(None, None if inside else value, found)
+    form = Form(
+        tuple(value.shape),
+        value.stride(),
+        int(value.storage_offset()),
+        value.dtype,
+        value.requires_grad,
+        value._is_view(),
+    )
+    return SeenValue(form, None, (storage(storage_key(value)),))
+
+
+class _Storages:
+    """Names the storages of a run, all of which are alive.
+
+    Attributes:
+        values: names of all values, in the order of the graph.
+        states: the storages of the model's own tensors.
+    """
+
+    def __init__(
+        self, graph: Graph, run: DryRun, environment: Mapping[str, Any], watch: _Watch
+    ) -> None:
+        self._found: dict[int, Storage] = {}
+        self._watch = watch
+        for name, tensor in run.states.items():
+            self._add(Name(Kind.STATE, name), [tensor.untyped_storage()])
+        self.states = set(self._found.values())
+        self.values = [source.name for source in graph.inputs]
+        self.values.extend(name for op in graph.ops for name in op.outputs)
+        for name in self.values:
+            tensors = tensors_in(environment.get(name))
+            self._add(Name(Kind.VALUE, name), [tensor.untyped_storage() for tensor in tensors])
+        for op, storages in watch.alive.items():
+            self._add(Name(Kind.OP, op), storages)
+
+    def of(self, key: int) -> Storage:
+        return self._found[key]
+
+    def get(self, key: int) -> Storage | None:
+        return self._found.get(key)
+
+    def _add(self, name: Name, storages: Iterable[torch.UntypedStorage]) -> None:
+        place = 0
+        for storage in storages:
+            key = int(storage._cdata)
+            if key not in self._found:
+                own = key in self._watch.own
+                self._found[key] = Storage(name, place, storage.nbytes(), own)
+                place += 1
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What is noted of one op; storages by their keys.
+
+    Attributes:
+        ran: kernels so far; views and casts of state are none.
+        kernels_before: of these, those before the latest tensor was saved.
+        most: bytes above those before the op, at most.
+    """
+
+    before: int
+    written: set[int] = field(default_factory=set)
+    saved: dict[tuple[int, tuple[int, ...], torch.dtype], None] = field(default_factory=dict)
+    kernels: list[Kernel] = field(default_factory=list)
+    drawn: list[tuple[int, ...]] = field(default_factory=list)
+    ran: int = 0
+    kernels_before: int = 0
+    most: int = 0
+    kept: int = 0
+
+
+class _Watch(DispatchWatch):
+    """Watches the ops of a run, one after another.
+
+    Attributes:
+        own: the storages of the model's state, and of what is cast of them to another type.
+        alive: those that autograd keeps, by the first op that it keeps them for. With what is cast
+            they are kept here, for their keys to stay their own.
+    """
+
+    def __init__(self, states: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.own = {storage_key(tensor) for tensor in states}
+        self.alive: dict[str, list[torch.UntypedStorage]] = {}
+        self._casts: list[torch.Tensor] = []
+        self._kept: set[int] = set()
+        self._held = 0
+        self._sizes: dict[int, int] = {}
+        self._made: set[int] = set()
+        self._op = ""
+        self._notes = _Notes(0)
+
+    def begin(self, op: str) -> _Notes:
+        """An op begins."""
+        self._made.clear()
+        self._op = op
+        self._notes = _Notes(self._held)
+        return self._notes
+
+    def end(self, returned: object) -> None:
+        """The op has returned this."""
+        made = {storage_key(tensor) for tensor in tensors_in(returned)} & self._made
+        values = sum(self._sizes[key] for key in made)
+        self._notes.kept = self._held - self._notes.before - values
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
+        key, notes = storage_key(tensor), self._notes
+        if key not in self._kept:
+            self._kept.add(key)
+            self.alive.setdefault(self._op, []).append(tensor.untyped_storage())
+        notes.saved[key, tuple(tensor.shape), tensor.dtype] = None
+        notes.kernels_before = notes.ran
+        return tensor
+
+    def saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
+    ) -> None:
+        """Notes an aten op."""
+        notes = self._notes
+        results = tensors_in(returned)
+        self._add_written(func, args, kwargs)
+        if draws(func, args, kwargs):
+            notes.drawn.append(tuple(results[0].shape))
+        meant = [t for t in results if t is results[0] or t.dtype.is_floating_point]
+        read = _numbers(tensors_in((args, kwargs)))
+        notes.kernels.append(Kernel(func.overloadpacket.__name__, read, _numbers(meant)))
+        if func is not torch.ops.aten._to_copy.default:
+            notes.ran += not func.is_view
+        elif storage_key(args[0]) in self.own:
+            self.own.update(map(storage_key, results))
+            self._casts.extend(results)
+        for tensor in results:
+            key = storage_key(tensor)
+            if key not in self.own and key not in self._sizes:
+                self._add_made(key, tensor.untyped_storage())
+
+    def _add_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written: list[object] = []
+        if func in _UNDECLARED:
+            positions, flag = _UNDECLARED[func]
+            if args[flag]:
+                written = [args[position] for position in positions]
+        elif func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    by_position = position < len(args) and not argument.kwarg_only
+                    written.append(args[position] if by_position else kwargs.get(argument.name))
+        if written:
+            self._notes.written.update(map(storage_key, tensors_in(written)))
+
+    def _add_made(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = self._sizes[key] = storage.nbytes()
+        self._made.add(key)
+        self._held += size
+        self._notes.most = max(self._notes.most, self._held - self._notes.before)
+
+        def gone() -> None:
+            del self._sizes[key]
+            self._made.discard(key)
+            self._held -= size
+
+        weakref.finalize(storage, gone)
+
+
+def _numbers(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
+
+
+def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# --- what is seen of few blocks, told of all --------------------------------------------------
+
+
+def _told(blocks: Blocks, known: Observed) -> Observed:
+    """The run of the whole graph, from that of its short form.
+
+    Raises:
+        IrregularError: where the blocks in the middle are not alike.
+    """
+    _hold_alike(blocks, known)
+    values = {source.name: known.values[source.name] for source in blocks.graph.inputs}
+    values = {name: _value_as(value, blocks.outside) for name, value in values.items()}
+    ops: dict[str, SeenOp] = {}
+    for op, told, meaning in blocks.known():
+        if told in known.ops:
+            ops[op.name] = _op_as(known.ops[told], meaning)
+        for name, old in zip(op.outputs, blocks.short.op_of[told].outputs, strict=True):
+            if old in known.values:
+                values[name] = _value_as(known.values[old], meaning)
+    return Observed(values, ops, by_blocks=True)
+
+
+def _hold_alike(blocks: Blocks, known: Observed) -> None:
+    """Holds the second block against the third, and that against the last but one.
+
+    What the third is given is then like what the second is, and so it goes on: fake tensors of
+    equal forms that share memory in the same way.
+    """
+    for names in blocks.names:
+        further = blocks.further(names)
+        second, third, fourth = (names.ops(block) for block in (1, 2, names.stretch.count - 2))
+        for one, other in (*zip(second, third, strict=True), *zip(third, fourth, strict=True)):
+            ops = known.ops.get(one.name), known.ops.get(other.name)
+            if ops[0] is not None and _op_as(ops[0], further) != ops[1]:
+                raise IrregularError(one.name)
+            for a, b in zip(one.outputs, other.outputs, strict=True):
+                if a in known.values and not _is_alike(
+                    _value_as(known.values[a], further), known.values[b]
+                ):
+                    raise IrregularError(a)
+
+
+def _is_alike(one: SeenValue, other: SeenValue) -> bool:
+    return (
+        one.form == other.form
+        and one.storages == other.storages
+        and type(one.plain) is type(other.plain)
+        and repr(one.plain) == repr(other.plain)
+    )
+
+
+def _storage_as(storage: Storage, meaning: Meaning) -> Storage:
+    name, place, size, own = storage
+    return Storage(meaning.of(name), place, size, own)
+
+
+def _value_as(value: SeenValue, meaning: Meaning) -> SeenValue:
+    storages = tuple(_storage_as(storage, meaning) for storage in value.storages)
+    return SeenValue(value.form, value.plain, storages)
+
+
+def _op_as(op: SeenOp, meaning: Meaning) -> SeenOp:
+    if not op.written and not op.saved:
+        return op
+    return replace(
+        op,
+        written=frozenset(_storage_as(s, meaning) for s in op.written),
+        saved=tuple(Saved(_storage_as(s, meaning), shape, dtype) for s, shape, dtype in op.saved),
+    )
