@@ -13,10 +13,9 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.dry_run import DryRun
 
-DRY_RUNS = 20
+DRY_RUNS = 10
 """Of two graphs, before and after writes in place are chosen: at the batch size and at twice that,
-for shapes, effects, kernels and random ops, in train and in eval mode; what autograd keeps, costs
-and memory."""
+in eval mode; a backward that proves the writes, costs and memory."""
 
 WITHOUT_NUMBERS, WITH_NUMBERS = 6, 24
 """Forwards of the model. On fake tensors it is probed and exported in each mode, and held in other
