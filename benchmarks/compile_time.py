@@ -1,11 +1,14 @@
 """Processor seconds of each phase of a compile, and how much memory it takes.
 
     python benchmarks/compile_time.py [--stages 4] [--no-validate] [--json] [NAME|FILE.py ...]
+    python benchmarks/compile_time.py equal:1000 unequal:1000    # nets of so many ops
 
-Each compile runs in a process of its own, with the command's own defaults. A phase is the time in
-the functions of `PHASES`, without that in the functions of other phases which they call, and with
-that of processes which they start. Beside it stands what plain PyTorch takes for the forwards and
-steps that are compared: they are part of the compile, and no faster compiler saves them.
+`equal` nets repeat a layer; in `unequal` ones no two layers are equal. Each compile runs in a
+process of its own, with the command's own defaults. A phase is the time in the functions of
+`PHASES`, without that in the functions of other phases which they call, and with that of processes
+which they start. Beside it stands what plain PyTorch takes for the forwards and steps that are
+compared: they are part of the compile, and no faster compiler saves them. "run the package" holds
+as many forwards and steps of the package.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tables import machine, markdown
+from gpipe_compiler.validate.launching import Launch, spare
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NETWORKS = Path(__file__).parent / "networks"
-NAMES = ("resnet50", "gpt2_huggingface", "inception", "unet", "llama_8", "llama_12", "unequal_2000")
+NAMES = ("resnet50", "gpt2_huggingface", "inception", "unet", "llama_8", "llama_12")
 
 PHASES = {
     "load the model": ("gpipe_compiler.frontend.source:load",),
@@ -102,17 +105,24 @@ def _processor_s() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def one(file: str, stages: int, validate: bool) -> dict[str, float]:
+def one(name: str, stages: int, validate: bool) -> dict[str, float]:
     """The phases of one compile, in this process; its dry runs and peak memory beside them."""
     clock = Clock()
+    with spare() as launch:
+        return _phases(clock, name, stages, validate, launch)
+
+
+def _phases(
+    clock: Clock, name: str, stages: int, validate: bool, launch: Launch
+) -> dict[str, float]:
     from gpipe_compiler.compile import CompileOptions
     from gpipe_compiler.compile import compile as compile_package
     from gpipe_compiler.frontend import source
     from gpipe_compiler.passes.dry_run import DryRun
 
-    for name, places in PHASES.items():
+    for phase, places in PHASES.items():
         for place in places:
-            clock.watch(name, place)
+            clock.watch(phase, place)
     runs = Counter[str]()
     plain_run = DryRun.run
 
@@ -122,19 +132,34 @@ def one(file: str, stages: int, validate: bool) -> dict[str, float]:
 
     DryRun.run = counted  # type: ignore[method-assign]  # counted in this process alone
     started = time.perf_counter()
-    subject = source.load(file)
+    with clock.phase("load the model"):
+        subject = made_of(name) if ":" in name else source.load(file_of(name))
     options = CompileOptions(stages=stages, validate=validate)
     with tempfile.TemporaryDirectory() as folder:
-        compile_package(subject, options, Path(folder) / "package")
+        compile_package(subject, options, Path(folder) / "package", launch=launch)
     with clock.phase(REST):
         pass
     return {
-        **{name: clock.seconds[name] for name in (REST, *PHASES)},
+        **{phase: clock.seconds[phase] for phase in (REST, *PHASES)},
         "all": sum(clock.seconds.values()),
         "wall clock": time.perf_counter() - started,
         "dry runs": runs["all"],
         "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
+
+
+def made_of(name: str) -> Any:
+    """The subject of a net of so many ops: `equal:OPS` or `unequal:OPS`."""
+    import torch
+    from networks import layers
+
+    from gpipe_compiler.frontend.subject import Subject
+
+    kind, _, ops = name.partition(":")
+    net = layers.net(int(ops), repeats=kind == "equal")
+    first, last = net.layers[0].in_features, net.layers[-1].out_features
+    inputs, target = torch.randn(layers.SAMPLES, first), torch.randn(layers.SAMPLES, last)
+    return Subject(kind, net, (inputs,), target=target, loss_fn=torch.nn.functional.mse_loss)
 
 
 def file_of(name: str) -> str:
@@ -167,13 +192,15 @@ def main() -> None:
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one(file_of(arguments.one), arguments.stages, arguments.validate)))
+        print(json.dumps(one(arguments.one, arguments.stages, arguments.validate)))
         return
     found = {name: measured(name, arguments) for name in arguments.names or NAMES}
     found = {name: phases for name, phases in found.items() if phases}
     if arguments.json:
         print(json.dumps(found, indent=1))
         return
+    from tables import machine, markdown  # which import torch
+
     rows = [
         (phase, *(f"{phases[phase]:.1f}" for phases in found.values()))
         for phase in next(iter(found.values()), {})
