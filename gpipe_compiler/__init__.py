@@ -22,7 +22,6 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.codegen.package import emit
     from gpipe_compiler.compile import (
         Compiled,
-        CompileOptions,
         compile,  # noqa: A004  # the word for what it does
         plan,
         trace,
@@ -34,6 +33,7 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.graph_json.setting import BareSetting
     from gpipe_compiler.ir import Graph
     from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
+    from gpipe_compiler.options.compiling import CompileOptions
     from gpipe_compiler.options.constraints import Constraints
     from gpipe_compiler.options.policy import Auto, Policy, RematChoice
     from gpipe_compiler.plan import Plan
@@ -47,7 +47,7 @@ _HOMES = {
     "BarePlan": "graph_json.plan",
     "BareSetting": "graph_json.setting",
     "BatchNorm": "runtime.spec",
-    "CompileOptions": "compile",
+    "CompileOptions": "options.compiling",
     "Compiled": "compile",
     "Constraints": "options.constraints",
     "Frontend": "options.choices",

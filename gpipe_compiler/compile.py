@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import PLAN, emit, failed_place, refuse_taken
-from gpipe_compiler.errors import UsageError, ValidationError
+from gpipe_compiler.codegen.package import PLAN, Progress, emit, refuse_taken
+from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.options.choices import SEARCH_SECONDS, Frontend, LossChoice, Objective
+from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.optimizer_state import AnyOptimizer
-from gpipe_compiler.options.policy import CUT_INSIDE, Auto, Policy, RematChoice
+from gpipe_compiler.options.policy import Auto, Policy
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -43,8 +43,9 @@ from gpipe_compiler.planner.search import explore
 from gpipe_compiler.planner.search_space import Wish
 from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.html import write_report
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
+from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.validate.cross_sample import refuse_mixing
+from gpipe_compiler.validate.held import Held, left_aside
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.loss_splitting import refuse_unsplit
 from gpipe_compiler.validate.package import (
@@ -56,100 +57,12 @@ from gpipe_compiler.validate.package import (
 from gpipe_compiler.validate.reference import reference_of
 from gpipe_compiler.validate.shortened import validate_shortened
 
-Progress = Callable[[str], None]
-"""Told, in a few words, what is about to be done."""
-
 MOST_IN_PLAN = 40
 """Settings beside those on the frontier that go into a plan's JSON."""
 
 
 def silent(_: str) -> None:
     """The progress of one who does not watch."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompileOptions:
-    """What to compile to.
-
-    Attributes:
-        stages, microbatches, schedule: AUTO where the best is to be found (`planner/search.py`);
-            then `remat` AUTO also compares recomputing everywhere and nowhere.
-        microbatches: None for the largest divisor of the batch up to four per stage.
-        training: False for a package that only infers.
-        measured: time the ops on this machine, instead of estimating them; and then the stages of
-            the package.
-        validate: hold the package against the model.
-        force: replace a package that stands where this one goes.
-        per_microbatch: accept that the loss of a mini-batch is that of its micro-batches, one by
-            one, where they cannot give that of the whole.
-        objective: what the stages are to make short.
-        constraints: what the stages are to keep to.
-        data_parallel: replicas of the pipeline that are planned for.
-        optimizer: whose memory and time count; None for that of the user's file, else plain SGD.
-        must_fit: refuse a plan that does not fit the memory of its devices.
-        search_s: seconds after which no further setting is looked at.
-        in_place: let ops write over what nobody needs any more (`passes.inplace`).
-        cut_inside: the share of the best step that may be given for cuts which open fewer modules
-            of the model; 0 for cuts anywhere.
-        prove: find out how far the cut may be from the best, however long that takes.
-        remedies: tell in the plan what other settings would save of memory.
-    """
-
-    stages: int | Auto
-    microbatches: int | Auto | None = None
-    schedule: ScheduleKind | Auto = ScheduleKind.GPIPE
-    remat: RematChoice = RematChoice.NONE
-    batchnorm: BatchNorm = BatchNorm.MICRO
-    precision: Precision = Precision.FP32
-    training: bool = True
-    frontend: Frontend = Frontend.AUTO
-    measured: bool = False
-    cluster: Cluster = field(default_factory=local_cluster)
-    validate: bool = True
-    force: bool = False
-    seed: int = 0
-    per_microbatch: bool = False
-    objective: Objective = Objective.STEP
-    constraints: Constraints = NO_CONSTRAINTS
-    data_parallel: int = 1
-    optimizer: AnyOptimizer | None = None
-    must_fit: bool = False
-    search_s: float = SEARCH_SECONDS
-    in_place: bool = True
-    cut_inside: float = CUT_INSIDE
-    prove: bool = False
-    remedies: bool = False
-
-    def __post_init__(self) -> None:
-        self.policy  # noqa: B018  # refuses choices that do not go together
-        if not self.training and (self.remat, self.batchnorm) != (
-            RematChoice.NONE,
-            BatchNorm.MICRO,
-        ):
-            raise UsageError(
-                "--remat and --batchnorm are for training, and with --mode infer there is none",
-                hint="leave them out, or compile with --mode train",
-            )
-
-    @property
-    def policy(self) -> Policy:
-        """How the pipeline trains; with GPipe's schedule where the best is to be found.
-
-        Raises:
-            UsageError: for choices that do not go together; so does making these options.
-        """
-        return Policy(
-            ScheduleKind.GPIPE if isinstance(self.schedule, Auto) else self.schedule,
-            self.remat,
-            self.batchnorm,
-            self.precision,
-            self.data_parallel,
-            self.optimizer or OptimizerKind.SGD,
-            self.objective,
-            self.in_place,
-            self.cut_inside,
-            self.prove,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,67 +226,59 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     if options.remedies:
         progress("looking at what would save memory")
         made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
-    found: list[Validation] = []
-    refused = ""
-
-    def hold(folder: Path) -> None:
-        nonlocal made, refused
-        if options.validate:
-            progress("validating the package against the model")
-            held = _validated(subject, made, options, frontend, folder, launch)
-            if isinstance(held, Validation):
-                found.append(held)
-                write_report(made, folder / "report.html", held)
-                refuse_failed(held)
-            else:
-                refused = held
-        if options.measured and not on_meta(graph):
-            made = clocked(made, folder, progress)
-            (folder / PLAN).write_text(made.to_json(), encoding="utf-8")
-            write_report(made, folder / "report.html", found[0] if found else None)
-
-    try:
+    compare = partial(_compared, subject, made, options, frontend, launch)
+    held = _HeldAndTimed(
+        made,
+        progress,
+        compare if options.validate else None,
+        timed=options.measured and not on_meta(graph),
+    )
+    with left_aside(directory):
         placed = emit(
             made,
             directory,
             hooks=subject.hooks,
             force=options.force,
             progress=progress,
-            check=hold,
+            check=held.hold,
             example=real_example(subject) if on_meta(graph) else None,
         )
-    except ValidationError as error:
-        raise left_aside(error, directory) from error
-    held = found[0] if found else None
-    return Compiled(frontend, made, placed, held, refused, frontier, batch.note)
+    return Compiled(frontend, held.plan, placed, held.found, held.refused, frontier, batch.note)
 
 
-def _refuse_parts(found: Found, options: CompileOptions, plan: Plan) -> None:
-    """Raises ModelError or ValidationError where micro-batches do not give what the batch does."""
-    refuse_mixing(found, plan)
-    refuse_unsplit(plan)
-    if options.validate:
-        reference_of(found.subject, plan, options.seed)
+@dataclass
+class _HeldAndTimed(Held):
+    """Times the package too, where that is asked; the plan has the measured times afterwards."""
+
+    timed: bool = False
+
+    def hold(self, folder: Path) -> None:
+        """As `Held.hold`."""
+        super().hold(folder)
+        if self.timed:
+            self.plan = clocked(self.plan, folder, self.progress)
+            (folder / PLAN).write_text(self.plan.to_json(), encoding="utf-8")
+            write_report(self.plan, folder / "report.html", self.found)
 
 
-def _validated(
+def _compared(
     subject: Subject,
-    made: Plan,
+    plan: Plan,
     options: CompileOptions,
     frontend: Frontend,
-    folder: Path,
     launch: Launch,
+    folder: Path,
 ) -> Validation | str:
     """The comparison of a package with its model; or why none was made."""
-    assert made.graph is not None
+    assert plan.graph is not None
     seed, accepted = options.seed, options.per_microbatch
-    too_large = why_not_materialised(made) if on_meta(made.graph) else ""
+    too_large = why_not_materialised(plan) if on_meta(plan.graph) else ""
     if not too_large:
-        hold = validate_materialised if on_meta(made.graph) else validate
-        return hold(subject, made, folder, seed=seed, per_microbatch=accepted, launch=launch)
+        hold = validate_materialised if on_meta(plan.graph) else validate
+        return hold(subject, plan, folder, seed=seed, per_microbatch=accepted, launch=launch)
     held = validate_shortened(
         subject,
-        made,
+        plan,
         options.policy,
         options.cluster,
         frontend,
@@ -382,6 +287,14 @@ def _validated(
         launch=launch,
     )
     return held if isinstance(held, Validation) else f"{too_large}; {held}"
+
+
+def _refuse_parts(found: Found, options: CompileOptions, plan: Plan) -> None:
+    """Raises ModelError or ValidationError where micro-batches do not give what the batch does."""
+    refuse_mixing(found, plan)
+    refuse_unsplit(plan)
+    if options.validate:
+        reference_of(found.subject, plan, options.seed)
 
 
 def plan_as_asked(
@@ -440,23 +353,6 @@ def plan_on(
     return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier
 
 
-def left_aside(error: ValidationError, directory: Path) -> ValidationError:
-    """The error, which tells too where the package is."""
-    left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
-    hint = f"{error.hint}; {left}" if error.hint else left
-    return ValidationError(error.problem, location=error.location, hint=hint)
-
-
 def on_meta(graph: Graph) -> bool:
     """Whether the model has no numbers to compare."""
     return any(tensor.is_meta for tensor in graph.tensors.values())
-
-
-def refuse_failed(validation: Validation) -> None:
-    """Raises the ValidationError of a validation that failed."""
-    if validation.passed:
-        return
-    faults = [f"{row.what} {fault}" for row in validation.rows for fault in row.faults]
-    listing = "".join(f"\n  - {fault}" for fault in faults[:20])
-    more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-    raise ValidationError(f"the package does not reproduce the model:{listing}{more}")

@@ -8,9 +8,9 @@ list of tensors, first the loss where there is one, then the tensors of the mode
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,18 +20,28 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
+from gpipe_compiler.frontend.probing import (
+    Dims,
+    check_scalar,
+    on_meta,
+    only_first,
+    reduction_of,
+    samples_of,
+    slot_of_loss,
+    stand_in,
+    sum_of_squares,
+    user_call,
+)
 from gpipe_compiler.frontend.sample_numbers import has_numbers, with_numbers
 from gpipe_compiler.frontend.signature import Signature, read_signature
 from gpipe_compiler.frontend.state import StateTable, isolated, state_table
 from gpipe_compiler.frontend.structure import (
-    Slot,
     Template,
     classes_in,
     describe,
     fill,
     map_tensors,
     pick,
-    slots,
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
@@ -42,17 +52,11 @@ from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import OutputClass
 from gpipe_compiler.runtime.wording import text_of
 
-_Dims: TypeAlias = Sequence[int | None]
-"""The batch dimension of every tensor in a nest."""
-
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
 
 _LARGEST_STAND_IN = 1 << 26
 """Elements of the largest tensor made up to try the loss function of a model on meta."""
-
-_DISTINCT = 999_983
-"""How many of its elements are made up one by one: a prime, which divides no size of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +204,9 @@ class Entry(nn.Module):
                 count, (output, target) = 2, self._stand_ins((output, target), count, dims)
             self._probe_loss_function(output, target, count, dims)
             return
-        self.own_loss = _own_loss(self.full_structure)
+        self.own_loss = slot_of_loss(self.full_structure)
         if self.own_loss is not None:
-            _check_scalar(leaves.pop(self.own_loss), "the model returns as its loss")
+            check_scalar(leaves.pop(self.own_loss), "the model returns as its loss")
         if not self.squared:
             if self.own_loss is None:
                 raise no_loss(subject, output)
@@ -227,7 +231,7 @@ class Entry(nn.Module):
         where = definition(type(self.model).forward)
         self.full_structure = with_numbers(self.full_structure, count, others, where)
 
-    def _dims(self, leaves: Sequence[torch.Tensor], count: int) -> tuple[_Dims, _Dims]:
+    def _dims(self, leaves: Sequence[torch.Tensor], count: int) -> tuple[Dims, Dims]:
         """The batch dimensions of the model's outputs for so many samples, and of the targets.
 
         Where that of every input is 0, outputs with so many rows, and no other dimension of that
@@ -237,7 +241,7 @@ class Entry(nn.Module):
         of_target = [source.batch_dim for source in inputs if source.path[0] == "target"]
         first = [0 if x.ndim and x.shape[0] == count else None for x in leaves]
         elsewhere = any(source.batch_dim for source in inputs)
-        if not elsewhere and all(not x.ndim or _only_first(x, count) for x in leaves):
+        if not elsewhere and all(not x.ndim or only_first(x, count) for x in leaves):
             return first, of_target
         try:
             more = pick(self._probe_output(count + 1)[0], self.full_structure)
@@ -249,18 +253,18 @@ class Entry(nn.Module):
         return [row_dim(pair, (count, count + 1)) for pair in pairs], of_target
 
     def _stand_ins(
-        self, trees: tuple[Any, Any], count: int, dims: tuple[_Dims, _Dims]
+        self, trees: tuple[Any, Any], count: int, dims: tuple[Dims, Dims]
     ) -> tuple[Any, Any]:
         """Two samples of output and target with made-up numbers, on which a loss can be tried.
 
         Where they would take too much memory, they stay on meta.
         """
-        output, target = (_samples_of(*pair, count, 0, 2) for pair in zip(trees, dims, strict=True))
+        output, target = (samples_of(*pair, count, 0, 2) for pair in zip(trees, dims, strict=True))
         leaves = pick(output, self.full_structure)
         if max((leaf.numel() for leaf in leaves), default=0) > _LARGEST_STAND_IN:
-            return output, map_tensors(_on_meta, target)
+            return output, map_tensors(on_meta, target)
         with torch.random.fork_rng():
-            return map_tensors(_stand_in, output), map_tensors(_stand_in, target)
+            return map_tensors(stand_in, output), map_tensors(stand_in, target)
 
     def _probe_output(self, count: int) -> tuple[Any, Any]:
         """What the model returns for a batch, and the target: without arithmetic if possible.
@@ -274,12 +278,12 @@ class Entry(nn.Module):
                 with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
                     args, kwargs, _ = self.signature.rebuild(fakes)
-                    output = map_tensors(_on_meta, model(*args, **kwargs))
+                    output = map_tensors(on_meta, model(*args, **kwargs))
                 return output, self.signature.rebuild(samples)[2]
             except Exception:  # whatever the user's code raises; the run for real tells
                 args, kwargs, target = self.signature.rebuild(samples)
                 try:
-                    output = _user_call("the model", isolated(self.model), count, args, kwargs)
+                    output = user_call("the model", isolated(self.model), count, args, kwargs)
                 except ModelError:
                     self._run_example()
                     raise
@@ -298,25 +302,25 @@ class Entry(nn.Module):
             ) from error
 
     def _probe_loss_function(
-        self, output: object, target: object, count: int, dims: tuple[_Dims, _Dims]
+        self, output: object, target: object, count: int, dims: tuple[Dims, Dims]
     ) -> None:
         """Holds the loss of an output against those of its halves."""
 
         def loss(first: int, last: int) -> torch.Tensor:
             part, of_target = (
-                _samples_of(*pair, count, first, last)
+                samples_of(*pair, count, first, last)
                 for pair in zip((output, target), dims, strict=True)
             )
             with torch.random.fork_rng(), torch.no_grad():
-                value = _user_call(
+                value = user_call(
                     "loss_fn", self.loss_fn, last - first, (part, of_target), {}, self._flattened()
                 )
-            _check_scalar(value, "loss_fn returns")
+            check_scalar(value, "loss_fn returns")
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
 
         whole, half = loss(0, count), count // 2
         if not whole.is_meta:
-            self._reduction = _reduction(whole, [loss(0, half), loss(half, count)])
+            self._reduction = reduction_of(whole, [loss(0, half), loss(half, count)])
 
     def _flattened(self) -> str:
         """The way out for a target whose samples lie in one dimension with something else."""
@@ -342,13 +346,13 @@ class Entry(nn.Module):
             ]
             args, kwargs, _ = self.signature.rebuild(inputs)
             with torch.random.fork_rng(), torch.no_grad():
-                output = _user_call("the model", model, last - first, args, kwargs)
+                output = user_call("the model", model, last - first, args, kwargs)
             return (  # type: ignore[no-any-return]  # a scalar tensor, as checked before
                 output["loss"] if isinstance(output, Mapping) else output.loss
             )
 
         half = count // 2
-        return _reduction(loss(0, count), [loss(0, half), loss(half, count)])
+        return reduction_of(loss(0, count), [loss(0, half), loss(half, count)])
 
 
 def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Entry:
@@ -365,108 +369,3 @@ def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Ent
     states = state_table(subject.model, subject.initial)
     signature = read_signature(subject, on_meta=states.on_meta)
     return Entry(subject, signature, states, training, reduces=reduces)
-
-
-def _only_first(tensor: torch.Tensor, count: int) -> bool:
-    """Whether dimension 0 has this size, and no other has."""
-    return tensor.shape[0] == count and count not in tensor.shape[1:]
-
-
-def _samples_of(tree: object, dims: _Dims, count: int, first: int, last: int) -> object:
-    """Some of the samples of a nest of tensors; what has no batch dimension stays whole.
-
-    Args:
-        count: samples in the nest, each of one row or of several.
-    """
-    order = iter(dims)
-
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        dim = next(order)
-        if dim is None:
-            return tensor
-        rows = tensor.shape[dim] // count
-        return tensor.narrow(dim, first * rows, (last - first) * rows)
-
-    return map_tensors(part, tree)
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and type without contents, and of no fake mode."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor for one on meta: random numbers, or zeros where it holds integers.
-
-    Many are the same ones over and over, which takes less time; not in step with the samples.
-    """
-    if not tensor.is_meta:
-        return tensor
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    count = tensor.numel()
-    numbers = torch.randn(min(count, _DISTINCT), dtype=tensor.dtype)
-    times = -(-count // max(1, len(numbers)))
-    return numbers.repeat(times)[:count].reshape(tensor.shape)
-
-
-def _reduction(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction:
-    """How the loss of a batch follows from the losses of its halves; the mean when in doubt."""
-    total = halves[0].double() + halves[1].double()
-    if torch.allclose(whole.double(), total / 2, rtol=1e-3):
-        return Reduction.MEAN
-    return Reduction.SUM if torch.allclose(whole.double(), total, rtol=1e-3) else Reduction.MEAN
-
-
-def sum_of_squares(tensors: Sequence[Any]) -> Any:
-    """The loss of `LossChoice.SUM_OF_SQUARES`."""
-    total = tensors[0].square().sum()
-    for tensor in tensors[1:]:
-        total = total + tensor.square().sum()
-    return total
-
-
-def _own_loss(template: Template) -> int | None:
-    """The slot of the loss that the model itself returns."""
-    if isinstance(template, dict) and isinstance(template.get("loss"), Slot):
-        return slots(template["loss"])[0]
-    return None
-
-
-def _check_scalar(loss: object, what: str) -> None:
-    if isinstance(loss, torch.Tensor) and loss.ndim == 0:
-        return
-    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
-    raise ModelError(
-        f"{what} {shape} where a loss is expected",
-        hint="a loss is one number: reduce it with .mean() or .sum()",
-    )
-
-
-_FREE = (
-    "the batch must be free to vary: dimension 0 of the inputs, unless another was found, or is "
-    "said with --batch-dim NAME=DIM"
-)
-_TARGETS_IN_A_ROW = (
-    "give the targets of CTC one row for each sample, padded to the longest: a single row of all "
-    "targets has no part for some of the samples"
-)
-
-
-def _user_call(
-    what: str,
-    function: Callable[..., Any],
-    count: int,
-    args: Any,
-    kwargs: Mapping[str, Any],
-    hint: str = "",
-) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:  # whatever the user's code raises
-        raise ModelError(
-            f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
-            f"example inputs: {text_of(error)}",
-            location=line_of(error),
-            hint=_TARGETS_IN_A_ROW if "ctc_loss" in text_of(error) else hint or _FREE,
-        ) from error

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from gpipe_compiler.cluster import Device, is_here, this_machine
-from gpipe_compiler.codegen.package import refuse_taken
+from gpipe_compiler.codegen.package import Progress, refuse_taken
 from gpipe_compiler.compile import (
     Compiled,
-    CompileOptions,
-    Progress,
-    left_aside,
     plan_on,
-    refuse_failed,
     silent,
 )
 from gpipe_compiler.errors import (
@@ -22,7 +19,6 @@ from gpipe_compiler.errors import (
     ModelError,
     PlanError,
     UsageError,
-    ValidationError,
 )
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.codegen.package import emit_onnx
@@ -34,15 +30,15 @@ from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.facts import onnx_facts
 from gpipe_compiler.onnx.passes.measure import onnx_measured
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
+from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import on_kinds
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.one_piece import in_one_piece
 from gpipe_compiler.planner.workbench import MICROBATCHES_PER_STAGE, Prepared, Workbench
-from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.validate.package import Validation
+from gpipe_compiler.validate.held import Held, left_aside
 
 
 def compile_onnx(
@@ -92,16 +88,9 @@ def compile_onnx(
     made = in_one_piece(made, refuse)
     if directory is None:
         return Compiled(None, made, None, None, frontier=frontier)
-    found: list[Validation] = []
-
-    def hold(folder: Path) -> None:
-        if options.validate:
-            progress("validating the package against the model")
-            found.append(validate_onnx(model, sizes, made, folder, seed=options.seed))
-            write_report(made, folder / "report.html", found[0])
-            refuse_failed(found[0])
-
-    try:
+    compare = partial(validate_onnx, model, sizes, made, seed=options.seed)
+    held = Held(made, progress, compare if options.validate else None)
+    with left_aside(directory):
         placed = emit_onnx(
             made,
             model,
@@ -109,11 +98,9 @@ def compile_onnx(
             sizes=sizes,
             force=options.force,
             progress=progress,
-            check=hold,
+            check=held.hold,
         )
-    except ValidationError as error:
-        raise left_aside(error, directory) from error
-    return Compiled(None, made, placed, found[0] if found else None, frontier=frontier)
+    return Compiled(None, made, placed, held.found, frontier=frontier)
 
 
 def _refuse_parts(plan: Plan) -> None:

@@ -6,31 +6,27 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from gpipe_compiler.codegen.package import refuse_taken
+from gpipe_compiler.codegen.package import Progress, refuse_taken
 from gpipe_compiler.compile import (
     Compiled,
-    CompileOptions,
-    Progress,
-    left_aside,
     on_meta,
     plan_as_asked,
-    refuse_failed,
     silent,
 )
-from gpipe_compiler.errors import ModelError, UsageError, ValidationError
+from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ValueKind
 from gpipe_compiler.onnx.codegen.package import emit_exported
 from gpipe_compiler.onnx.validate_exported import validate_exported
+from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.one_piece import in_one_piece
-from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate.cross_sample import refuse_mixing
-from gpipe_compiler.validate.package import Validation
+from gpipe_compiler.validate.held import Held, left_aside
 from gpipe_compiler.validate.reference import reference_of
 
 
@@ -76,21 +72,13 @@ def compile_exported(
     made = in_one_piece(made, partial(_refuse_parts, found, validate=options.validate))
     if directory is None:
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
-    validations: list[Validation] = []
-
-    def hold(folder: Path) -> None:
-        if options.validate:
-            progress("validating the package against the model")
-            validations.append(validate_exported(subject, made, folder))
-            write_report(made, folder / "report.html", validations[0])
-            refuse_failed(validations[0])
-
-    try:
-        placed = emit_exported(made, directory, force=options.force, progress=progress, check=hold)
-    except ValidationError as error:
-        raise left_aside(error, directory) from error
-    held = validations[0] if validations else None
-    return Compiled(frontend, made, placed, held, frontier=frontier, batch=batch.note)
+    compare = partial(validate_exported, subject, made)
+    held = Held(made, progress, compare if options.validate else None)
+    with left_aside(directory):
+        placed = emit_exported(
+            made, directory, force=options.force, progress=progress, check=held.hold
+        )
+    return Compiled(frontend, made, placed, held.found, frontier=frontier, batch=batch.note)
 
 
 def _refuse_parts(found: Found, plan: Plan, *, validate: bool = False) -> None:

@@ -1,0 +1,132 @@
+"""Parts of an example batch, and a loss tried on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.structure import Slot, Template, map_tensors, slots
+from gpipe_compiler.ir import Reduction
+from gpipe_compiler.runtime.wording import text_of
+
+Dims: TypeAlias = Sequence[int | None]
+"""The batch dimension of every tensor in a nest."""
+
+_DISTINCT = 999_983
+"""How many of its elements are made up one by one: a prime, which divides no size of a sample."""
+
+
+def only_first(tensor: torch.Tensor, count: int) -> bool:
+    """Whether dimension 0 has this size, and no other has."""
+    return tensor.shape[0] == count and count not in tensor.shape[1:]
+
+
+def samples_of(tree: object, dims: Dims, count: int, first: int, last: int) -> object:
+    """Some of the samples of a nest of tensors; what has no batch dimension stays whole.
+
+    Args:
+        count: samples in the nest, each of one row or of several.
+    """
+    order = iter(dims)
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        dim = next(order)
+        if dim is None:
+            return tensor
+        rows = tensor.shape[dim] // count
+        return tensor.narrow(dim, first * rows, (last - first) * rows)
+
+    return map_tensors(part, tree)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and type without contents, and of no fake mode."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor for one on meta: random numbers, or zeros where it holds integers.
+
+    Many are the same ones over and over, which takes less time; not in step with the samples.
+    """
+    if not tensor.is_meta:
+        return tensor
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    count = tensor.numel()
+    numbers = torch.randn(min(count, _DISTINCT), dtype=tensor.dtype)
+    times = -(-count // max(1, len(numbers)))
+    return numbers.repeat(times)[:count].reshape(tensor.shape)
+
+
+def reduction_of(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction:
+    """How the loss of a batch follows from the losses of its halves; the mean when in doubt."""
+    total = halves[0].double() + halves[1].double()
+    if torch.allclose(whole.double(), total / 2, rtol=1e-3):
+        return Reduction.MEAN
+    return Reduction.SUM if torch.allclose(whole.double(), total, rtol=1e-3) else Reduction.MEAN
+
+
+def sum_of_squares(tensors: Sequence[Any]) -> Any:
+    """The loss of `LossChoice.SUM_OF_SQUARES`."""
+    total = tensors[0].square().sum()
+    for tensor in tensors[1:]:
+        total = total + tensor.square().sum()
+    return total
+
+
+def slot_of_loss(template: Template) -> int | None:
+    """The slot of the loss that the model itself returns."""
+    if isinstance(template, dict) and isinstance(template.get("loss"), Slot):
+        return slots(template["loss"])[0]
+    return None
+
+
+def check_scalar(loss: object, what: str) -> None:
+    """Raises a ModelError for a loss that is not one number."""
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0:
+        return
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+    raise ModelError(
+        f"{what} {shape} where a loss is expected",
+        hint="a loss is one number: reduce it with .mean() or .sum()",
+    )
+
+
+_FREE = (
+    "the batch must be free to vary: dimension 0 of the inputs, unless another was found, or is "
+    "said with --batch-dim NAME=DIM"
+)
+_TARGETS_IN_A_ROW = (
+    "give the targets of CTC one row for each sample, padded to the longest: a single row of all "
+    "targets has no part for some of the samples"
+)
+
+
+def user_call(
+    what: str,
+    function: Callable[..., Any],
+    count: int,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    hint: str = "",
+) -> Any:
+    """What the user's code returns; what it raises, as a ModelError.
+
+    Args:
+        count: samples that it is given.
+        hint: the way out, where one is known.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # whatever the user's code raises
+        raise ModelError(
+            f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
+            f"example inputs: {text_of(error)}",
+            location=line_of(error),
+            hint=_TARGETS_IN_A_ROW if "ctc_loss" in text_of(error) else hint or _FREE,
+        ) from error
