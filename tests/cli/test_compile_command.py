@@ -29,6 +29,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.validate.launching import Launch
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Compiler:
         options: CompileOptions,
         directory: Path | None,
         progress: Callable[[str], None],
+        _launch: Launch,
     ) -> Outcome:
         progress("tracing")
         self.subject, self.options, self.directory = subject, options, directory
