@@ -38,15 +38,15 @@ _Stored = tuple[str, torch.dtype]
 def read_stores(graph: Graph) -> Graph:
     """The annotated graph, reading what was stored instead of the parts it was stored into.
 
-    Only where that is so for the graph's samples and for twice as many, in every precision that a
-    package may run in. Where a value has another type in one of them, it is cast as by the store.
+    Only where that is so for the graph's samples and for twice as many, in every precision that the
+    graph is for. Where a value has another type in one of them, it is cast as by the store.
     """
     if not any(map(_target, graph.ops)):
         return graph
     found = effects(graph)
     same: dict[_Read, _Stored] | None = None
     cast: set[str] = set()
-    for precision in Precision:
+    for precision in (known for known in Precision if known not in graph.unlike):
         for samples in (graph.batch_size, 2 * graph.batch_size):
             run = _Following(graph.replace(precision=precision), found, samples)
             reads = run.reads()

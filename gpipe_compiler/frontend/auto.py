@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -151,15 +152,40 @@ def _as_trace_error(error: GPipeCompilerError) -> TraceError:
     return TraceError(error.problem, location=error.location, hint=error.hint)
 
 
+_KNOWN: tuple[tuple[str, str], ...] = (
+    (
+        r"torch\.func\b|torch\.vmap|functorch",
+        "compute on the whole batch at once: torch's ops take batches, and "
+        "torch.autograd.grad(..., create_graph=True) gives gradients in forward",
+    ),
+    (
+        r"pack(ed|_padded)_sequence|PackedSequence",
+        "pass padded sequences to the layer, and mask what lies behind their ends: how many rows a "
+        "packed sequence has depends on the values of the lengths",
+    ),
+    (
+        r"nested_tensor|torch\.jagged",
+        "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
+    ),
+)
+"""What no frontend follows: how the user's line, or what they say of it, reads; and the way out."""
+
+
 def _all_failed(met: list[tuple[Frontend, TraceError]]) -> TraceError:
     """One error out of those of all frontends; it points at the line that most of them name."""
     lines = [f"  {frontend.value}: {_one(error)}" for frontend, error in met]
-    places = [error.location for _, error in met if error.location is not None]
-    hints = dict.fromkeys(error.hint for _, error in met if error.hint)
+    errors = [error for _, error in met]
+    hint = next((error.hint for error in errors if error.hint), "")
+    for pattern, way_out in _KNOWN:
+        telling = [error for error in errors if re.search(pattern, error.problem)]
+        if telling:
+            errors, hint = telling, way_out
+            break
+    places = [error.location for error in errors if error.location is not None]
     return TraceError(
         "the model cannot be traced:\n" + "\n".join(lines),
         location=max(places, key=places.count) if places else None,
-        hint=next(iter(hints), ""),
+        hint=hint,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.frontend.even_draws import EvenDraws, generator_states
+from gpipe_compiler.frontend.other_weights import with_other_weights
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import describe, pick
@@ -80,8 +81,8 @@ class Proof:
     def judge(self, dims: Dims) -> Verdict:
         """What the model's outputs say of a choice of dimensions.
 
-        Where the example has the same numbers in all samples, other values tell more, if the model
-        takes them.
+        Other weights than the first ones tell more. Where the example has the same numbers in all
+        samples, so do other values, if the model takes them.
         """
         started = time.monotonic()
         examples = self.signature.examples
@@ -91,6 +92,8 @@ class Proof:
         verdict = self._verdict(answer, examples, dims)
         if verdict is Verdict.MIXES or time.monotonic() - started > _SLOW_S:
             return verdict
+        if verdict >= Verdict.ROWS and self._mixes_later(dims):
+            return Verdict.MIXES
         if not any(_tells_little(x, dim) for x, dim in zip(examples, dims, strict=True)):
             return verdict
         others = self._others(dims)
@@ -133,11 +136,26 @@ class Proof:
             return Verdict.ROWS if exact is None else _judged(exact)[0]
         return verdict
 
+    def _mixes_later(self, dims: Dims) -> bool:
+        """Whether samples meet with other weights than the first ones."""
+        first, examples = self._model, self.signature.examples
+        other = with_other_weights(first)
+        if other is None:
+            return False
+        try:
+            self._model = other
+            answer = self._answer(examples, dims)
+            if answer is None or not all(map(_finite, answer.tensors[0])):
+                return False
+            return self._verdict(answer, examples, dims) is Verdict.MIXES
+        finally:
+            self._model = first
+
     def _in_double(self, inputs: Sequence[torch.Tensor], dims: Dims) -> _Answer | None:
         """The answer of the model in float64; None where it does not run so."""
         single = self._model
         try:
-            self._model = isolated(self.subject.model, share_parameters=False).eval().double()
+            self._model = isolated(single, share_parameters=False).double()
             wide = [x.double() if x.is_floating_point() else x for x in inputs]
             return self._answer(wide, dims)
         finally:

@@ -51,7 +51,7 @@ def _made(known: OutputClass, held: Any) -> object:
         return plain(*held)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         try:
-            made = cls(**{**dict.fromkeys(_needed(cls)), **held})
+            made = _dataclass(cls, held)
             if all(getattr(made, name) is value for name, value in held.items()):
                 return made
         except Exception:  # noqa: BLE001  # whatever the user's class raises
@@ -59,6 +59,16 @@ def _made(known: OutputClass, held: Any) -> object:
     factory = _imported(*known.factory) if known.factory else None
     lacking = cls is None or (known.factory and factory is None)
     return Fields(held) if lacking else _mapping(cls, held, factory)
+
+
+def _dataclass(cls: Any, held: Mapping[str, Any]) -> Any:
+    """An object of a dataclass; what its constructor does not take is set, as it was returned."""
+    set_later = {field.name for field in dataclasses.fields(cls) if not field.init}
+    taken = {name: value for name, value in held.items() if name not in set_later}
+    made = cls(**{**dict.fromkeys(_needed(cls)), **taken})
+    for name in set_later & held.keys():
+        object.__setattr__(made, name, held[name])
+    return made
 
 
 def _mapping(cls: Any, held: Mapping[Any, Any], factory: object) -> object:

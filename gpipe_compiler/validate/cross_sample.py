@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import Found
 from gpipe_compiler.frontend.even_draws import EvenDraws
+from gpipe_compiler.frontend.other_weights import with_other_weights
 from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.plan import Plan
@@ -17,7 +19,8 @@ from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.comparison import Kind, compare
 from gpipe_compiler.runtime.data import resized
 
-_SAMPLES, _PART = 4, 2
+_SAMPLES, _PART = 4, (3, 0)
+"""How many the op at fault is looked for with, and which of them the others are held against."""
 
 
 def refuse_mixing(found: Found, plan: Plan) -> None:
@@ -31,7 +34,7 @@ def refuse_mixing(found: Found, plan: Plan) -> None:
         return
     graph = plan.graph
     assert graph is not None
-    op = _first_mixing(graph)
+    op = _first_mixing(graph, found.subject.model)
     first = next(source for source in graph.inputs if source.batched)
     what = "the model" if op is None else op.name
     raise ModelError(
@@ -45,20 +48,32 @@ def refuse_mixing(found: Found, plan: Plan) -> None:
     )
 
 
-def _first_mixing(graph: Graph) -> Op | None:
-    """The first op in eval mode whose rows for some samples are not those for all.
+def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:
+    """The first op in eval mode that takes rows which are right and makes some that are not.
 
-    None where it cannot be found: on meta, or where the graph does not run on so few.
+    None where it cannot be found: on meta, or where the graph does not run on so few samples. What
+    the first weights hide is looked for with others.
     """
     if any(tensor.is_meta for tensor in (*graph.tensors.values(), *graph.example.values())):
         return None
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-            whole, part = (_values(graph, samples) for samples in (_SAMPLES, _PART))
-    except Exception:  # noqa: BLE001  # whatever the user's ops raise
-        return None
-    wrong = (op for op in graph.ops if any(_wrong(graph, n, whole, part) for n in op.outputs))
-    op = next(wrong, None)
+    moved = with_other_weights(model)
+    for other in ({}, {} if moved is None else dict(moved.named_parameters())):
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
+                whole, part = (_values(graph, other, rows) for rows in (range(_SAMPLES), _PART))
+        except Exception:  # noqa: BLE001  # whatever the user's ops raise
+            return None
+        op = _root(graph, whole, part)
+        if op is not None:
+            return op
+    return None
+
+
+def _root(graph: Graph, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Op | None:
+    found = [op for op in graph.ops if any(_wrong(graph, n, whole, part) for n in op.outputs)]
+    # What takes no samples numbers them: that is wrong only where they are computed with it.
+    takes = (op for op in found if any(_is_right(graph, n, whole, part) for n in op.inputs))
+    op = next(takes, found[0] if found else None)
     # What it takes that is no rows, such as a mean, was made where samples met.
     while op is not None:
         met = [name for name in op.inputs if _changed(graph, name, whole, part)]
@@ -69,16 +84,20 @@ def _first_mixing(graph: Graph) -> Op | None:
     return None
 
 
-def _values(graph: Graph, samples: int) -> Mapping[str, Any]:
-    """Every value for the first of four samples of the example."""
+def _values(
+    graph: Graph, other: Mapping[str, torch.Tensor], rows: Sequence[int]
+) -> Mapping[str, Any]:
+    """Every value for some of four samples of the example."""
 
-    def first(source: Input) -> torch.Tensor:
+    def some(source: Input) -> torch.Tensor:
         tensor = resized(graph.example[source.name], source.batch_dim, _SAMPLES)
-        return source.part(tensor, 0, samples).clone()
+        dim = source.batch_dim
+        return tensor.clone() if dim is None else tensor.index_select(dim, torch.tensor(rows))
 
-    states = {name: tensor.detach().clone() for name, tensor in graph.tensors.items()}
+    tensors = {**graph.tensors, **{name: t for name, t in other.items() if name in graph.tensors}}
+    states = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     run = Interpreter(graph, states, training=False)
-    return run.run({source.name: first(source) for source in graph.inputs})
+    return run.run({source.name: some(source) for source in graph.inputs})
 
 
 def _changed(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
@@ -95,9 +114,18 @@ def _wrong(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str,
     one, other, known = whole.get(name), part.get(name), graph.values[name]
     if known.batch_dim is None or not isinstance(one, torch.Tensor):
         return False
-    rows = one.narrow(known.batch_dim, 0, one.shape[known.batch_dim] * _PART // _SAMPLES)
     assert isinstance(other, torch.Tensor)
-    return not _same(rows, other)
+    rows, rest = divmod(one.shape[known.batch_dim], _SAMPLES)
+    if rest:
+        return False  # one for several samples, which the next ones tell
+    chosen = [sample * rows + row for sample in _PART for row in range(rows)]
+    return not _same(one.index_select(known.batch_dim, torch.tensor(chosen)), other)
+
+
+def _is_right(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    """Whether a value has samples, which are the same ones among some as among all."""
+    has_samples = graph.values[name].batch_dim is not None
+    return has_samples and not _wrong(graph, name, whole, part)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.other_weights import with_other_weights
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
@@ -168,7 +169,9 @@ class _Work:
                 if not (flat or touchy or self._lower or self.accepted):
                     return whole, ()
                 if self._steps_alike(self._loop(draws, Precision.FP32), whole):
-                    return (self._loop(draws, self.plan.precision) if self._lower else whole), ()
+                    later = self._departs_later(draws) if touchy else None
+                    found = self._loop(draws, self.plan.precision) if self._lower else whole
+                    return found, self._accept(later)
         except ApartError as problem:
             error: ValidationError | None = self._apart(problem)
             if problem.inside:
@@ -274,6 +277,19 @@ class _Work:
         calls = self._calls(entry, draws)
         deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
         return train_step(entry, calls, precision, deferred=deferred)
+
+    def _departs_later(self, draws: Draws) -> ValidationError | None:
+        """The error for a step that is that of its micro-batches with the first weights alone.
+
+        Such as where a power iteration, which goes on with every call, has come to its end.
+        """
+        moved = with_other_weights(self.subject.model)
+        if self.accepted or moved is None:
+            return None
+        later = dataclasses.replace(self, subject=dataclasses.replace(self.subject, model=moved))
+        if later._trains_alike() or later._in_double(_Work._trains_alike):
+            return None
+        return departure(self.graph, later._entry(training=True), self.batch, draws)
 
     def _trains_alike(self) -> bool:
         draws = Draws.of(self.graph, self.seed, training=True)

@@ -1,0 +1,384 @@
+"""Losses of several parts, with state of their own, and over nests of outputs."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case, Refused
+from torch import Tensor, nn
+
+IGNORED = -100
+
+
+class Heads(NamedTuple):
+    """A NamedTuple in which a dataclass, a dict and None lie."""
+
+    logits: Tensor
+    more: object
+    nothing: Tensor | None = None
+
+
+@dataclass
+class Inner:
+    boxes: Tensor
+    scores: dict[str, Tensor]
+    sizes: tuple[int, ...] = (3, 2)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    inner: Inner
+
+
+@dataclass
+class Later:
+    """A field that the constructor does not take."""
+
+    logits: Tensor
+    doubled: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.doubled = self.logits * 2
+
+
+Old = namedtuple("Old", "logits hidden")
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.boxes = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 4)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh()
+
+
+class GivesNested(Two):
+    def forward(self, x: Tensor) -> Heads:
+        hidden = self.hidden(x)
+        logits = self.last(hidden)
+        inner = Inner(self.boxes(hidden), {"best": logits.amax(-1), "which": logits.argmax(-1)})
+        return Heads(logits, {"inner": inner, "list": [hidden, (logits > 0,)]})
+
+
+class GivesFrozen(Two):
+    def forward(self, x: Tensor) -> Frozen:
+        hidden = self.hidden(x)
+        logits = self.last(hidden)
+        return Frozen(logits, Inner(self.boxes(hidden), {"top": logits.amax(-1)}))
+
+
+class GivesLater(Two):
+    def forward(self, x: Tensor) -> Later:
+        return Later(self.last(self.hidden(x)))
+
+
+class GivesOld(Two):
+    def forward(self, x: Tensor) -> Old:
+        hidden = self.hidden(x)
+        return Old(self.last(hidden), hidden)
+
+
+class TakesKeywords(Two):
+    """Nothing but keywords, one of them for training only."""
+
+    def forward(
+        self, *, pixels: Tensor, labels: Tensor | None = None, weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        logits = self.last(self.hidden(pixels))
+        found = {"logits": logits}
+        if labels is not None:
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            found["loss"] = (losses if weight is None else losses * weight).mean()
+        return found
+
+
+class Decides(Two):
+    """Booleans and integers only."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.last(self.hidden(x))
+        return logits.argmax(-1), (logits > 0).any(-1)
+
+
+class Body(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.hidden(x))
+
+
+class OfSteps(Body):
+    pass
+
+
+class Detector(Two):
+    """Classes and boxes."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.hidden(x)
+        return {"classes": self.last(hidden), "boxes": self.boxes(hidden)}
+
+
+class WithLogit(nn.Module):
+    """A learnt temperature in the model, used in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        image, text = F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+        return image, text, self.scale.exp()
+
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+TEACHER = nn.Linear(3, 3).requires_grad_(False)
+with torch.no_grad():
+    TEACHER.weight.copy_(torch.eye(3) * 2)
+    TEACHER.bias.zero_()
+CRITERION = nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1, ignore_index=1)
+
+
+def weighted_smoothed(logits: Tensor, target: Tensor) -> Tensor:
+    """Class weights, smoothing and an ignored index at once."""
+    return CRITERION(logits, target)
+
+
+def of_tokens_weighted(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.mT, target, weight=WEIGHTS, ignore_index=IGNORED)
+
+
+def focal(logits: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, target, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def focal_of_counted(logits: Tensor, target: Tensor) -> Tensor:
+    """Divided by the positives of the batch, as detectors do."""
+    hot = F.one_hot(target, 3).float()
+    losses = F.binary_cross_entropy_with_logits(logits, hot, reduction="none")
+    return losses.sum() / (target > 0).sum().clamp(min=1)
+
+
+def detected(output: Mapping[str, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+    """Classes over all, boxes over the positives."""
+    classes, boxes = target
+    found = F.smooth_l1_loss(output["boxes"], boxes, reduction="none").sum(-1)
+    positive = (classes > 0).float()
+    return F.cross_entropy(output["classes"], classes) + 2 * (
+        found * positive
+    ).sum() / positive.sum().clamp(min=1)
+
+
+def distilled(logits: Tensor, target: Tensor) -> Tensor:
+    soft = F.kl_div(
+        (logits / 2).log_softmax(-1),
+        (TEACHER(logits.detach()) / 2).softmax(-1),
+        reduction="batchmean",
+    )
+    return 0.5 * F.cross_entropy(logits, target) + 0.5 * 4 * soft
+
+
+def triplet(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    return F.triplet_margin_loss(output, *target)
+
+
+def margins(output: Tensor, target: Tensor) -> Tensor:
+    return F.multi_margin_loss(output, target, weight=WEIGHTS) + F.soft_margin_loss(
+        output.amax(-1), (target > 0) * 2.0 - 1
+    )
+
+
+def gaussian(output: Tensor, target: Tensor) -> Tensor:
+    likely = (output[:, 0] - target).square() * (-output[:, 1]).exp() + output[:, 1]
+    return likely.mean() / 2 + F.poisson_nll_loss(output[:, 2], target.abs())
+
+
+def checked(output: Tensor, target: Tensor) -> Tensor:
+    """torch looks whether any variance is negative."""
+    return F.gaussian_nll_loss(output[:, 0], target, output[:, 1].exp())  # refused: checked
+
+
+def clip(output: tuple[Tensor, Tensor, Tensor], _: object) -> Tensor:
+    image, text, scale = output
+    scores = scale * image @ text.t()  # refused: clip
+    labels = torch.arange(len(image))
+    return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
+
+
+def variance(output: Tensor, target: Tensor) -> Tensor:
+    """A penalty of the deviation over the batch, as VICReg has it."""
+    deviation = output.var(0).sqrt()  # refused: variance
+    return F.cross_entropy(output, target) + (1 - deviation).relu().mean()
+
+
+def log_of_sum(output: Tensor, target: Tensor) -> Tensor:
+    return (
+        output.logsumexp(0).sum() - output.gather(1, target[:, None]).mean()
+    )  # refused: log_of_sum
+
+
+def with_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Entropy of the mean prediction."""
+    mean = output.softmax(-1).mean(0)
+    return F.cross_entropy(output, target) + (mean * mean.log()).sum()  # refused: entropy_of_mean
+
+
+def explained(output: Tensor, target: Tensor) -> Tensor:
+    """One minus R squared: divided by a number of the targets."""
+    rest = (output[:, 0] - target).square().sum()
+    return rest / target.square().sum()
+
+
+def over_rows(output: Tensor, target: Tensor) -> Tensor:
+    """A mean of the samples' own roots."""
+    return (output - target[:, None]).square().sum(-1).add(1e-6).sqrt().mean()
+
+
+def halves(output: Tensor, target: Tensor) -> Tensor:
+    """One loss of the first half of the batch, another of the second."""
+    half = len(output) // 2
+    return (
+        F.cross_entropy(output[:half], target[:half]) + output[half:].square().mean()
+    )  # refused: halves
+
+
+def number_of_samples(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum") / len(output)
+
+
+def half_of_samples(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum") / (target.shape[0] * 0.5)
+
+
+def fixed_number(output: Tensor, target: Tensor) -> Tensor:
+    """A sum by a number that is no count of the batch."""
+    return F.cross_entropy(output, target, reduction="sum") / 32
+
+
+def root_of_number(output: Tensor, target: Tensor) -> Tensor:
+    return (
+        F.cross_entropy(output, target, reduction="sum") / len(output) ** 0.5
+    )  # refused: root_of_number
+
+
+def smooth_mask(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """Weights for the samples that sum to anything."""
+    labels, weight = target
+    return (F.cross_entropy(output, labels, reduction="none") * weight).sum() / weight.sum()
+
+
+def two_losses(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target), output.square().mean()
+
+
+def averaged(output: Tensor, target: Tensor) -> Tensor:
+    """torch.mean of a stack of losses."""
+    parts = [F.cross_entropy(output * k, target) for k in (1, 2, 3)]
+    return torch.stack(parts).mean()
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def steps(samples: int) -> Tensor:
+    return torch.randn(samples, 4, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def numbers(samples: int) -> Tensor:
+    return torch.randn(samples)
+
+
+def tokens(samples: int) -> Tensor:
+    return torch.randint(3, (samples, 4))
+
+
+def padded(samples: int) -> Tensor:
+    found = tokens(samples)
+    lengths = torch.randint(0, 5, (samples, 1))
+    lengths[0] = 4
+    return found.masked_fill(torch.arange(4) >= lengths, IGNORED)
+
+
+def logits_of(output: object, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits, target)
+
+
+def with_boxes(samples: int) -> tuple[Tensor, Tensor]:
+    return classes(samples), torch.randn(samples, 4)
+
+
+def simple(name: str, loss: object, target: object = classes, **options: object) -> Case:
+    return Case(name, Body, rows, loss, target, **options)
+
+
+def not_of_parts(
+    name: str, loss: object, target: object = classes, model: object = Body, inputs: object = rows
+) -> Case:
+    expect = Refused(
+        3, ("micro-batches",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+    )
+    return Case(name, model, inputs, loss, target, sizes=(8,), manners=FP32_ONLY, expect=expect)
+
+
+CASES = (
+    Case("nested", GivesNested, rows, logits_of, classes, quick=True),
+    Case("nested_inference", GivesNested, rows, options="--mode infer"),
+    Case("frozen", GivesFrozen, rows, logits_of, classes),
+    Case("later_field", GivesLater, rows, logits_of, classes),
+    Case("old_named_tuple", GivesOld, rows, logits_of, classes),
+    Case("decisions_only", Decides, rows, options="--mode infer"),
+    Case("keywords_only", TakesKeywords, lambda n: {"pixels": rows(n), "labels": classes(n)}),
+    Case(
+        "keywords_with_weights",
+        TakesKeywords,
+        lambda n: {"pixels": rows(n), "labels": classes(n), "weight": torch.rand(n)},
+    ),
+    Case(
+        "keywords_inference", TakesKeywords, lambda n: {"pixels": rows(n)}, options="--mode infer"
+    ),
+    simple("weighted_smoothed", weighted_smoothed),
+    Case("tokens_weighted", OfSteps, steps, of_tokens_weighted, tokens, later_target=padded),
+    simple("focal", focal),
+    simple("focal_of_counted", focal_of_counted),
+    Case("detector", Detector, rows, detected, with_boxes),
+    simple("distilled", distilled),
+    simple("triplet", triplet, lambda n: (torch.randn(n, 3), torch.randn(n, 3)), manners=FP32_ONLY),
+    simple("margins", margins),
+    simple("gaussian", gaussian, numbers, manners=FP32_ONLY),
+    simple(
+        "checked",
+        checked,
+        numbers,
+        expect=Refused(1, ("makes a Python number",), ("keep it a tensor",)),
+    ),
+    simple("explained", explained, numbers),
+    simple("over_rows", over_rows, numbers),
+    simple("number_of_samples", number_of_samples),
+    simple("half_of_samples", half_of_samples),
+    simple("fixed_number", fixed_number),
+    simple("weights_of_samples", smooth_mask, lambda n: (classes(n), torch.rand(n))),
+    simple("averaged", averaged),
+    simple(
+        "two_losses",
+        two_losses,
+        expect=Refused(1, ("where a loss is expected",), (".mean()",), at_line=False),
+    ),
+    not_of_parts("clip", clip, lambda n: None, WithLogit, lambda n: (rows(n), torch.randn(n, 5))),
+    not_of_parts("variance", variance),
+    not_of_parts("log_of_sum", log_of_sum),
+    not_of_parts("entropy_of_mean", with_entropy),
+    not_of_parts("halves", halves),
+    not_of_parts("root_of_number", root_of_number),
+)
