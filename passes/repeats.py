@@ -13,23 +13,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpipe_compiler.ir import (
-    Argument,
-    ByMode,
-    FunctionCall,
-    Graph,
-    MethodCall,
-    ModuleCall,
-    Op,
-    Ref,
-    RegionCall,
-    Result,
-    StateRef,
-    Stretch,
-)
+from gpipe_compiler.ir import Graph, Op, Stretch
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.forms import OpForms
 
 _LEAST = 8
 """Blocks from which on a stretch is worth the trouble."""
@@ -156,63 +144,3 @@ def _is_closed(graph: Graph, stretch: Stretch) -> bool:
             if made in inner and block not in (made, made + 1):
                 return False
     return True
-
-
-class OpForms:
-    """What ops are but for the names of what they read."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._numbers: dict[Hashable, int] = {}
-
-    def key(self, op: Op) -> int:
-        """A number, the same for ops that are equal but for names."""
-        key = (op.mode, self._call(op.call), _form(op.result))
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def _call(self, call: Any) -> Hashable:
-        match call:
-            case FunctionCall():
-                return ("function", id(call.function), self._arguments(call))
-            case MethodCall():
-                return ("method", call.method, self._arguments(call))
-            case ModuleCall():
-                spec = self._graph.modules[call.module]
-                state = tuple((local, self._state(name)) for local, name in spec.state.items())
-                own = self._argument((spec.args, dict(spec.kwargs)))
-                return ("module", spec.cls, own, state, self._arguments(call))
-            case RegionCall():
-                # The names inside are the region's own; two regions are never taken to be equal.
-                return ("region", id(call))
-            case _:
-                raise AssertionError(call)
-
-    def _arguments(self, call: Any) -> Hashable:
-        return self._argument((call.args, dict(call.kwargs)))
-
-    def _argument(self, argument: Argument) -> Hashable:
-        match argument:
-            case Ref():
-                return Ref
-            case StateRef(name=name):
-                return self._state(name)
-            case ByMode(train=train, evaluation=evaluation):
-                return (ByMode, self._argument(train), self._argument(evaluation))
-            case tuple() | list():
-                return (type(argument), tuple(map(self._argument, argument)))
-            case dict():
-                return (dict, tuple((key, self._argument(v)) for key, v in argument.items()))
-            case slice():
-                return (slice, *map(self._argument, (argument.start, argument.stop, argument.step)))
-            case _:
-                return (type(argument), repr(argument))
-
-    def _state(self, name: str) -> Hashable:
-        state = self._graph.state[name]
-        tensor = self._graph.tensors.get(name)
-        stride = None if tensor is None else tensor.stride()
-        return (state.kind, state.shape, stride, state.dtype, state.requires_grad)
-
-
-def _form(result: Result) -> Hashable:
-    return tuple(map(_form, result)) if isinstance(result, tuple) else result is None

@@ -9,7 +9,7 @@ for `kernels` to say.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,10 @@ from gpipe_compiler.ir import (
     Result,
     StateRef,
 )
-from gpipe_compiler.ir.arguments import leaves, map_argument
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.forms import Former
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import FunctionCall, MethodCall
+from gpipe_compiler.ir.ops import ops_within
 
 ToName = Callable[[str], str]
 
@@ -109,104 +110,62 @@ def _paths(graph: Graph, op: Op) -> Iterator[str]:
 def _repeats(graph: Graph, piece: _Piece) -> bool:
     """Whether the two repetitions in the middle are alike, and nothing else reads the first."""
     first, second = graph.ops[piece.middle : piece.second], graph.ops[piece.second : piece.last]
-    if len(first) != len(second):
+    ours, theirs = (_Forms(graph, piece.run, places) for places in (piece.run.period, 0))
+    if list(map(ours.form, first)) != list(map(theirs.form, second)):
         return False
-    likeness = _Likeness(graph, piece.run, frozenset(n for op in first for n in op.outputs))
-    if not all(map(likeness.ops, first, second)):
-        return False
+    made = {name for op in first for name in op.outputs}
+    inside = {name for op in first for name in _named_inside(op)}
+    for one, other in zip(ours.numbers, theirs.numbers, strict=True):
+        # What comes from before is the same, or what the first one made.
+        if one not in inside and one != other and other not in made:
+            return False
     rest = (*graph.ops[: piece.middle], *graph.ops[piece.last :])
     read = {name for op in rest for name in op.inputs}
     read.update(graph.output_values, () if graph.loss is None else (graph.loss.value,))
-    return likeness.made.isdisjoint(read)
+    return made.isdisjoint(read)
 
 
-@dataclass
-class _Likeness:
-    """Holds two repetitions against each other, op by op.
+def _named_inside(op: Op) -> Iterator[str]:
+    """The values that an op makes, and those that regions in it name."""
+    for inner in ops_within(op):
+        yield from inner.outputs
+        if isinstance(inner.call, RegionCall):
+            yield from inner.call.body.inputs
 
-    Attributes:
-        made: the values of the first.
-        twins: values of the first to those of the second, as far as compared.
-    """
 
-    graph: Graph
-    run: Run
-    made: frozenset[str]
-    twins: dict[str, str] = field(default_factory=dict)
+class _Forms(Former):
+    """The forms of the ops of a repetition, their paths so many places further on."""
 
-    def ops(self, one: Op, other: Op) -> bool:
-        """Whether two ops are alike."""
-        return (
-            one.mode is other.mode
-            and self._path(one.module, other.module)
-            and self._calls(one.call, other.call)
-            and self._results(one.result, other.result)
+    def __init__(self, graph: Graph, run: Run, places: int) -> None:
+        super().__init__("", {})
+        self._graph = graph
+        self._run = run
+        self._by = places
+
+    def local(self, path: str) -> str:
+        """A path of this repetition as the other one has it."""
+        return self._run.moved(path, self._by)
+
+    def state(self, name: str) -> Hashable:
+        """The form of a state."""
+        return ("state", self.local(name))
+
+    def form(self, op: Op) -> Hashable:
+        """All that an op is but for the names of values."""
+        self.constants.clear()
+        form = self.op(op)
+        numbers = tuple(constant.form for constant in self.constants)
+        modules = tuple(
+            (self.local(inner.module), self._held(inner.call)) for inner in ops_within(op)
         )
+        return form, numbers, modules
 
-    def _path(self, one: str, other: str) -> bool:
-        return self.run.moved(one, self.run.period) == other
-
-    def _calls(self, one: Call, other: Call) -> bool:
-        if not self._arguments((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs))):
-            return False
-        match one, other:
-            case FunctionCall(), FunctionCall():
-                return one.function is other.function
-            case MethodCall(), MethodCall():
-                return one.method == other.method
-            case ModuleCall(), ModuleCall():
-                return self._modules(one.module, other.module)
-            case RegionCall(), RegionCall():
-                return self._regions(one, other)
-            case _:
-                return False
-
-    def _modules(self, one: str, other: str) -> bool:
-        ours, theirs = self.graph.modules[one], self.graph.modules[other]
-        return (
-            self._path(one, other)
-            and ours.cls is theirs.cls
-            and self._arguments((ours.args, dict(ours.kwargs)), (theirs.args, dict(theirs.kwargs)))
-            and ours.state.keys() == theirs.state.keys()
-            and all(self._path(name, theirs.state[local]) for local, name in ours.state.items())
-        )
-
-    def _regions(self, one: RegionCall, other: RegionCall) -> bool:
-        ours, theirs = one.body, other.body
-        if one.context != other.context or len(ours.ops) != len(theirs.ops):
-            return False
-        names = frozenset((*ours.inputs, *(name for op in ours.ops for name in op.outputs)))
-        pairs = dict(zip(ours.inputs, theirs.inputs, strict=True))
-        inside = _Likeness(self.graph, self.run, names, pairs)
-        return all(map(inside.ops, ours.ops, theirs.ops)) and inside._arguments(
-            ours.outputs, theirs.outputs
-        )
-
-    def _results(self, one: Result, other: Result) -> bool:
-        if isinstance(one, str) and isinstance(other, str):
-            self.twins[one] = other
-            return True
-        if isinstance(one, tuple) and isinstance(other, tuple):
-            return len(one) == len(other) and all(map(self._results, one, other))
-        return one is None and other is None
-
-    def _arguments(self, one: Argument, other: Argument) -> bool:
-        """Whether arguments have one structure, and leaf by leaf mean the like."""
-        ours, theirs = list(leaves(one)), list(leaves(other))
-        structures = [repr(map_argument(_blank, argument)) for argument in (one, other)]
-        return structures[0] == structures[1] and all(map(self._leaves, ours, theirs))
-
-    def _leaves(self, one: Any, other: Any) -> bool:
-        match one, other:
-            case Ref(name=ours), Ref(name=theirs):
-                if ours in self.made:
-                    return self.twins.get(ours) == theirs
-                # What comes from before is the same, or what the first one made.
-                return ours == theirs or theirs in self.made
-            case StateRef(name=ours), StateRef(name=theirs):
-                return self._path(ours, theirs)
-            case _:
-                return type(one) is type(other) and repr(one) == repr(other)
+    def _held(self, call: Call) -> Hashable:
+        if not isinstance(call, ModuleCall):
+            return None
+        spec = self._graph.modules[call.module]
+        state = tuple((local, self.local(name)) for local, name in spec.state.items())
+        return (spec.cls, repr((spec.args, dict(spec.kwargs))), state)
 
 
 @dataclass
@@ -293,10 +252,6 @@ class _Writer:
         return dataclasses.replace(
             op, call=new, result=_result(op.result, value), module=path(op.module)
         )
-
-
-def _blank(_: object) -> None:
-    """What stands for every leaf where only the structure counts."""
 
 
 def _result(result: Result, value: ToName) -> Result:

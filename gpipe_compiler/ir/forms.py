@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, leaves
+from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import (
+    Call,
     FunctionCall,
     MethodCall,
     ModuleCall,
@@ -135,6 +137,55 @@ class Former:
         if isinstance(result, tuple):
             return tuple(map(self._result, result))
         return None if result is None else self.number(result)
+
+
+class OpForms:
+    """What ops of a graph are but for the names of the values and state that they read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._numbers: dict[Hashable, int] = {}
+
+    def key(self, op: Op) -> int:
+        """A number, the same for ops that are equal but for names."""
+        key = (op.mode, self._called(op.call), _nest(op.result))
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _called(self, call: Call) -> Hashable:
+        arguments = self._form((call.args, dict(call.kwargs)))
+        match call:
+            case FunctionCall(function=function):
+                return ("function", id(function), arguments)
+            case MethodCall(method=method):
+                return ("method", method, arguments)
+            case ModuleCall(module=module):
+                spec = self._graph.modules[module]
+                state = tuple((local, self._state(name)) for local, name in spec.state.items())
+                own = self._form((spec.args, dict(spec.kwargs)))
+                return ("module", spec.cls, own, state, arguments)
+            case RegionCall():
+                # The names inside are the region's own; two regions are never taken to be equal.
+                return ("region", id(call))
+
+    def _form(self, argument: Argument) -> Hashable:
+        return _structure(argument), tuple(map(self._leaf, leaves(argument)))
+
+    def _leaf(self, leaf: object) -> Hashable:
+        match leaf:
+            case Ref():
+                return Ref
+            case StateRef(name=name):
+                return self._state(name)
+        return ("constant", type(leaf), repr(leaf))
+
+    def _state(self, name: str) -> Hashable:
+        state, tensor = self._graph.state[name], self._graph.tensors.get(name)
+        stride = None if tensor is None else tensor.stride()
+        return (state.kind, state.shape, stride, state.dtype, state.requires_grad)
+
+
+def _nest(result: Result) -> Hashable:
+    return tuple(map(_nest, result)) if isinstance(result, tuple) else result is None
 
 
 def _named_leaves(

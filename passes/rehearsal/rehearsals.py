@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
@@ -20,7 +21,7 @@ from gpipe_compiler.passes.rehearsal.lengthen import lengthened
 from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
 from gpipe_compiler.passes.rehearsal.shorten import Shortening
-from gpipe_compiler.passes.repeats import OpForms, refs_of
+from gpipe_compiler.passes.repeats import refs_of
 from gpipe_compiler.passes.tapes import StageTapes
 
 
