@@ -47,7 +47,7 @@ NOT_RUN = {
     "export GLOO_SOCKET_IFNAME": "names an interface of the reader's",
     "benchmarks/": "takes minutes to hours, and is for its figures; its options are parsed",
     "tests/exactness/table.py": "takes minutes; tests/exactness/test_exactness.py holds its rows",
-    "tests/test_scale.py": "is a slow test by itself",
+    "tests/planner/test_scale.py": "is a slow test by itself",
 }
 """By what a line contains."""
 

@@ -15,7 +15,7 @@ from gpipe_compiler.plan.memory_curve import CATEGORIES, Category
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 from gpipe_compiler.simulate.memory.devices import UPDATE
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def planned(example: str, stages: int, microbatches: int) -> Plan:

@@ -13,7 +13,7 @@ from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend import torch_inside
 from gpipe_compiler.frontend.torch_inside import USED, check_torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ELSEWHERE = re.compile(r"torch\._(dynamo|export)\b|torch\.__|torch\._cudnn_init_dropout_state")
 """Looked for where they are used, of Python itself, or met on a GPU alone."""
 

@@ -26,7 +26,7 @@ from gpipe_compiler.cluster.machines import MOST_DEVICES
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, SPEED, TIME, rate_text
 from gpipe_compiler.errors import UsageError
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "clusters"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 
 
 class TestQuantities:

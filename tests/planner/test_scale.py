@@ -24,7 +24,7 @@ from gpipe_compiler.passes import cost
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.runtime.spec import ScheduleKind
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRANSFORMER_L = ROOT / "examples" / "transformer_l.py"
 TRANSFORMER_1T = ROOT / "examples" / "transformer_1t.py"
 
