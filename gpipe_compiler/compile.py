@@ -43,6 +43,7 @@ from gpipe_compiler.planner.search import explore
 from gpipe_compiler.planner.search_space import Wish
 from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.html import write_report
+from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.held import Held, left_aside
@@ -92,7 +93,7 @@ class Compiled:
         return self.plan.graph
 
     def __str__(self) -> str:
-        return f"{self.plan}\n{self.directory or 'dry run: nothing written'}"
+        return f"{format_plan(self.plan)}\n{self.directory or 'dry run: nothing written'}"
 
 
 def trace(

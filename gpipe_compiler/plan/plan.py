@@ -325,11 +325,6 @@ class Plan:
             raise ModelError(f"this is no plan: {type(error).__name__}: {error}") from error
         return plan
 
-    def __str__(self) -> str:
-        from gpipe_compiler.report.text import format_plan
-
-        return format_plan(self)
-
 
 def _typed(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON values of a plan's fields as the types of the fields; older JSON lacks some of them."""

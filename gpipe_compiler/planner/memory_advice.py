@@ -24,12 +24,12 @@ from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.remat import FEW
 from gpipe_compiler.passes.tapes import StageTapes
 from gpipe_compiler.plan import Plan, Stage
+from gpipe_compiler.plan.timeline import timeline
 from gpipe_compiler.plan.what_if import Arena, Remedy, WhatIf
 from gpipe_compiler.planner.memory_fit import layout_of
 from gpipe_compiler.planner.planning import microbatch_size
 from gpipe_compiler.planner.remat import DeviceWays, ways
 from gpipe_compiler.planner.workbench import Workbench
-from gpipe_compiler.report.facts import timeline
 from gpipe_compiler.runtime.schedule import (
     forward_only,
     orders_for,

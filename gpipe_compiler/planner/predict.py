@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gpipe_compiler.cluster import Link
@@ -10,10 +9,11 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Prediction, Stage
+from gpipe_compiler.plan.timeline import recomputing
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.simulate.in_flight import Load, loads
-from gpipe_compiler.simulate.step import Lane, Simulation, StageTimes, simulate
+from gpipe_compiler.simulate.step import Lane, Simulation, simulate
 
 
 def predict(
@@ -65,13 +65,6 @@ def predict(
         shared_sum_s=sum(sum_s.values()),
         longest_s=found.bottleneck_s if found.objective is Objective.BOTTLENECK else None,
     )
-
-
-def recomputing(stage: Stage, times: StageTimes) -> StageTimes:
-    """The times of a stage with what it runs again: segments when their backward has come."""
-    if stage.remat is Remat.SEGMENTS:
-        return dataclasses.replace(times, backward_s=times.backward_s + stage.recompute_s)
-    return dataclasses.replace(times, recompute_s=stage.recompute_s)
 
 
 def remats(

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.op_table import OpNote
-from gpipe_compiler.planner.predict import recomputing
+from gpipe_compiler.plan.timeline import crossing_bytes
 from gpipe_compiler.runtime.spec import Crossing
 from gpipe_compiler.runtime.wording import printable
-from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,6 @@ class Boundary:
     bytes: int
     label: str
     source: str
-
-
-def crossing_bytes(crossing: Crossing) -> int:
-    """Bytes of one micro-batch of a boundary value."""
-    return torch.Size(crossing.shape).numel() * crossing.dtype.itemsize
 
 
 def makers(plan: Plan) -> Mapping[str, OpNote]:
@@ -114,33 +106,3 @@ def placed(plan: Plan) -> tuple[str, ...]:
     if len(set(plan.devices)) == 1:
         return tuple(map(str, ranks))
     return tuple(f"{rank} ({plan.devices[rank].name})" for rank in ranks)
-
-
-def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
-    """For every stage, seconds of one micro-batch: computing, and moving what it receives."""
-    cluster = plan.cluster
-
-    def seconds(crossing: Crossing, target: int) -> float:
-        ends = plan.device_of(crossing.source), plan.device_of(target)
-        return cluster.between(*ends).seconds(crossing_bytes(crossing))
-
-    times = []
-    for stage in plan.stages:
-        received = [c for c in plan.crossings if stage.index in c.targets]
-        alone = StageTimes(
-            forward_s=stage.forward_s,
-            backward_s=stage.backward_s if plan.training else 0.0,
-            weight_s=stage.weight_s,
-            update_s=stage.update_s,
-            receive_s=sum(seconds(c, stage.index) for c in received),
-            gradient_s=sum(
-                seconds(c, stage.index) for c in received if c.gradient and plan.training
-            ),
-        )
-        times.append(recomputing(stage, alone) if plan.training else alone)
-    return tuple(times)
-
-
-def timeline(plan: Plan) -> Simulation:
-    """When every action of the plan is expected to start and end."""
-    return simulate(plan.orders, stage_times(plan), plan.joint)

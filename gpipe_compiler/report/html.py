@@ -8,7 +8,8 @@ from markupsafe import Markup
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, placed, timeline
+from gpipe_compiler.plan.timeline import timeline
+from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, placed
 from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.memory import CURVE_HEIGHT, CURVE_WIDTH, categories, memory_rows

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import timeline
+from gpipe_compiler.plan.timeline import timeline
 from gpipe_compiler.simulate.step import Lane, Span
 
 _LANES: Mapping[Lane, tuple[int, str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch._subclasses import FakeTensor
@@ -21,7 +22,6 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.positions.computing import COMPUTING
 from gpipe_compiler.passes.positions.coordinates import (
     Cases,
@@ -49,12 +49,27 @@ _LARGEST_TABLE = 2**24
 _RULES = {**MOVING, **COMPUTING}
 
 
+class Written(Protocol):
+    """What ops write and which values share memory: `passes.effects`, which builds on this room."""
+
+    @property
+    def written_values(self) -> frozenset[str]:
+        """The values that an op other than their maker writes."""
+
+    @property
+    def written_states(self) -> frozenset[str]:
+        """The states that any op writes."""
+
+    def alias_set(self, value: str) -> frozenset[str]:
+        """The values that share memory with this one, itself included."""
+
+
 @dataclass
 class Positions:
     """The values of an annotated graph whose elements follow from their coordinates."""
 
     graph: Graph
-    effects: Effects
+    effects: Written
     _known: dict[str, Held] = field(default_factory=dict)
     _states: dict[str, Held | None] = field(default_factory=dict)
 

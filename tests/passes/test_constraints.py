@@ -22,6 +22,7 @@ from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.passes.cut.constrain import _Asked, _contradictions, check_names
 from gpipe_compiler.passes.cut.problem import CutProblem, Node
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.text import format_plan
 
 CLUSTER = Cluster.of(Device("toy", 1e9, 1e9, 10**9, 1e-6), IN_PROCESS)
 
@@ -129,7 +130,7 @@ class TestPlans:
         plan = planned(graph, asked)
 
         assert Plan.from_json(plan.to_json()).constraints == asked
-        assert "--pin head=-1, --keep-together blocks.3, --split-at blocks.5" in str(plan)
+        assert "--pin head=-1, --keep-together blocks.3, --split-at blocks.5" in format_plan(plan)
 
     @settings(max_examples=15, deadline=None)
     @given(st.data())

@@ -19,6 +19,7 @@ from gpipe_compiler.errors import ExitCode
 from gpipe_compiler.options.policy import Auto, RematChoice
 from gpipe_compiler.planner.infeasible import DoesNotFitError
 from gpipe_compiler.planner.search import most_over
+from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
 from gpipe_compiler.text.units import format_bytes, format_seconds
 
@@ -164,7 +165,7 @@ def test_exact_batchnorm_is_not_told_to_leave_gpipe() -> None:
 
 def test_without_being_asked_a_plan_that_does_not_fit_is_only_told(graph: gpc.Graph) -> None:
     plan, _ = plan_as_asked(graph, options(5000, must_fit=False))
-    assert "too much for" in str(plan)
+    assert "too much for" in format_plan(plan)
 
 
 def test_where_nothing_explored_fits_the_nearest_is_told(graph: gpc.Graph) -> None:

@@ -22,8 +22,8 @@ from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.timeline import stage_times
 from gpipe_compiler.planner.workbench import Workbench
-from gpipe_compiler.report.facts import stage_times
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate.in_flight import loads
 from gpipe_compiler.simulate.step import simulate

@@ -13,12 +13,11 @@ import pytest
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.timeline import stage_times, timeline
 from gpipe_compiler.report.facts import (
     boundaries,
     boundary_bytes,
     modules_of,
-    stage_times,
-    timeline,
 )
 from gpipe_compiler.report.gantt import LEFT, ROW, WIDTH, gantt
 from gpipe_compiler.report.html import format_report, write_report

@@ -232,7 +232,7 @@ def test_replicas_train_as_one(tmp_path: Path) -> None:
     compile_subject(subject(many, own=True), one_stage, tmp_path / "package")
     (tmp_path / "rank.py").write_text(RANK)
     here = Path(__file__).parent
-    paths = ":".join(map(str, (tmp_path, here, here / "helpers")))
+    paths = ":".join(map(str, (tmp_path, here, here.parent / "helpers")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
     command += ["--nproc-per-node", "2", str(tmp_path / "rank.py"), paths, str(tmp_path / "found")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
