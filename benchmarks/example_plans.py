@@ -36,10 +36,10 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.loss_weight import weigh_loss
+from gpipe_compiler.planner.cut_problem import Facts, problem_of
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -36,10 +36,10 @@ from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import Cut, cut
-from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.planner.cut_problem import Facts, problem_of
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate

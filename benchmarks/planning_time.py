@@ -28,7 +28,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.graph import problem_of
+from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind

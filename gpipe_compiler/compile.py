@@ -280,9 +280,7 @@ def _compared(
     held = validate_shortened(
         subject,
         plan,
-        options.policy,
-        options.cluster,
-        frontend,
+        partial(_packaged_alike, plan, options, frontend),
         seed=seed,
         per_microbatch=accepted,
         launch=launch,
@@ -296,6 +294,22 @@ def _refuse_parts(found: Found, options: CompileOptions, plan: Plan) -> None:
     refuse_unsplit(plan)
     if options.validate:
         reference_of(found.subject, plan, options.seed)
+
+
+def _packaged_alike(
+    like: Plan,
+    options: CompileOptions,
+    frontend: Frontend,
+    subject: Subject,
+    microbatches: int,
+    folder: Path,
+) -> Plan:
+    """Writes the package of a subject, with the schedule and in as many stages as another plan."""
+    policy = dataclasses.replace(options.policy, schedule=like.schedule, data_parallel=1)
+    bench = Workbench(auto.trace(subject, frontend), options.cluster)
+    made = bench.plan(bench.choose(len(like.stages), microbatches, policy), policy)
+    emit(made, folder, example=real_example(subject))
+    return made
 
 
 def plan_as_asked(

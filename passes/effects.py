@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from torch.nn.modules.dropout import _DropoutNd
 
+from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.passes.blocks import Kind
-from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.observe import Observed, Storage, in_all_modes, observed
 

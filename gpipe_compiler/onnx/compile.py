@@ -22,10 +22,10 @@ from gpipe_compiler.errors import (
 )
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.codegen.package import emit_onnx
+from gpipe_compiler.onnx.frontend.constants import node_of
 from gpipe_compiler.onnx.frontend.graph import graph_of, unshaped
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
-from gpipe_compiler.onnx.passes.constants import node_of
 from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.facts import onnx_facts
 from gpipe_compiler.onnx.passes.measure import onnx_measured

@@ -17,8 +17,6 @@ from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut import Cut, cut
-from gpipe_compiler.passes.cut.constrain import constrain
-from gpipe_compiler.passes.cut.graph import Facts, StageTable, problem_of, tabulate
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.inside import cut_inside
 from gpipe_compiler.passes.cut.modules import opened
@@ -29,6 +27,8 @@ from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage
+from gpipe_compiler.planner.constrain import constrain
+from gpipe_compiler.planner.cut_problem import Facts, StageTable, problem_of, tabulate
 from gpipe_compiler.planner.predict import predict, shared
 from gpipe_compiler.planner.remat import DeviceWays, Way, runs, ways, ways_by_calls
 from gpipe_compiler.planner.stage_contents import stage_of_cut

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from gpipe_compiler.errors import GPipeCompilerError, PlanError
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.memory.devices import Pipeline, device_memories
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import Costs, OpCost
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
@@ -38,7 +39,6 @@ from gpipe_compiler.runtime.schedule import (
 )
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
-from gpipe_compiler.simulate.memory.devices import Pipeline, device_memories
 from gpipe_compiler.text.units import format_limit
 
 MOST_PLACED = 3000

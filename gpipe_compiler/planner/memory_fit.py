@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.cluster import is_host
+from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.passes.cut.seats import seat_orders
@@ -22,7 +23,6 @@ from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import Draft, Drafting
 from gpipe_compiler.planner.predict import shared
 from gpipe_compiler.runtime.spec import Remat
-from gpipe_compiler.simulate.memory.devices import Layout, device_memories
 
 _ROUNDS = 3
 """Times that a cut is made again with other limits."""

@@ -11,12 +11,12 @@ from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.candidates import Draft, Drafting
+from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.predict import shared
 from gpipe_compiler.runtime.schedule import lower, prove

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.remat import Choice, choices, choices_of, stage_problem, whole_calls
 from gpipe_compiler.plan import RematPoint, Stage
+from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.schedule.waiting import waiting
 from gpipe_compiler.runtime.spec import Remat

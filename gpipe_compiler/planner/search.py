@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.options.choices import SEARCH_SECONDS
 from gpipe_compiler.options.policy import Policy, RematChoice
-from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, Point
 from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
+from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.search_space import Wish, choices
 from gpipe_compiler.planner.workbench import Workbench

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
-from gpipe_compiler.passes.cut.graph import Facts, StageTable
 from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.plan import Stage
+from gpipe_compiler.planner.cut_problem import Facts, StageTable
 from gpipe_compiler.runtime.spec import Crossing, Remat
 from gpipe_compiler.simulate.step import StageTimes
 

@@ -13,13 +13,13 @@ from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
-from gpipe_compiler.passes.cut.constrain import check_names, ops_of
-from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.batch_outputs import apart_outputs
+from gpipe_compiler.planner.constrain import check_names, ops_of
+from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted

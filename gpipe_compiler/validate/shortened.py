@@ -9,26 +9,21 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from gpipe_compiler.cluster import Cluster
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.errors import GPipeCompilerError, ValidationError
-from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.examples import on_meta
-from gpipe_compiler.frontend.materialise import materialised, real_example, with_real_example
+from gpipe_compiler.frontend.materialise import materialised, with_real_example
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Example, Subject
-from gpipe_compiler.options.choices import Frontend
-from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.package import LARGEST_MATERIALISED, Validation, validate_materialised
 from gpipe_compiler.validate.plain_run import least_samples
@@ -42,6 +37,10 @@ _MICROBATCHES = 4
 _SLOW_S = 3.0
 """Processor seconds of a forward of one sample from which on nothing is compared: a step of all
 micro-batches, forward and backward, on two batches, here and in the package, takes minutes."""
+
+
+Repackage = Callable[[Subject, int, Path], Plan]
+"""Writes the package of a subject, of so many micro-batches, to a folder; returns its plan."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,9 +70,7 @@ def _bytes(model: nn.Module) -> int:
 def validate_shortened(
     subject: Subject,
     plan: Plan,
-    policy: Policy,
-    cluster: Cluster,
-    frontend: Frontend,
+    package: Repackage,
     *,
     seed: int,
     per_microbatch: bool,
@@ -83,7 +80,7 @@ def validate_shortened(
 
     Args:
         plan: of the whole model.
-        policy: that the plan was made with.
+        package: compiles the shortened model as the whole one was.
 
     Raises:
         ValidationError: when the package of the shortened model does not run.
@@ -96,13 +93,10 @@ def validate_shortened(
     few = _with_samples(short.subject, microbatches * least)
     if _is_slow(few, seed):
         return f"even with {short.what}, one sample takes over {_SLOW_S:g} seconds here"
-    policy = dataclasses.replace(policy, schedule=plan.schedule, data_parallel=1)
     try:
-        graph = auto.trace(few, frontend)
-        bench = Workbench(graph, cluster)
-        made = bench.plan(bench.choose(len(plan.stages), microbatches, policy), policy)
         with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-            folder = emit(made, Path(scratch, "package"), example=real_example(few))
+            folder = Path(scratch, "package")
+            made = package(few, microbatches, folder)
             found = validate_materialised(
                 few, made, folder, seed=seed, per_microbatch=per_microbatch, launch=launch
             )

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Link
+from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
-from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 CLOSE = 1e-6

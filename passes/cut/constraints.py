@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.disjoint import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.cluster import Link
+from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.constraints import Ranges, stage_ranges
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept
-from gpipe_compiler.passes.disjoint import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)

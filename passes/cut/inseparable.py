@@ -23,10 +23,10 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.passes.cut.best_case import CLOSE, Ideal
 from gpipe_compiler.passes.cut.contract import topological
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.disjoint import DisjointSets
 
 PATIENCE = 100
 """Minimum cuts in a row that join nothing, after which no more are asked for."""

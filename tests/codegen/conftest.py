@@ -28,12 +28,12 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import Frontend, LossChoice
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.planner.cut_problem import Facts, tabulate
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import ScheduleKind
 

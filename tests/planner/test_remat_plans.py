@@ -20,10 +20,11 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import Frontend, LossChoice
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut.graph import Facts, tabulate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import stage_times
+from gpipe_compiler.planner.cut_problem import Facts, tabulate
 from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate.in_flight import loads
 from gpipe_compiler.simulate.step import simulate
@@ -157,7 +158,7 @@ def test_auto_recomputes_only_where_memory_is_short(graph: Graph, schedule: Sche
         assert auto.prediction.step_s >= none.prediction.step_s
         if any(stage.remat is Remat.FULL for stage in auto.stages):
             assert not auto.prediction.proved
-        assert "too much" not in str(auto)
+        assert "too much" not in format_plan(auto)
         some.add(sum(stage.remat is Remat.FULL for stage in auto.stages))
     assert some & set(range(1, stages))
 
@@ -170,7 +171,7 @@ def test_where_nothing_fits_the_plan_says_so(graph: Graph) -> None:
         assert stage.remat is not Remat.NONE or M * stage.saved_bytes <= again
     peaks = auto.prediction.peak_bytes
     worst, least = max(peaks), min(peaks)
-    text = str(auto)
+    text = format_plan(auto)
     assert least > 1024
     assert "too much for stages 0, 1, 2" in text
     assert f"{(worst - 1024) / 1024:.3g} KiB" in text

@@ -22,11 +22,11 @@ from gpipe_compiler.compile import plan_as_asked
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Auto, Policy, RematChoice
-from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.planner import search as exploring
 from gpipe_compiler.planner import workbench
 from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
+from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.search import explore, planned
 from gpipe_compiler.planner.search_space import Wish, choices, devices_to_explore, spread

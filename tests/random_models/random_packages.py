@@ -30,10 +30,10 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
-from gpipe_compiler.passes.cut.graph import Facts, problem_of
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.planner.cut_problem import Facts, problem_of
 from gpipe_compiler.planner.planning import make_plan
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind

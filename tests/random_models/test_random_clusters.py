@@ -28,11 +28,11 @@ from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
-from gpipe_compiler.passes.cut.constrain import constrain
-from gpipe_compiler.passes.cut.graph import problem_of
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.planner.constrain import constrain
+from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase

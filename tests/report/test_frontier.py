@@ -144,7 +144,7 @@ def test_a_plan_shows_what_it_was_chosen_from_on_every_way(plan: Plan) -> None:
     frontier = Frontier.of([BEST, Point(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
     chosen = dataclasses.replace(plan, frontier=frontier)
 
-    for text in (str(chosen), format_report(chosen)):
+    for text in (format_plan(chosen), format_report(chosen)):
         assert "2x slower: bubble 60%" in text
     for text in (format_plan(plan), format_report(plan)):
         assert "best first" not in text

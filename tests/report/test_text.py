@@ -74,7 +74,7 @@ def test_a_table_of_very_many_stages_shows_both_ends(plan: Plan) -> None:
         prediction=dataclasses.replace(plan.prediction, peak_bytes=(10**9,) * count),
     )
 
-    lines = without_rules(str(many))
+    lines = without_rules(format_plan(many))
 
     shown = [line.split()[0] for line in lines if "body.conv … body" in line]
     assert shown == [str(stage) for stage in (*range(32), *range(480, 512))]
@@ -96,7 +96,7 @@ def test_devices_that_share_one_take_turns(
         plan, cluster=dataclasses.replace(plan.cluster, endless=True, places=places)
     )
 
-    lines = [line.strip() for line in str(shared).splitlines()]
+    lines = [line.strip() for line in format_plan(shared).splitlines()]
 
     (step,) = [line for line in lines if line.startswith("training step")]
     assert f" {seconds} (" in step
@@ -119,7 +119,7 @@ def test_a_plan_says_how_it_computes(plan: Plan) -> None:
         cluster=dataclasses.replace(plan.cluster, devices=(device,)),
     )
 
-    text = str(changed)
+    text = format_plan(changed)
 
     assert text.splitlines()[0].endswith("of 4; BatchNorm deferred, bf16")
     assert [line.split()[-3] for line in text.splitlines()[5:8]] == ["none", "none", "full"]
@@ -132,7 +132,7 @@ def test_a_plan_prints_as_tables(plan: Plan) -> None:
 
 
 def test_an_inference_plan_has_no_backward(plan: Plan) -> None:
-    text = str(dataclasses.replace(plan, training=False))
+    text = format_plan(dataclasses.replace(plan, training=False))
 
     assert "little infers in 3 stages" in text
     assert "mini-batch" in text
@@ -141,7 +141,7 @@ def test_an_inference_plan_has_no_backward(plan: Plan) -> None:
 
 
 def test_a_plan_without_notes_prints_too(plan: Plan) -> None:
-    text = str(dataclasses.replace(plan, noted=()))
+    text = format_plan(dataclasses.replace(plan, noted=()))
 
     assert "embed  0 → 1, 2  4x8 float32  128 B       yes" in text
 
@@ -149,7 +149,7 @@ def test_a_plan_without_notes_prints_too(plan: Plan) -> None:
 def test_too_much_memory_is_said(plan: Plan) -> None:
     prediction = dataclasses.replace(plan.prediction, peak_bytes=(1, 2_000_000, 3))
 
-    assert "1.91 MiB on a device of 977 KiB: too much" in str(
+    assert "1.91 MiB on a device of 977 KiB: too much" in format_plan(
         dataclasses.replace(plan, prediction=prediction)
     )
 

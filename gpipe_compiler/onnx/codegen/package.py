@@ -18,9 +18,9 @@ from gpipe_compiler.onnx.codegen.staged import write_staged
 from gpipe_compiler.onnx.codegen.stages import write_stages
 from gpipe_compiler.onnx.codegen.traits import Traits, closeness
 from gpipe_compiler.onnx.codegen.whole import write_whole
+from gpipe_compiler.onnx.frontend.constants import is_quantised
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
-from gpipe_compiler.onnx.passes.constants import is_quantised
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 

@@ -18,10 +18,10 @@ from gpipe_compiler.onnx.codegen.weights import (
     weight_bytes,
     write_weights,
 )
+from gpipe_compiler.onnx.frontend.constants import node_of
 from gpipe_compiler.onnx.frontend.nodes import subgraphs
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_of
-from gpipe_compiler.onnx.passes.constants import node_of
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.wording import printable
 

@@ -10,8 +10,8 @@ import torch
 
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.ir import Graph, Op, Ref, StateRef
+from gpipe_compiler.onnx.frontend.constants import constant_ops, node_of, tensor_sizes
 from gpipe_compiler.onnx.frontend.nodes import subgraphs
-from gpipe_compiler.onnx.passes.constants import constant_ops, node_of, tensor_sizes
 from gpipe_compiler.onnx.passes.flops import flops
 from gpipe_compiler.passes.cost import Costs, Kernel, OpCost
 

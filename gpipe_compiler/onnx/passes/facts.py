@@ -1,14 +1,14 @@
-"""All that bears on where an ONNX graph is cut; see `passes.cut.graph.Facts`."""
+"""All that bears on where an ONNX graph is cut; see `planner.cut_problem.Facts`."""
 
 from __future__ import annotations
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.onnx.passes.constants import constant_ops
+from gpipe_compiler.onnx.frontend.constants import constant_ops
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.saved_tensors import SavedTensors
+from gpipe_compiler.planner.cut_problem import Facts
 
 
 def onnx_facts(graph: Graph, costs: Costs) -> Facts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
+from gpipe_compiler.memory.job import Peak
+from gpipe_compiler.memory.ledger import Ledger
+from gpipe_compiler.memory.script import Script
 from gpipe_compiler.runtime.schedule.actions import Action, Compute, SharedSum
 from gpipe_compiler.runtime.wiring import Step
-from gpipe_compiler.simulate.memory.job import Peak
-from gpipe_compiler.simulate.memory.ledger import Ledger
-from gpipe_compiler.simulate.memory.script import Script
 
 
 class Marks:

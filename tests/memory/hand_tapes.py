@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from gpipe_compiler.memory.job import DeviceJob, StageMemory
+from gpipe_compiler.memory.replay import Player
+from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.passes.tapes import Block, BlockKind, Event, StageTapes, Tape
 from gpipe_compiler.runtime.job import Work
 from gpipe_compiler.runtime.schedule import lower
@@ -20,9 +23,6 @@ from gpipe_compiler.runtime.spec import (
     StageSpec,
 )
 from gpipe_compiler.runtime.wiring import steps_of, wire
-from gpipe_compiler.simulate.memory.job import DeviceJob, StageMemory
-from gpipe_compiler.simulate.memory.replay import Player
-from gpipe_compiler.simulate.memory.script import Scripts
 
 VALUE = 8
 """Bytes of what crosses."""

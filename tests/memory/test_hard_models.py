@@ -27,7 +27,7 @@ from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.random import SeededRandom
 from gpipe_compiler.runtime.spec import OptimizerKind
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live_memory import Case, count
 
 WIDTH, BATCH, MICROBATCHES = 32, 8, 2

@@ -8,12 +8,12 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op, State
 from gpipe_compiler.options.constraints import Constraints, pin_words
-from gpipe_compiler.passes.cut.graph import Facts
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.disjoint import DisjointSets
+from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.text.escaping import shell_line
 
 

@@ -15,12 +15,12 @@ from hand_tapes import players
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe_compiler.memory.cycles import cycles_of
+from gpipe_compiler.memory.job import DeviceJob
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.choosing import devices_for, orders_for, placement_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
-from gpipe_compiler.simulate.memory.cycles import cycles_of
-from gpipe_compiler.simulate.memory.job import DeviceJob
-from gpipe_compiler.simulate.memory.replay import Player
 
 
 def chain_orders(ahead: tuple[int, ...], microbatches: int) -> Orders:

@@ -7,10 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+from gpipe_compiler.memory.job import DeviceJob, Played
+from gpipe_compiler.memory.marks import counted
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Receive, Send
-from gpipe_compiler.simulate.memory.job import DeviceJob, Played
-from gpipe_compiler.simulate.memory.marks import counted
-from gpipe_compiler.simulate.memory.replay import Player
 
 _STAGE = re.compile(r"^(\d+)(?=[FBW]\d)")
 

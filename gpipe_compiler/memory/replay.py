@@ -10,6 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
+from gpipe_compiler.memory.cycles import Cycles, cycles_of
+from gpipe_compiler.memory.job import DeviceJob, Flight, Played, StageMemory
+from gpipe_compiler.memory.ledger import Held, Ledger, Own, Told, gradient_of
+from gpipe_compiler.memory.marks import Marks, counted, is_counted
+from gpipe_compiler.memory.script import Move, Script, Scripts
+from gpipe_compiler.memory.tables import Tables, posted
 from gpipe_compiler.passes.tapes import BlockKind, Tape
 from gpipe_compiler.plan.memory_curve import Category, Curve
 from gpipe_compiler.runtime.schedule.actions import (
@@ -22,12 +28,6 @@ from gpipe_compiler.runtime.schedule.actions import (
 )
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.wiring import Need, Part, Step
-from gpipe_compiler.simulate.memory.cycles import Cycles, cycles_of
-from gpipe_compiler.simulate.memory.job import DeviceJob, Flight, Played, StageMemory
-from gpipe_compiler.simulate.memory.ledger import Held, Ledger, Own, Told, gradient_of
-from gpipe_compiler.simulate.memory.marks import Marks, counted, is_counted
-from gpipe_compiler.simulate.memory.script import Move, Script, Scripts
-from gpipe_compiler.simulate.memory.tables import Tables, posted
 
 _NO_KINDS: frozenset[BlockKind] = frozenset()
 _BUFFERS = frozenset({BlockKind.BUFFER})

@@ -13,10 +13,10 @@ from gpipe_compiler.ir import Ref
 from gpipe_compiler.ir.interpret import Interpreter, bind
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.graph import Facts, problem_of, tabulate
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.planner.cut_problem import Facts, problem_of, tabulate
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 BATCH = 2

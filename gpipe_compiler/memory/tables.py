@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from gpipe_compiler.memory.job import Flight
+from gpipe_compiler.memory.ledger import Held
 from gpipe_compiler.runtime.schedule.actions import Transfer
-from gpipe_compiler.simulate.memory.job import Flight
-from gpipe_compiler.simulate.memory.ledger import Held
 
 Posted = tuple[str, int, int, int, bool]
 """A transfer by its fields, which is looked up sooner than the transfer itself."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
+from gpipe_compiler.memory.alike import play_all
+from gpipe_compiler.memory.job import Played
+from gpipe_compiler.memory.ledger import Held, Own
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
-from gpipe_compiler.simulate.memory.alike import play_all
-from gpipe_compiler.simulate.memory.job import Played
-from gpipe_compiler.simulate.memory.ledger import Held, Own
-from gpipe_compiler.simulate.memory.replay import Player
 
 
 def played(schedule: ScheduleKind, stages: int, m: int, remat: Remat = Remat.NONE) -> list[Played]:

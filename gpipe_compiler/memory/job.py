@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.memory.ledger import Held
+from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.passes.tapes import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.wiring import StageWiring, Step
-from gpipe_compiler.simulate.memory.ledger import Held
-from gpipe_compiler.simulate.memory.script import Scripts
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from gpipe_compiler.memory.ledger import PLACE
 from gpipe_compiler.passes.tapes import BlockKind, StageTapes, Tape
 from gpipe_compiler.plan.memory_curve import NOTHING, Category, Sizes
-from gpipe_compiler.simulate.memory.ledger import PLACE
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,12 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.memory.alike import play_all
+from gpipe_compiler.memory.growing import grown
+from gpipe_compiler.memory.holders import holders_at
+from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
+from gpipe_compiler.memory.script import Scripts
+from gpipe_compiler.memory.update import UpdateBytes, update_bytes
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.plan import Stage
@@ -26,12 +32,6 @@ from gpipe_compiler.runtime.spec import (
     StageSpec,
 )
 from gpipe_compiler.runtime.wiring import StageWiring, crossings_for, steps_of, wire
-from gpipe_compiler.simulate.memory.alike import play_all
-from gpipe_compiler.simulate.memory.growing import grown
-from gpipe_compiler.simulate.memory.holders import holders_at
-from gpipe_compiler.simulate.memory.job import DeviceJob, Played, StageMemory
-from gpipe_compiler.simulate.memory.script import Scripts
-from gpipe_compiler.simulate.memory.update import UpdateBytes, update_bytes
 
 MOST_TOLD = 8
 """Devices of which what holds the peak is found out: the fullest."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.memory.job import DeviceJob, Played
+from gpipe_compiler.memory.ledger import Held, Own
+from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.passes.tapes import BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Holder
-from gpipe_compiler.simulate.memory.job import DeviceJob, Played
-from gpipe_compiler.simulate.memory.ledger import Held, Own
-from gpipe_compiler.simulate.memory.replay import Player
 
 _GRADIENTS = "gradients of parameters"
 _CASTS = "weights cast by autocast"

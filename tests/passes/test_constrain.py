@@ -19,9 +19,9 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.passes.cut.constrain import _Asked, _contradictions, check_names
 from gpipe_compiler.passes.cut.problem import CutProblem, Node
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.planner.constrain import _Asked, _contradictions, check_names
 from gpipe_compiler.report.text import format_plan
 
 CLUSTER = Cluster.of(Device("toy", 1e9, 1e9, 10**9, 1e-6), IN_PROCESS)

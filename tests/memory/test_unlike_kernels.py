@@ -20,7 +20,7 @@ from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.passes.fakes import lstm_workspace_bytes
 from gpipe_compiler.runtime.spec import ScheduleKind
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live_memory import Case, count
 
 ALLOWED = 0.005

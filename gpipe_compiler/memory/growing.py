@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from gpipe_compiler.memory.job import DeviceJob, Played
 from gpipe_compiler.passes.tapes import Growth
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, Curve
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
-from gpipe_compiler.simulate.memory.job import DeviceJob, Played
 
 _PLACE = CATEGORIES.index(Category.GRADIENTS)
 
