@@ -41,6 +41,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 install: $(VENV)/.installed-dev
 
@@ -63,5 +64,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
