@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
         plan,
         trace,
     )
+    from gpipe_compiler.compile_options import CompileOptions
     from gpipe_compiler.errors import GPipeCompilerError
     from gpipe_compiler.frontend.subject import Subject
     from gpipe_compiler.graph_json.file import BareGraph, BareOp, parse_graph, read_graph
@@ -33,10 +34,10 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.graph_json.setting import BareSetting
     from gpipe_compiler.ir import Graph
     from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
-    from gpipe_compiler.options.compiling import CompileOptions
     from gpipe_compiler.options.constraints import Constraints
     from gpipe_compiler.options.policy import Auto, Policy, RematChoice
     from gpipe_compiler.plan import Plan
+    from gpipe_compiler.report.text import format_plan
     from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
     from gpipe_compiler.validate.package import Validation
 
@@ -47,7 +48,7 @@ _HOMES = {
     "BarePlan": "graph_json.plan",
     "BareSetting": "graph_json.setting",
     "BatchNorm": "runtime.spec",
-    "CompileOptions": "options.compiling",
+    "CompileOptions": "compile_options",
     "Compiled": "compile",
     "Constraints": "options.constraints",
     "Frontend": "options.choices",
@@ -65,6 +66,7 @@ _HOMES = {
     "Validation": "validate.package",
     "compile": "compile",
     "emit": "codegen.package",
+    "format_plan": "report.text",
     "parse_graph": "graph_json.file",
     "plan": "compile",
     "plan_graph": "graph_json.plan",
@@ -98,6 +100,7 @@ __all__ = [
     "Validation",
     "compile",
     "emit",
+    "format_plan",
     "parse_graph",
     "plan",
     "plan_graph",

@@ -19,6 +19,7 @@ from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import PLAN, Progress, emit, refuse_taken
+from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
@@ -27,7 +28,6 @@ from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options.choices import Frontend, LossChoice
-from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Auto, Policy
 from gpipe_compiler.passes.own_optimizer import own_optimizer

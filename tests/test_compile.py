@@ -57,7 +57,7 @@ def test_plan_comes_back_from_json(planned: gpc.Plan) -> None:
 
 
 def test_plan_prints_stages_boundaries_and_prediction(planned: gpc.Plan) -> None:
-    text = str(planned)
+    text = gpc.format_plan(planned)
 
     assert "2 stages" in text
     assert planned.crossings[0].value in text

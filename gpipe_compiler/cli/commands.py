@@ -18,11 +18,11 @@ from gpipe_compiler.cli.onnx import compile_file, compile_model, is_onnx
 from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.compile import Compiled
 from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.options.choices import Frontend, LossChoice, Objective, Target
-from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.options.policy import Auto, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.frontier import document, show_frontier

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile import Compiled
+from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.compiling import CompileOptions
 
 _TRAINING = ("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel", "loss")
 """Options that say how a package trains."""

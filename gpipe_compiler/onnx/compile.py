@@ -14,6 +14,7 @@ from gpipe_compiler.compile import (
     plan_on,
     silent,
 )
+from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import (
     GPipeCompilerError,
     ModelError,
@@ -30,7 +31,6 @@ from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.facts import onnx_facts
 from gpipe_compiler.onnx.passes.measure import onnx_measured
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
-from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import on_kinds
 from gpipe_compiler.plan import Plan

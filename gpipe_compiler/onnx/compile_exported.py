@@ -13,6 +13,7 @@ from gpipe_compiler.compile import (
     plan_as_asked,
     silent,
 )
+from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
@@ -20,7 +21,6 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ValueKind
 from gpipe_compiler.onnx.codegen.package import emit_exported
 from gpipe_compiler.onnx.validate_exported import validate_exported
-from gpipe_compiler.options.compiling import CompileOptions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.one_piece import in_one_piece

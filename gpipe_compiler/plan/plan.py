@@ -325,6 +325,12 @@ class Plan:
             raise ModelError(f"this is no plan: {type(error).__name__}: {error}") from error
         return plan
 
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {len(self.stages)} stages, {self.microbatches} micro-batches of "
+            f"{self.microbatch_size}, {self.schedule.value}"
+        )
+
 
 def _typed(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON values of a plan's fields as the types of the fields; older JSON lacks some of them."""
