@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from gpipe_compiler.codegen import loss_weight
 from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal, write_nest
+from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.codegen.loss_weight import WeightSource
@@ -21,7 +22,7 @@ from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
-from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime.schedule.clock import needs_of
 from gpipe_compiler.runtime.spec import (
     BatchNorm,
     Crossing,

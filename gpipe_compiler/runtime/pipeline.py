@@ -299,21 +299,13 @@ class Pipeline:
         self.held.load_state_dict(state, strict=strict)
         self._scales.load(state)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around steps that accumulate gradients: they are not averaged over replicas yet.
 
         The next step outside averages all that has been accumulated. Every rank uses it alike.
         Without it the gradients are the same, but are averaged after every step.
         """
-        if self._reducer is None:
-            yield
-            return
-        before, self._reducer.paused = self._reducer.paused, True
-        try:
-            yield
-        finally:
-            self._reducer.paused = before
+        return contextlib.nullcontext() if self._reducer is None else self._reducer.pause()
 
     def shard(self, inputs: Inputs = None, target: object = None) -> tuple[Inputs, object]:
         """This replica's share of a mini-batch that every replica has whole: consecutive samples.

@@ -68,6 +68,15 @@ class Reducer:
         self._ended: set[int] = set()
         self._started: list[_Started] = []
 
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around steps whose gradients are left as they are for now."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
     def begin(self) -> None:
         """Before a step."""
         self._waiting = [] if self.paused else sorted(self.stages)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gpipe_compiler.codegen.constants import quote
+from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, lay_out, name, tuple_of
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.templating import render
@@ -20,7 +21,7 @@ from gpipe_compiler.onnx.codegen.traits import Traits
 from gpipe_compiler.onnx.runtime.check import Closeness
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.schedule.actions import format_order
-from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime.schedule.clock import needs_of
 from gpipe_compiler.text.escaping import code_span
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_pipelines import chain, pipelines
 
+from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
 from gpipe_compiler.runtime.schedule import Joint, forward_only, gpipe, lower, one_f_one_b, prove
 from gpipe_compiler.runtime.schedule.actions import (
@@ -17,7 +18,7 @@ from gpipe_compiler.runtime.schedule.actions import (
     format_order,
     parse_order,
 )
-from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime.schedule.clock import needs_of
 from gpipe_compiler.runtime.schedule.waiting import waiting
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_pipelines import chain, crossing, pipelines
 
+from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
 from gpipe_compiler.runtime.schedule import (
     forward_only,
@@ -30,7 +31,7 @@ from gpipe_compiler.runtime.schedule.actions import (
     Transfer,
     parse_order,
 )
-from gpipe_compiler.runtime.schedule.clock import diagram, needs_of
+from gpipe_compiler.runtime.schedule.clock import needs_of
 
 GENERATORS = [gpipe, one_f_one_b, zb_h1, forward_only]
 
