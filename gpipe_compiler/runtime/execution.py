@@ -145,7 +145,8 @@ class Execution:
         call, bound, parts = Call(asked.work, asked.training), Values(), list[Values]()
         if self._team.feeds:
             call, bound, parts = self._offered(asked)
-        call = dataclasses.replace(call, read=asked.read)
+        if asked.read:
+            call = dataclasses.replace(call, read=asked.read)
         terms, number = len(self._scales.terms), asked.key.step + 1
         call = agree(self._team.members, call, self._microbatches, terms, number)
         wanted = frozenset(
