@@ -23,7 +23,6 @@ from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.fakes import HostFakes
-from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import autocast
 from gpipe_compiler.runtime.wording import said
@@ -57,13 +56,9 @@ class DryRun:
     interpreter: Interpreter
 
     @classmethod
-    def of(cls, graph: Graph, *, training: bool, known: KernelTable | None = None) -> DryRun:
-        """The graph with fake state; its trainable parameters need gradients when training.
-
-        Args:
-            known: what kernels return, shared among dry runs.
-        """
-        mode = HostFakes(known)
+    def of(cls, graph: Graph, *, training: bool) -> DryRun:
+        """The graph with fake state; its trainable parameters need gradients when training."""
+        mode = HostFakes()
         graph = _on_host(graph)
         interpreter = Interpreter(graph, {}, training).prepare()
         with mode:

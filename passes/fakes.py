@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_compiler.passes.kernel_forms import KernelForms, KernelTable
-
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
@@ -29,18 +27,14 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     the meta kernel takes to be empty. And the sparse gradient of an embedding has no rows for its
     padding: how many that are depends on numbers, and the most are taken, all of them. What CTC
     keeps for its backward goes with the longest target: so many as fit are taken.
-
-    Args:
-        known: what kernels return, as other modes have found out, and for further ones.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as for `PlainDispatchMode`
 
-    def __init__(self, known: KernelTable | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._forms = KernelForms(self, {} if known is None else known)
 
     def __torch_dispatch__(
         self,
@@ -57,16 +51,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         if func in (_CTC.default, _CTC.Tensor):
             with self:
                 return _ctc_loss(*args[:2])
-        key = self._forms.key(func, args, kwargs)
-        if key is not None:
-            returned = self._forms.known(key, args)
-            if returned is not None:
-                return returned
         # Not by the mode's own handler, which torch wraps for dynamo: there is none here.
         returned = self.dispatch(func, types, args, kwargs or {})
         if func is not _LSTM or not isinstance(returned, tuple):
-            if key is not None:
-                self._forms.learn(key, func, args, returned)
             return returned
         size = lstm_workspace_bytes(returned[0], args[0], args[6])
         with self:

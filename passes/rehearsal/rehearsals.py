@@ -14,7 +14,6 @@ from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.kernel_forms import KernelTable
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.rehearsal.calls import calls_of
 from gpipe_compiler.passes.rehearsal.lengthen import lengthened
@@ -53,7 +52,6 @@ class Rehearsals:
         self.batch_size = graph.batch_size if batch_size is None else batch_size
         self._forms = OpForms(graph)
         self._known: dict[Hashable, tuple[Part, StageTapes]] = {}
-        self._kernels: KernelTable = {}
         self._shortening = Shortening(graph)
 
     def of(
@@ -100,7 +98,7 @@ class Rehearsals:
         return lengthened(tapes, gap, tuple(op.name for op in part.ops))
 
     def _performed(self, part: Part, *, split: bool) -> StageTapes:
-        run = DryRun.of(self._alone(part), training=part.training, known=self._kernels)
+        run = DryRun.of(self._alone(part), training=part.training)
         # Constants that name the meta device mean the host in a dry run.
         ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
         return perform(ready, run, self._given(part), split=split)
