@@ -10,12 +10,14 @@ from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.contexts import context_of
 from gpipe_compiler.codegen.expressions import Writer, reads_in_order, repeat
-from gpipe_compiler.codegen.functions import AUGMENTED
+from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
+from gpipe_compiler.codegen.inlined import with_callers
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
 from gpipe_compiler.codegen.letting_go import LettingGo
 from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.releases import Releases
+from gpipe_compiler.codegen.returning import Body, with_type
 from gpipe_compiler.codegen.segments import runs_segment
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
@@ -42,37 +44,33 @@ _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A written method: names of its arguments, its statements, what it returns."""
-
-    arguments: tuple[str, ...]
-    statements: tuple[Statement, ...]
-    returns: tuple[str, ...]
-
-
 def write_body(
     graph: Graph,
     method: Method,
     writer: Writer,
     worth: Collection[int] = (),
     unnoted: Collection[str] = (),
+    *,
+    direct: bool = False,
 ) -> Body:
     """The statements of a method.
 
     Args:
+        direct: whether what is returned needs no name.
         worth: the storages that are worth letting go of before the method ends.
         unnoted: values whose sizes no comment tells.
 
     Raises:
         EmitError: naming the user's line, for an op that has no spelling.
     """
-    ops = method.ops
+    ops = with_callers(method.ops)
     names = Names()
     releases = Releases.of(graph, ops, method.returns, worth)
     uses = Uses.of(ops, method.returns, releases.asked)
     variables = Variables(names, uses.last, lambda value: _kind(graph, value))
-    arguments = tuple(variables.fresh(v, argument_name(graph, v)) for v in method.arguments)
+    arguments = tuple(
+        variables.fresh(v, method.names.get(v) or argument_name(graph, v)) for v in method.arguments
+    )
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     pairs = zip(method.arguments, arguments, strict=True)
     tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
@@ -82,7 +80,10 @@ def write_body(
     scribe.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
     returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
-    return Body(arguments, tuple(scribe.statements), returns)
+    body = Body(arguments, tuple(scribe.statements), returns)
+    if len(returns) > 1 or not all(_kind(graph, v) is ValueKind.TENSOR for v in method.returns):
+        return body
+    return with_type(body, tuple(writer.modules.values()), direct=direct)
 
 
 def _kind(graph: Graph, value: str) -> ValueKind:
@@ -278,8 +279,9 @@ class _Scribe:
             return False
         sources = self._take_only(op, (made.args[1:], dict(made.kwargs)))
         variable = self.writer.argument(changed)
-        if isinstance(made, FunctionCall):
-            target = f"{variable.flat} {AUGMENTED[made.function]} "
+        sign = _sign(made)
+        if sign and (isinstance(made, FunctionCall) or variable.flat.isidentifier()):
+            target = f"{variable.flat} {sign} "
             self._append(op, target, self.writer.argument(made.args[1]), sources)
         else:
             assert isinstance(made, MethodCall)
@@ -380,6 +382,17 @@ class _Scribe:
 def _call_of(op: Op) -> FunctionCall | MethodCall | ModuleCall:
     assert not isinstance(op.call, RegionCall)
     return op.call
+
+
+def _sign(made: Call) -> str:
+    """The sign of an assignment that changes its target, `+=`; "" for methods without one."""
+    match made:
+        case FunctionCall(function=function):
+            return AUGMENTED[function]
+        case MethodCall(method=method, args=(Ref(), _)) if not made.kwargs:
+            return SIGNS.get(method, "")
+        case _:
+            return ""
 
 
 def _in_place_call(made: Call) -> bool:

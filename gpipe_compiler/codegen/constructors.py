@@ -233,11 +233,7 @@ class _Constructor:
         if holder.spec is None:
             inside = [(own, self._module(item)) for own, item in holder.keyed.items()]
             return call(f"nn.{holder.cls.__name__}", [_dict_of_modules(inside)] if inside else [])
-        made = construct_module(holder.spec, self.imports, self.names)
-        frozen = _frozen(holder.spec, self.graph.state)
-        if frozen and frozen == _parameters(holder.spec, self.graph.state):
-            return Expression(f"{made.flat}.requires_grad_(False)")
-        return made
+        return construct_member(self.graph, holder, self.imports, self.names)
 
     def _frozen_apart(self, holder: Holder, spec: ModuleSpec) -> Iterator[str]:
         """Statements for parameters that are frozen beside others of their module."""
@@ -283,6 +279,26 @@ class _Constructor:
             for dim, size in enumerate(state.shape)
         ]
         return call(function, [*(sizes or [name("()")]), *options])
+
+
+def construct_member(
+    graph: Graph, holder: Holder, imports: Imports, names: Mapping[Slot, str] = NO_NAMES
+) -> Expression:
+    """A module of torch.nn, frozen where all its parameters are."""
+    assert holder.spec is not None
+    made = construct_module(holder.spec, imports, names)
+    frozen = _frozen(holder.spec, graph.state)
+    if frozen and frozen == _parameters(holder.spec, graph.state):
+        return Expression(f"{made.flat}.requires_grad_(False)")
+    return made
+
+
+def frozen_in_part(graph: Graph, holder: Holder) -> bool:
+    """Whether some of the parameters of a module of torch.nn are frozen, and others not."""
+    if holder.spec is None:
+        return False
+    frozen = _frozen(holder.spec, graph.state)
+    return bool(frozen) and frozen != _parameters(holder.spec, graph.state)
 
 
 def _dict_of_modules(items: Sequence[tuple[str, Expression]]) -> Expression:

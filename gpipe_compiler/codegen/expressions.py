@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpipe_compiler.codegen.constants import UnwritableError, write_constant, write_nest
-from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, spell
+from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, UNTYPED, spell
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
 from gpipe_compiler.ir import (
@@ -104,6 +104,9 @@ class Writer:
         match made:
             case FunctionCall():
                 return self._function(made)
+            case MethodCall(method=method) if method in UNTYPED:
+                self.imports.torch()
+                return call(f"torch.{method}", self.arguments(made.args, made.kwargs))
             case MethodCall():
                 receiver = self.argument(made.args[0]).within(Binding.ATOM)
                 return call(f"{receiver}.{made.method}", self.arguments(made.args[1:], made.kwargs))

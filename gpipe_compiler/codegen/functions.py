@@ -69,6 +69,12 @@ AUGMENTED: Mapping[Callable[..., Any], str] = {
 }
 """Writes in place where the left operand is a tensor."""
 
+SIGNS: Mapping[str, str] = {"add_": "+=", "sub_": "-=", "mul_": "*=", "div_": "/="}
+"""Methods of tensors that such a statement calls."""
+
+UNTYPED = frozenset({"split", "unflatten", "norm", "unique", "stft"})
+"""Methods without types, which torch has as functions too."""
+
 PLAIN_OF_AUGMENTED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     getattr(operator, f"i{name.__name__.strip('_')}"): name
     for name in BINARY

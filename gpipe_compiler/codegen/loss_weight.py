@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpipe_compiler.codegen.block_text import buffer_types
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.comments import call_path, value_text
 from gpipe_compiler.codegen.constructors import construct, renamed_table, state_of
@@ -82,6 +83,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         blocks=(),
         class_name=CLASS,
         base=state.root.cls.__name__,
+        buffers=buffer_types(state.root),
         constructor=constructor,
         methods=[method_text("forward", body, returned, described)],
         renamed=renamed_table(state),

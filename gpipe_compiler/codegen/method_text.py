@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from gpipe_compiler.codegen.body import Body
 from gpipe_compiler.codegen.layout import WIDTH, call, lay_out, name
+from gpipe_compiler.codegen.returning import Body
 from gpipe_compiler.codegen.statements import write_statements
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.text import escaping
@@ -38,7 +38,8 @@ def method_text(
     lines = lay_out(call(f"def {label}", parameters), suffix=f" -> {returned}:", indent=1)
     lines.extend(described)
     lines.extend(write_statements(body.statements, 2))
-    lines.extend(_return(body.returns))
+    if not body.ends:
+        lines.extend(_return(body.returns))
     return lines
 
 
@@ -60,7 +61,7 @@ def types_of(graph: Graph, values: Sequence[str], arguments: Sequence[str]) -> d
 def returned_type(returns: Sequence[bool]) -> str:
     """The annotation for results of which these are tensors."""
     if not all(returns):
-        return "object" if len(returns) == 1 else "tuple"
+        return "object" if len(returns) == 1 else "tuple[object, ...]"
     if len(returns) == 1:
         return "Tensor"
     if not returns:

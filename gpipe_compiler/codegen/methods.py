@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
@@ -39,6 +39,7 @@ class Method:
         returns: the values it gives back.
         given: values that it reads off the shapes of its arguments.
         batch_sizes: values that are the number of samples.
+        names: what the user calls arguments.
     """
 
     ops: tuple[Op, ...]
@@ -46,6 +47,7 @@ class Method:
     returns: tuple[str, ...]
     batch_sizes: frozenset[str]
     given: tuple[Given, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Method:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 import re
 import unicodedata
@@ -65,6 +66,13 @@ class Names:
             number += 1
         self._taken.add(candidate)
         return candidate
+
+    def take_numbered(self, wanted: str) -> str:
+        """The same for classes: `Layer`, `Layer2`, `Layer3`."""
+        numbered = (f"{wanted}{number}" for number in itertools.count(2))
+        return self.take(
+            next(own for own in itertools.chain((wanted,), numbered) if own not in self)
+        )
 
     def __contains__(self, text: object) -> bool:
         return text in self._taken

@@ -45,12 +45,18 @@ def statement_at(location: SourceLocation | None) -> UserStatement | None:
 
 
 @cache
+def parsed(file: str) -> ast.Module:
+    """A file of the user's; empty where it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@cache
 def _statements(file: str) -> dict[int, UserStatement]:
     """The simple statements of a file by each line they cover."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return {}
+    tree = parsed(file)
     functions: dict[ast.AST, str] = {
         part: function.name
         for function in ast.walk(tree)

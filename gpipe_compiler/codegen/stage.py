@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.codegen.block_text import buffer_types
 from gpipe_compiler.codegen.blocks import StageBlocks
-from gpipe_compiler.codegen.body import Body, write_body
+from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.constructors import renamed_table, state_of
@@ -25,6 +26,7 @@ from gpipe_compiler.codegen.method_text import (
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.peaks import Content
+from gpipe_compiler.codegen.returning import Body
 from gpipe_compiler.codegen.segments import buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
@@ -121,14 +123,15 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         for item in segments
     }
     initial = initial_steps(graph, state.originals.values())
-    constructor = blocks.constructor()
+    constructor = blocks.construction.lines(state.root)
     text = render(
         "stage.py.jinja",
         title=_title(plan, stage, ops),
         imports=imports.lines(),
-        blocks=[block.lines for block in blocks.written.values()],
+        blocks=blocks.construction.classes,
         class_name=class_name,
         base=state.root.cls.__name__,
+        buffers=buffer_types(state.root),
         constructor=constructor,
         methods=[_method_lines(plan, graph, stage, item) for item in written],
         renamed=renamed_table(state),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from gpipe_compiler.codegen.comments import group_comment
@@ -41,7 +41,7 @@ def write_statements(
         previous: the module that the last comment before was about.
     """
     lines: list[str] = []
-    guards = groupby(statements, key=lambda statement: statement.mode)
+    guards = groupby(_settled(statements), key=lambda statement: statement.mode)
     last_mode = Mode.ALWAYS
     guard = ""
     for mode, guarded in guards:
@@ -65,6 +65,18 @@ def write_statements(
                 lines.extend(_write(statement, depth))
         last_mode = mode
     return lines
+
+
+def _settled(statements: Sequence[Statement]) -> list[Statement]:
+    """A single statement of a module inside is told of the one around it."""
+    settled: list[Statement] = []
+    for place, statement in enumerate(statements):
+        around = settled[-1].module if settled else statement.module
+        after = statements[place + 1].module if place + 1 < len(statements) else ""
+        inside = not around or statement.module.startswith(f"{around}.")
+        told = around if inside and after != statement.module else statement.module
+        settled.append(replace(statement, module=told))
+    return settled
 
 
 def _guard(mode: Mode, before: str) -> str:

@@ -117,7 +117,7 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
         module_classes={
             path: type(module).__name__
             for path, module in named.items()
-            if path and not isinstance(module, CONTAINERS)
+            if path and (isinstance(module, nn.Sequential) or not isinstance(module, CONTAINERS))
         },
     )
 

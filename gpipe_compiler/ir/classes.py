@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from gpipe_compiler.ir.arguments import Argument
+from torch import nn
+
+from gpipe_compiler.ir.arguments import Argument, Ref
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, Former, Slot, states_read
@@ -53,7 +56,8 @@ def find_blocks(
     while True:
         nested = tuple(nest(body, blocks.__contains__) for body in bodies)
         calls = [call for parts in nested for call in calls_in(parts)]
-        check = _Check(contents, [op for body in bodies for op in body.ops], split)
+        ops = [op for body in bodies for op in body.ops]
+        check = _Check(contents, ops, templates, split)
         bad = {call.path for call in calls if not check.can_be(call)}
         if not bad:
             grouping = _Grouping(contents, templates, calls)
@@ -67,8 +71,15 @@ def find_blocks(
 class _Check:
     """Whether calls can be those of a block."""
 
-    def __init__(self, contents: Contents, ops: Iterable[Op], split: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        ops: Iterable[Op],
+        templates: Collection[str],
+        split: Callable[[str], bool],
+    ) -> None:
         self._contents = contents
+        self._templates = templates
         self._graph = contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
         self._split = split
@@ -76,14 +87,21 @@ class _Check:
     def can_be(self, call: BlockCall) -> bool:
         """Whether a call can be one of a block, and is worth it."""
         own = [part for part in call.parts if not isinstance(part, BlockCall)]
+        if not (self._is_closed(call, own) and self._fits_modes(call)):
+            return False
+        if is_chain(self._contents, call, self._templates):
+            return True
+        if self._graph.module_classes[call.path] == nn.Sequential.__name__:
+            return False
         stateful = any(self._is_local(name, call.path) for op in own for name in states_read(op))
-        if self._split(call.path) and len(own) < len(call.parts):
-            return False
+        inner = len(own) < len(call.parts)
+        layer = call.path.rpartition(".")[2].isdecimal()
+        if inner and self._split(call.path) and not layer:
+            return False  # its parts are read better without it; those of a layer go together
         if len(call.parts) == 1 and not stateful:
-            return False
-        if len(call.parts) <= SMALL and not stateful and not any(map(_calls_module, own)):
-            return False
-        return self._is_closed(call, own) and self._fits_modes(call)
+            return inner and layer and self._split(call.path)
+        calls = inner or any(map(_calls_module, own))
+        return len(call.parts) > SMALL or stateful or calls
 
     def _is_local(self, state: str, root: str) -> bool:
         return self._contents.places[state].startswith(f"{root}.")
@@ -223,6 +241,39 @@ def outer_states(contents: Contents, call: BlockCall) -> list[str]:
     prefix = f"{call.path}."
     read = dict.fromkeys(name for op in call.ops for name in states_read(op))
     return [name for name in read if not contents.places[name].startswith(prefix)]
+
+
+def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) -> bool:
+    """Whether a call is that of an nn.Sequential.
+
+    It calls modules 0, 1, ..., each of what the one before it made, and holds nothing else.
+
+    Args:
+        templates: the values that are read off shapes, and so not passed.
+    """
+    held = {
+        name[len(call.path) + 1 :].split(".")[0] for name in chain(*contents.own(call.path, ()))
+    }
+    if held != set(map(str, range(len(call.parts)))):
+        return False
+    carried: str | None = None
+    for number, part in enumerate(call.parts):
+        if part.mode is not call.mode or len(part.outputs) != 1:
+            return False
+        match part:
+            case Op(call=ModuleCall(path, (Ref(name=given),), kwargs)) if not kwargs:
+                pass
+            case BlockCall(path=path) if not outer_states(contents, part):
+                passed = [value for value in part.inputs if value not in templates]
+                if len(passed) != 1:
+                    return False
+                given = passed[0]
+            case _:
+                return False
+        if path != f"{call.path}.{number}" or carried not in (None, given):
+            return False
+        carried = part.outputs[0]
+    return call.outputs == (carried,)
 
 
 def _parameters(

@@ -13,7 +13,7 @@ class ResidualPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27
-        out = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
+        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
         out = self.conv2(out)
         return out
 
@@ -21,10 +21,10 @@ class ResidualPart(nn.Module):
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.ModuleDict(
-            {"0": nn.Conv2d(3, 4, kernel_size=3, padding=1), "1": nn.BatchNorm2d(4), "2": nn.ReLU()}
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, kernel_size=3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
         )
-        self.blocks = nn.ModuleDict({"0": ResidualPart()})
+        self.blocks = nn.Sequential(ResidualPart())
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -36,13 +36,8 @@ class Stage0(nn.Module):
             x: (B, 4, 8, 8) float32, for stage 1.
             out: (B, 4, 8, 8) float32, for stage 1.
         """
-        # stem (models.py:41)
-        stem_0 = self.stem["0"](images)  # (B, 4, 8, 8)
-        stem_1 = self.stem["1"](stem_0)
-        x = self.stem["2"](stem_1)
-        del stem_1
-
-        out = self.blocks["0"](x)
+        x = self.stem(images)  # (B, 4, 8, 8)
+        out = self.blocks(x)
         return x, out
 
 

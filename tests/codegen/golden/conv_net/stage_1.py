@@ -13,7 +13,7 @@ class ResidualPart(nn.Module):
         # models.py:27-29
         out = self.bn2(out)  # (B, 4, 8, 8)
         out += x
-        relu_out = self.relu(out)
+        relu_out: Tensor = self.relu(out)
         return relu_out
 
 
@@ -25,9 +25,9 @@ class ResidualPart2(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
 
-    def forward(self, relu_out: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27
-        out = self.relu(self.bn1(self.conv1(relu_out)))  # (B, 4, 8, 8)
+        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
         out = self.conv2(out)
         return out
 

@@ -10,11 +10,11 @@ class ResidualPart(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, out: Tensor, relu_out: Tensor) -> Tensor:
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
         # models.py:27-29
         out = self.bn2(out)  # (B, 4, 8, 8)
-        out += relu_out
-        relu_out = self.relu(out)
+        out += x
+        relu_out: Tensor = self.relu(out)
         return relu_out
 
 
@@ -38,7 +38,7 @@ class Stage2(nn.Module):
         # models.py:43-44
         relu_out = self.blocks["1"](out, relu_out)  # (B, 4, 8, 8)
         x = self.pool(relu_out).flatten(1)  # (B, 4)
-        head_out = self.head(x)  # (B, 5)
+        head_out: Tensor = self.head(x)  # (B, 5)
         return head_out
 
     def loss(self, head_out: Tensor, target: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 
 class AttentionPart(nn.Module):
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(8, 24)

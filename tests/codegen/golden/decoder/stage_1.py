@@ -13,7 +13,7 @@ class AttentionPart(nn.Module):
         # models.py:58-66
         batch, length, dim = x.shape
         mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
-        out = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
         return out
 
 

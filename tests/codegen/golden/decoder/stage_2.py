@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 
 class AttentionPart(nn.Module):
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(8, 8)
@@ -20,7 +22,7 @@ class AttentionPart(nn.Module):
         scores = q @ transpose / floor_div**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
         mixed = F.dropout(scores.softmax(dim=-1), p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
-        out = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
         return out
 
 
@@ -47,7 +49,7 @@ class Stage2(nn.Module):
         out = self.attentions["1"](x, q, transpose, v)  # (B, 6, 8)
         x = x + out
         del out
-        lm_head_out = self.lm_head(self.norm(x))  # (B, 6, 11)
+        lm_head_out: Tensor = self.lm_head(self.norm(x))  # (B, 6, 11)
         return lm_head_out
 
     def loss(self, lm_head_out: Tensor, target: Tensor) -> Tensor:

@@ -6,6 +6,10 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(32, 96)
@@ -14,12 +18,12 @@ class Attention(nn.Module):
         self.register_buffer("sin", torch.zeros(8, 16))
         self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
 
-    def forward(self, norm_out: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:33-44
-        batch = norm_out.shape[0]
-        qkv = self.qkv(norm_out).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
+        batch = x.shape[0]
+        qkv = self.qkv(x).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=norm_out.device))
+        scale = torch.sqrt(torch.full([], 16.0, device=x.device))
         first, second = query.chunk(2, -1)
         turn_out = query * self.cos + torch.cat([-second, first], -1) * self.sin  # (B, 2, 8, 16)
         first, second = key.chunk(2, -1)
@@ -33,7 +37,7 @@ class Attention(nn.Module):
         del scores
         mixed = softmax @ value  # (B, 2, 8, 16)
         del qkv, query, key, value, first, second
-        out = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
         return out
 
 
@@ -50,17 +54,30 @@ class Block(nn.Module):
         # meta_decoder.py:58
         norm_out = self.norm(x)  # (B, 8, 32)
         out = self.attention(norm_out)
-        add = x + self.scale * self.narrow(F.gelu(out + self.noise))
+        add: Tensor = x + self.scale * self.narrow(F.gelu(out + self.noise))
         return add
 
 
+class BlockPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        # meta_decoder.py:58
+        norm_out = self.norm(x)  # (B, 8, 32)
+        out: Tensor = self.attention(norm_out)
+        return out
+
+
 class Stage0(nn.Module):
+    shift: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(400, 32, padding_idx=0)
-        self.blocks = nn.ModuleDict({"0": Block(), "1": nn.Module()})
-        self.blocks["1"].norm = nn.LayerNorm(32)
-        self.blocks["1"].attention = Attention()
+        self.blocks = nn.ModuleDict({"0": Block(), "1": BlockPart()})
         self.position = nn.Parameter(torch.empty(1, 8, 32))
         self.register_buffer("shift", torch.zeros(32), persistent=False)
 
@@ -77,10 +94,7 @@ class Stage0(nn.Module):
         # meta_decoder.py:77
         x = self.tokens(tokens) + self.position + self.shift  # (B, 8, 32)
         blocks_0 = self.blocks["0"](x)
-
-        # blocks.1 (meta_decoder.py:58)
-        norm_out = self.blocks["1"].norm(blocks_0)
-        out = self.blocks["1"].attention(norm_out)
+        out = self.blocks["1"](blocks_0)
         return blocks_0, out
 
 

@@ -14,11 +14,15 @@ class BlockPart(nn.Module):
 
     def forward(self, out: Tensor, blocks_0: Tensor) -> Tensor:
         # meta_decoder.py:58
-        add = blocks_0 + self.scale * self.narrow(F.gelu(out + self.noise))  # (B, 8, 32)
+        add: Tensor = blocks_0 + self.scale * self.narrow(F.gelu(out + self.noise))  # (B, 8, 32)
         return add
 
 
 class Attention(nn.Module):
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(32, 96)
@@ -27,12 +31,12 @@ class Attention(nn.Module):
         self.register_buffer("sin", torch.zeros(8, 16))
         self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
 
-    def forward(self, norm_out: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:33-44
-        batch = norm_out.shape[0]
-        qkv = self.qkv(norm_out).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
+        batch = x.shape[0]
+        qkv = self.qkv(x).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=norm_out.device))
+        scale = torch.sqrt(torch.full([], 16.0, device=x.device))
         first, second = query.chunk(2, -1)
         turn_out = query * self.cos + torch.cat([-second, first], -1) * self.sin  # (B, 2, 8, 16)
         first, second = key.chunk(2, -1)
@@ -40,7 +44,7 @@ class Attention(nn.Module):
         scores = turn_out @ turn_out_2.transpose(-1, -2) / scale  # (B, 2, 8, 8)
         scores.masked_fill_(~self.mask, -1000000000.0)
         mixed = F.softmax(scores, dim=-1) @ value  # (B, 2, 8, 16)
-        out = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
         return out
 
 
@@ -53,11 +57,11 @@ class Block(nn.Module):
         self.noise = nn.Parameter(torch.empty(1, 1, 32))
         self.scale = nn.Parameter(torch.empty(32))
 
-    def forward(self, blocks_1: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:58
-        norm_out = self.norm(blocks_1)  # (B, 8, 32)
+        norm_out = self.norm(x)  # (B, 8, 32)
         out = self.attention(norm_out)
-        add = blocks_1 + self.scale * self.narrow(F.gelu(out + self.noise))
+        add: Tensor = x + self.scale * self.narrow(F.gelu(out + self.noise))
         return add
 
 
@@ -80,7 +84,7 @@ class Stage1(nn.Module):
         """
         # meta_decoder.py:80
         blocks_2 = self.blocks["2"](self.blocks["1"](out, blocks_0))  # (B, 8, 32)
-        head_out = self.head(self.batch_norm(blocks_2))  # (B, 8, 400)
+        head_out: Tensor = self.head(self.batch_norm(blocks_2))  # (B, 8, 400)
         return head_out
 
     def loss(self, head_out: Tensor, target: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ class ResidualPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27
-        out = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
+        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
         out = self.conv2(out)
         return out
 
@@ -22,10 +22,10 @@ class ResidualPart(nn.Module):
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.ModuleDict(
-            {"0": nn.Conv2d(3, 4, kernel_size=3, padding=1), "1": nn.BatchNorm2d(4), "2": nn.ReLU()}
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, kernel_size=3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
         )
-        self.blocks = nn.ModuleDict({"0": ResidualPart()})
+        self.blocks = nn.Sequential(ResidualPart())
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -44,15 +44,12 @@ class Stage0(nn.Module):
 
     def stem_(self, images: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        # stem (models.py:41)
-        stem_0 = self.stem["0"](images)  # (B, 4, 8, 8)
-        stem_1 = self.stem["1"](stem_0)
-        x = self.stem["2"](stem_1)
+        x: Tensor = self.stem(images)  # (B, 4, 8, 8)
         return x
 
     def segment_1(self, x: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        out = self.blocks["0"](x)  # (B, 4, 8, 8)
+        out: Tensor = self.blocks(x)  # (B, 4, 8, 8)
         return out
 
 
