@@ -128,7 +128,12 @@ class Writer:
 
     def subscript(self, container: Argument, index: Argument) -> Expression:
         """`container[index]`."""
-        return Expression(f"{self.argument(container).within(Binding.ATOM)}[{self._index(index)}]")
+        opening = f"{self.argument(container).within(Binding.ATOM)}["
+        inside = self._index(index)
+        items = () if isinstance(index, tuple | slice) else (name(inside),)
+        return Expression(
+            f"{opening}{inside}]", opening=opening, items=items, closing="]", fills=True
+        )
 
     def _leaf(self, leaf: object) -> Expression:
         match leaf:

@@ -6,6 +6,7 @@ function. Anything else stays on one line, so callers keep such expressions shor
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -139,6 +140,14 @@ def lay_out(
         return [line]
     if not expression.items:
         return _parenthesized(expression, prefix, suffix, indent) or [line]
+    if (
+        prefix.endswith(("= ", "return "))
+        and not expression.exploded
+        and (_is_chain(expression.flat) or len(f"{margin}{prefix}{expression.opening}") > WIDTH)
+    ):
+        whole = _parenthesized(expression, prefix, suffix, indent)
+        if whole is not None:
+            return whole
     inner = INDENT * (indent + 1)
     together = inner + ", ".join(item.flat for item in expression.items)
     if expression.fills and not expression.exploded and len(together) <= WIDTH:
@@ -154,6 +163,17 @@ def lay_out(
         *body,
         f"{margin}{expression.closing}{suffix}",
     ]
+
+
+def _is_chain(flat: str) -> bool:
+    """Whether methods of results of methods are called: ruff breaks before such, not inside."""
+    node = ast.parse(flat.removesuffix(","), mode="eval").body if "." in flat else None
+    links = 0
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        inner = node.func if isinstance(node, ast.Call) else node.value
+        links += isinstance(node, ast.Attribute) and isinstance(inner, ast.Call | ast.Subscript)
+        node = inner
+    return links > 1
 
 
 def _parenthesized(
