@@ -75,7 +75,10 @@ def _likeness(job: DeviceJob) -> Hashable:
              tapes.sent_back.get(n.value))
             for n in wiring.needs
         )  # fmt: skip
-        made = tuple((place(name), tapes.returned.get(name)) for name in wiring.spec.outputs)
+        made = tuple(
+            (place(name), tapes.returned.get(name), name in job.results)
+            for name in wiring.spec.outputs
+        )
         returned = tuple(
             (place(name), tapes.arriving.get(name),
              tuple((place(part.stage), part.remote) for part in parts))

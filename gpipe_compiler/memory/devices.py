@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +41,9 @@ MOST_STEPS = 4000
 
 UPDATE = "update"
 """What the optimizer's step is called among the actions."""
+
+OUTPUTS = "outputs"
+"""What it is called that the outputs of micro-batches are put together."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Pipeline:
         for device, program in enumerate(programs):
             own = [s for s, holder in enumerate(layout.placement) if holder == device]
             rows: dict[int, int] = {}
+            made = frozenset(name for s in own for name in layout.stages[s].outputs)
             if training and layout.replicas > 1:
                 rows = {s: sum(_trained(graph, layout, [s]).values()) for s in own}
             jobs.append(
@@ -147,6 +151,8 @@ class Pipeline:
                     shared_bytes={name: graph.state[name].bytes for name in shared},
                     row_bytes=rows,
                     microbatches=layout.microbatches,
+                    results=frozenset() if training else made.intersection(graph.output_values),
+                    joined=0 if training else _joined(graph, made, device, layout.microbatches),
                 )
             )
         return cls(graph, layout, tuple(jobs))
@@ -160,7 +166,8 @@ class Pipeline:
         base = self._base(device)
         remembered = base.get(Category.OPTIMIZER, 0)
         fixed = sum(base.values())
-        gradients = played.after[CATEGORIES.index(Category.GRADIENTS)]
+        after = dict(zip(CATEGORIES, played.after, strict=True))
+        gradients, handed = after[Category.GRADIENTS], after[Category.BOUNDARY]
         further: tuple[Point, ...] = ()
         peak, action = played.peak, played.action
         sizes = dict(zip(CATEGORIES, played.sizes, strict=True))
@@ -176,6 +183,10 @@ class Pipeline:
             sizes[Category.OPTIMIZER] = update - gradients
             lump = Holder("gradients of parameters", Category.GRADIENTS, "", gradients, 1, -1)
             found = [lump]
+        elif (results := handed + self.jobs[device].joined) > peak:
+            peak, action = results, OUTPUTS
+            sizes = {**dict.fromkeys(CATEGORIES, 0), Category.BOUNDARY: results}
+            found = [Holder("outputs of the model", Category.BOUNDARY, "", results, 1, -1)]
         elif holders:
             found = holders_at(self.graph, self.jobs[device], played)
         sizes = {c: size + base.get(c, 0) for c, size in sizes.items()}
@@ -252,6 +263,22 @@ def _stage_memory(
         split=stage.index in layout.split,
     )
     return StageMemory(wiring, Scripts(tapes), stage.remat, trains)
+
+
+def _joined(graph: Graph, made: Collection[str], device: int, microbatches: int) -> int:
+    """Bytes of the outputs of all micro-batches, where these are put together: on the device that
+    makes them, one after another but on the first, which gets all."""
+    own: list[int] = [0]
+    others = 0
+    for name in dict.fromkeys(graph.output_values):
+        value = graph.values[name]
+        batched = value.batch_dim is not None and microbatches > 1
+        size = value.bytes * (microbatches if batched else 1)
+        if name in made:
+            own.append(size if batched else 0)
+        elif name in graph.producer:
+            others += size
+    return max(own) if device else sum(own) + others
 
 
 def _trained(graph: Graph, layout: Layout, stages: Sequence[int]) -> dict[str, int]:

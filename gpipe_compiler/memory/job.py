@@ -46,6 +46,9 @@ class DeviceJob:
         shared_bytes: of each parameter that stages of several devices own.
         row_bytes: for each stage, of the rows in which its gradients go to other replicas, from
             its last backward on; none without replicas.
+        results: in inference, the outputs of the model that are made here. Those of all
+            micro-batches are held to the end.
+        joined: bytes of what they are then put together in, and of what comes of other devices.
     """
 
     steps: Sequence[Step]
@@ -54,6 +57,8 @@ class DeviceJob:
     shared_bytes: Mapping[str, int]
     row_bytes: Mapping[int, int]
     microbatches: int
+    results: frozenset[str] = frozenset()
+    joined: int = 0
 
     def last_backwards(self) -> Mapping[int, int]:
         """The stage whose last backward stands at each of these places in the program."""

@@ -166,6 +166,8 @@ class Player:
             held = flight.share(tapes.returned.get(name), len(microbatches))
             for m in microbatches:
                 tables.values[name, m] = held
+            if name in self.job.results:
+                flight.share(tapes.returned.get(name), 1)
         self._let_go(flight, left)
         if not stage.trains:
             self._let_go(flight, tuple(flight.blocks))

@@ -6,7 +6,10 @@ The package runs in this process; the profiler records every block (`helpers/liv
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -130,13 +133,22 @@ class Nested(nn.Module):
         return x.cos()
 
 
-@pytest.mark.parametrize("layers", [2, 9])  # few of nine are rehearsed
-def test_a_call_holds_what_it_is_given(layers: int, tmp_path: Path) -> None:
+class Words(nn.Linear):
+    """An output that is larger than all that is made on the way to it."""
+
+    def __init__(self) -> None:
+        super().__init__(48, 640)
+
+
+@pytest.mark.parametrize("model", [partial(Nested, 2), partial(Nested, 9), Words])
+def test_the_peak_of_inference_is_that_of_the_package(
+    model: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     batch = torch.randn(24, 48)
-    subject = Subject("calls", Nested(layers), (batch,), training=False)
-    options = CompileOptions(1, 1, validate=False, training=False)
-    package = tmp_path / f"calls_{layers}"
+    subject = Subject("infers", model(), (batch,), training=False)
+    options = CompileOptions(1, 2, validate=False, training=False)
+    package = tmp_path / f"infers_{uuid4().hex}"
     made = compile(subject, options, package)
 
     live, _ = count(Case(str(package), (batch, None), None))
