@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.liveness import liveness, storage_bytes
 from gpipe_compiler.passes.tapes import BlockKind, Event, StageTapes
 
 
@@ -120,24 +118,6 @@ def _best_gap(taken: Iterable[tuple[int, int]], size: int) -> int:
 
 def _rounded(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
-
-
-def in_inference(graph: Graph) -> tuple[Lifetime, ...]:
-    """The values that the ops of an annotated graph make in one forward.
-
-    What shares memory is one block. What the graph is given, and what an op takes and gives back
-    within itself, is not among them.
-    """
-    alive = liveness(graph)
-    size = storage_bytes(graph, alive.ranges)
-    given = {graph.values[source.name].storage for source in graph.inputs}
-    spans: dict[int, tuple[int, int]] = {}
-    for name, span in alive.ranges.items():
-        storage = graph.values[name].storage
-        if storage not in given and size.get(storage, 0):
-            born, dies = spans.get(storage, (span.born, span.dies))
-            spans[storage] = min(born, span.born), max(dies, span.dies)
-    return tuple(Lifetime(size[key], born, dies + 1) for key, (born, dies) in spans.items())
 
 
 _OTHERS = frozenset({BlockKind.PARAMETER_GRADIENT, BlockKind.BUFFER, BlockKind.CAST})

@@ -9,7 +9,6 @@ Not seen: what a kernel takes and gives back within itself (the workspace of a c
 
 from __future__ import annotations
 
-from gpipe_compiler.passes.rehearsal.per_op import OpMemory, per_op
 from gpipe_compiler.passes.rehearsal.rehearsals import Rehearsals, rehearse
 
-__all__ = ["OpMemory", "Rehearsals", "per_op", "rehearse"]
+__all__ = ["Rehearsals", "rehearse"]

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import Graph, Ref
-from gpipe_compiler.passes.rehearsal import Rehearsals, per_op, rehearse
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.rehearsal import Rehearsals, rehearse
 from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
@@ -359,22 +359,3 @@ def test_stages_of_equal_structure_share_their_tapes() -> None:
     assert one.blocks is other.blocks
     assert one.backward is other.backward
     assert (one, other) == (alone, other_alone)
-
-
-def test_ops_by_themselves_by_hand(builder: Any) -> None:
-    b = builder(x=torch.randn(2, 8))
-    b.add_module("fc", nn.Linear, 8, 8)
-    made = b.module("fc", Ref("x"), name="made")
-    active = b.call(torch.sigmoid, made, name="active")
-    graph = annotate(b.graph(active, b.method("sum", active, name="loss")), 2)
-    names = ["made", "active", "loss"]
-    tapes = rehearse(graph, names, ["x"], ["active"], returned=[])
-    made_row, active_row, _ = per_op(tapes)
-
-    size = 2 * 8 * 4
-    # The product is let go as soon as the sigmoid has run, whose result is kept.
-    assert (made_row.made, made_row.kept, made_row.forward_peak) == (size, 0, size)
-    assert (active_row.made, active_row.kept) == (size, size)
-    assert (active_row.forward_peak, active_row.forward_net) == (size, 0)
-    # The gradients of weight and bias stay; that of the product goes, and so does the input.
-    assert made_row.backward_net == (8 * 8 + 8) * 4 - 2 * size
