@@ -1,6 +1,6 @@
 """Predicted peaks of memory against measured ones, device by device.
 
-    python benchmarks/memory.py [--stages 1 2 4] [--optimizer adam] [NAME ...]
+    python benchmarks/memory.py [--stages 1 2 4] [--optimizer adam | --infer] [NAME ...]
 
 Every network is compiled for each number of stages, GPipe and 1F1B, remat none, full and auto (with
 memory half way between what the other two need), and trained for three steps: in one process, or
@@ -154,20 +154,24 @@ class Made:
     case: dict[str, Any]
 
 
-def packages(name: str, stages: int, optimizer: OptimizerKind, folder: Path) -> Iterator[Made]:
-    """Those of one network in so many stages."""
+def packages(
+    name: str, stages: int, optimizer: OptimizerKind | None, folder: Path
+) -> Iterator[Made]:
+    """Those of one network in so many stages; without an optimizer, for inference."""
     subject = subject_of(name)
+    if optimizer is None:
+        subject = dataclasses.replace(subject, training=False)
     graph, _ = trace_subject(subject)
     whole = Workbench(graph, local_cluster())
     schedules = [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B]
-    for schedule in schedules[: 1 if stages == 1 else 2]:
+    for schedule in schedules[: 1 if stages == 1 or optimizer is None else 2]:
         peaks: dict[RematChoice, int] = {}
-        for remat in RematChoice:
+        for remat in RematChoice if optimizer is not None else (RematChoice.NONE,):
             bench = whole
             if remat is RematChoice.AUTO:
                 both = [peaks[choice] for choice in (RematChoice.NONE, RematChoice.FULL)]
                 bench = dataclasses.replace(whole, cluster=_of_memory(sum(both) // 2))
-            policy = Policy(schedule, remat, optimizer=optimizer)
+            policy = Policy(schedule, remat, optimizer=optimizer or OptimizerKind.SGD)
             with contextlib.suppress(PlanError):
                 choice = bench.choose(stages, MICROBATCHES, policy)
                 plan = bench.plan(choice, policy, WORK // SHARE, exact_memory=True)
@@ -178,7 +182,8 @@ def packages(name: str, stages: int, optimizer: OptimizerKind, folder: Path) -> 
                 # Alone in memory: an example batch may be a slice of all its data.
                 call = (subject.args, dict(subject.kwargs)), subject.target
                 batch = tree_map(_alone, call)
-                case = {"package": str(package), "batch": batch, "optimizer": optimizer.value}
+                trained_by = None if optimizer is None else optimizer.value
+                case = {"package": str(package), "batch": batch, "optimizer": trained_by}
                 yield Made(words, plan, case)
 
 
@@ -284,18 +289,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--optimizer", type=OptimizerKind, default=OptimizerKind.ADAM)
+    parser.add_argument("--infer", action="store_true", help="measure inference, not training")
     arguments = parser.parse_args()
+    optimizer = None if arguments.infer else arguments.optimizer
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in arguments.names or names:
         for stages in arguments.stages:
             with tempfile.TemporaryDirectory() as folder:
-                made = list(packages(name, stages, arguments.optimizer, Path(folder)))
+                made = list(packages(name, stages, optimizer, Path(folder)))
                 cases = [one.case for one in made]
                 found = rows_of(made, measure(cases, stages, Path(folder)))
                 rows += found
                 print(summary(found).splitlines()[-1], file=sys.stderr, flush=True)
-    print(f"\n{arguments.optimizer.value}, {MICROBATCHES} micro-batches; {machine()}\n")
+    how = optimizer.value if optimizer else "inference"
+    print(f"\n{how}, {MICROBATCHES} micro-batches; {machine()}\n")
     print(summary(rows))
     columns = ("network", "stages", "schedule", "remat", "device", "peak at")
     figures = ("predicted MiB", "measured MiB", "off", "with workspaces")
