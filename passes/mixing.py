@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op
-from gpipe_compiler.passes.observe import Kernel, observed
+from gpipe_compiler.passes.observe import observed
+from gpipe_compiler.passes.op_watch import Kernel
 
 
 def mixing_ops(graph: Graph) -> frozenset[str]:

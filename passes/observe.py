@@ -8,9 +8,8 @@ seen of them is told of all others.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,16 +18,7 @@ import torch
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.blocks import Blocks, IrregularError, Kind, Meaning, Name
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
-from gpipe_compiler.passes.watch import DispatchWatch
-from gpipe_compiler.runtime.random import draws
-
-_UNDECLARED: Mapping[torch._ops.OpOverload, tuple[tuple[int, ...], int]] = {
-    torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
-    torch.ops.aten.cudnn_batch_norm.default: ((3, 4), 5),
-    torch.ops.aten.miopen_batch_norm.default: ((3, 4), 5),
-}
-"""Ops that write although their schema does not say so: positions of the written arguments, and
-of the flag (training) with which they do."""
+from gpipe_compiler.passes.op_watch import Kernel, OpNotes, OpWatch
 
 
 class Storage(NamedTuple):
@@ -82,20 +72,6 @@ class SeenValue:
     def storage(self) -> Storage | None:
         """That of a tensor."""
         return self.storages[0] if self.form is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """An aten op that ran: how many elements it read and returned, tensor by tensor.
-
-    Attributes:
-        returned: of the first tensor and of all floating ones: some attention kernels return the
-            state of a random generator besides.
-    """
-
-    name: str
-    read: tuple[int, ...]
-    returned: tuple[int, ...]
 
 
 class Saved(NamedTuple):
@@ -202,8 +178,8 @@ def _observed(graph: Graph, samples: int, *, training: bool) -> Observed:
 
 def _seen(graph: Graph, samples: int, *, training: bool) -> Observed:
     run = DryRun.of(graph, training=training)
-    watch = _Watch(run.states.values())
-    notes: dict[str, _Notes] = {}
+    watch = OpWatch(run.states.values())
+    notes: dict[str, OpNotes] = {}
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
         notes[op.name] = watch.begin(op.name)
@@ -263,7 +239,7 @@ class _Storages:
     """
 
     def __init__(
-        self, graph: Graph, run: DryRun, environment: Mapping[str, Any], watch: _Watch
+        self, graph: Graph, run: DryRun, environment: Mapping[str, Any], watch: OpWatch
     ) -> None:
         self._found: dict[int, Storage] = {}
         self._watch = watch
@@ -292,125 +268,6 @@ class _Storages:
                 own = key in self._watch.own
                 self._found[key] = Storage(name, place, storage.nbytes(), own)
                 place += 1
-
-
-@dataclass(slots=True)
-class _Notes:
-    """What is noted of one op; storages by their keys.
-
-    Attributes:
-        ran: kernels so far; views and casts of state are none.
-        kernels_before: of these, those before the latest tensor was saved.
-        most: bytes above those before the op, at most.
-    """
-
-    before: int
-    written: set[int] = field(default_factory=set)
-    saved: dict[tuple[int, tuple[int, ...], torch.dtype], None] = field(default_factory=dict)
-    kernels: list[Kernel] = field(default_factory=list)
-    drawn: list[tuple[int, ...]] = field(default_factory=list)
-    ran: int = 0
-    kernels_before: int = 0
-    most: int = 0
-    kept: int = 0
-
-
-class _Watch(DispatchWatch):
-    """Watches the ops of a run, one after another.
-
-    Attributes:
-        own: the storages of the model's state, and of what is cast of them to another type.
-        alive: those that autograd keeps, by the first op that it keeps them for. With what is cast
-            they are kept here, for their keys to stay their own.
-    """
-
-    def __init__(self, states: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.own = {storage_key(tensor) for tensor in states}
-        self.alive: dict[str, list[torch.UntypedStorage]] = {}
-        self._casts: list[torch.Tensor] = []
-        self._kept: set[int] = set()
-        self._held = 0
-        self._sizes: dict[int, int] = {}
-        self._made: set[int] = set()
-        self._op = ""
-        self._notes = _Notes(0)
-
-    def begin(self, op: str) -> _Notes:
-        """An op begins."""
-        self._made.clear()
-        self._op = op
-        self._notes = _Notes(self._held)
-        return self._notes
-
-    def end(self, returned: object) -> None:
-        """The op has returned this."""
-        made = {storage_key(tensor) for tensor in tensors_in(returned)} & self._made
-        values = sum(self._sizes[key] for key in made)
-        self._notes.kept = self._held - self._notes.before - values
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves a tensor."""
-        key, notes = storage_key(tensor), self._notes
-        if key not in self._kept:
-            self._kept.add(key)
-            self.alive.setdefault(self._op, []).append(tensor.untyped_storage())
-        notes.saved[key, tuple(tensor.shape), tensor.dtype] = None
-        notes.kernels_before = notes.ran
-        return tensor
-
-    def saw(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
-    ) -> None:
-        """Notes an aten op."""
-        notes = self._notes
-        results = tensors_in(returned)
-        self._add_written(func, args, kwargs)
-        if draws(func, args, kwargs):
-            notes.drawn.append(tuple(results[0].shape))
-        meant = [t for t in results if t is results[0] or t.dtype.is_floating_point]
-        read = _numbers(tensors_in((args, kwargs)))
-        notes.kernels.append(Kernel(func.overloadpacket.__name__, read, _numbers(meant)))
-        if func is not torch.ops.aten._to_copy.default:
-            notes.ran += not func.is_view
-        elif storage_key(args[0]) in self.own:
-            self.own.update(map(storage_key, results))
-            self._casts.extend(results)
-        for tensor in results:
-            key = storage_key(tensor)
-            if key not in self.own and key not in self._sizes:
-                self._add_made(key, tensor.untyped_storage())
-
-    def _add_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written: list[object] = []
-        if func in _UNDECLARED:
-            positions, flag = _UNDECLARED[func]
-            if args[flag]:
-                written = [args[position] for position in positions]
-        elif func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    by_position = position < len(args) and not argument.kwarg_only
-                    written.append(args[position] if by_position else kwargs.get(argument.name))
-        if written:
-            self._notes.written.update(map(storage_key, tensors_in(written)))
-
-    def _add_made(self, key: int, storage: torch.UntypedStorage) -> None:
-        size = self._sizes[key] = storage.nbytes()
-        self._made.add(key)
-        self._held += size
-        self._notes.most = max(self._notes.most, self._held - self._notes.before)
-
-        def gone() -> None:
-            del self._sizes[key]
-            self._made.discard(key)
-            self._held -= size
-
-        weakref.finalize(storage, gone)
-
-
-def _numbers(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.numel() for tensor in tensors)
 
 
 def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
