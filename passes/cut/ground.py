@@ -18,11 +18,8 @@ from gpipe_compiler.passes.cut.places import Places
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.space import Space
 
-MOST = 300
+MOST = 500
 """Places to cut that are looked at together, where stages are few."""
-
-PER_STAGE, MOST_OF_MANY = 62, 500
-"""So many per stage where that is more, and no more than so many in all."""
 
 LEAST_PER_STAGE = 6
 """So many per stage whatever it takes."""
@@ -30,7 +27,7 @@ LEAST_PER_STAGE = 6
 SWEPT = 2_000
 """Nodes of a graph up to which a sweep finds places, too (`cut/frontier.py`)."""
 
-LABELS = 4_000
+LABELS = 6_000
 """Unfinished down-sets that the sweep holds at a time."""
 
 
@@ -129,7 +126,7 @@ class Ground:
 
 def most_places(stages: int) -> int:
     """Places to cut that are looked at together."""
-    return max(MOST, min(PER_STAGE * stages, MOST_OF_MANY), LEAST_PER_STAGE * stages)
+    return max(MOST, LEAST_PER_STAGE * stages)
 
 
 def _asked(graph: Contracted, stages: int) -> set[int]:

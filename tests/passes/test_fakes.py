@@ -1,0 +1,70 @@
+"""What fakes make of plain kernels, against what the kernels of the host return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_compiler.passes import fakes
+from gpipe_compiler.passes.fakes import HostFakes
+
+aten = torch.ops.aten
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm": aten.mm,
+    "addmm": lambda x, y: aten.addmm(y[0], x, y),
+    "bmm": lambda x, y: aten.bmm(x[None], y[None]),
+    "add": lambda x, y: aten.add(x, y[:1]),
+    "mul": aten.mul,
+    "divided whole numbers": lambda x, y: aten.div(x.int(), y.int()),
+    "sigmoid": lambda x, _: aten.sigmoid(x),
+    "gelu": lambda x, _: aten.gelu(x),
+    "silu": lambda x, _: aten.silu(x),
+    "relu": lambda x, _: aten.relu(x),
+    "threshold": lambda x, y: aten.threshold_backward(x, y, 0),
+    "square": lambda x, _: aten.pow(x, 2),
+    "sum": lambda x, _: aten.sum(x, [0], True),
+    "mean": lambda x, _: aten.mean(x, [-1]),
+    "t": lambda x, _: aten.t(x),
+    "transpose": lambda x, _: aten.transpose(x[None], 0, 2),
+    "view": lambda x, _: aten.view(x.contiguous(), [-1]),
+    "expand": lambda x, _: aten.expand(x[:1], [3, 6]),
+}
+
+
+def layout(tensor: Tensor) -> tuple[object, ...]:
+    device, size = tensor.device.type, tensor.untyped_storage().nbytes()
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, device, size
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_kernels_return_what_those_of_the_host_do(name: str, dtype: torch.dtype) -> None:
+    for change in (lambda x: x, Tensor.t, lambda x: x[:, ::2].repeat(1, 2)):
+        x, y = (change(torch.rand(6, 6).to(dtype)) for _ in range(2))
+        real = CALLS[name](x, y)
+        mode = HostFakes()
+        with mode:
+            made = CALLS[name](mode.from_tensor(x), mode.from_tensor(y))
+        assert layout(made) == layout(real)
+
+
+def test_a_view_shares_the_memory_of_what_it_views() -> None:
+    mode = HostFakes()
+    with mode:
+        x = torch.rand(4, 6)
+        seen = x.t().view(6, 4).unsqueeze(0).expand(2, 6, 4)
+    assert seen.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_what_cannot_be_is_refused_in_torchs_own_words() -> None:
+    messages = []
+    for without in (frozenset(), fakes._WITHOUT_DEVICE):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fakes, "_WITHOUT_DEVICE", without)
+            with HostFakes(), pytest.raises(RuntimeError) as raised:
+                torch.rand(2, 3) @ torch.rand(4, 5)
+            messages.append(str(raised.value))
+    assert messages[0] == messages[1]
