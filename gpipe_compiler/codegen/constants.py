@@ -97,7 +97,7 @@ def spell_constant(value: object, imports: Imports) -> str | None:
 
 def _spell_float(value: float, imports: Imports) -> str:
     if math.isfinite(value):
-        return repr(value)
+        return repr(value).replace("e+", "e")  # as ruff has it
     imports.module("math")
     if math.isnan(value):
         return "math.nan"

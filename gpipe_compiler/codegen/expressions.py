@@ -12,7 +12,7 @@ import torch
 from gpipe_compiler.codegen.constants import UnwritableError, write_constant, write_nest
 from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, UNTYPED, spell
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Binding, Expression, call, name
+from gpipe_compiler.codegen.layout import Binding, Expression, call, method_call, name
 from gpipe_compiler.ir import (
     Argument,
     ByMode,
@@ -108,8 +108,8 @@ class Writer:
                 self.imports.torch()
                 return call(f"torch.{method}", self.arguments(made.args, made.kwargs))
             case MethodCall():
-                receiver = self.argument(made.args[0]).within(Binding.ATOM)
-                return call(f"{receiver}.{made.method}", self.arguments(made.args[1:], made.kwargs))
+                arguments = self.arguments(made.args[1:], made.kwargs)
+                return method_call(self.argument(made.args[0]), made.method, arguments)
             case ModuleCall():
                 return call(self.modules[made.module], self.arguments(made.args, made.kwargs))
 

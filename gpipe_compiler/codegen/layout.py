@@ -44,6 +44,7 @@ class Expression:
         items: what stands between the brackets.
         fills: whether all items may share one line inside broken brackets (calls do, tuples not).
         exploded: always one item a line, as a trailing comma asks for.
+        instead: the same, to be broken inside the receiver of the method that it calls.
     """
 
     flat: str
@@ -53,6 +54,7 @@ class Expression:
     closing: str = ""
     fills: bool = False
     exploded: bool = False
+    instead: Expression | None = None
 
     def within(self, loosest: Binding) -> str:
         """The flat text, in parentheses where it binds looser than its surroundings allow."""
@@ -64,6 +66,7 @@ class Expression:
             self,
             flat=prefix + self.flat,
             opening=prefix + self.opening if self.opening else "",
+            instead=self.instead.prefixed(prefix) if self.instead else None,
         )
 
 
@@ -84,6 +87,16 @@ def tuple_of(items: Sequence[Expression], *, exploded: bool = False) -> Expressi
         # Ruff keeps a one-tuple's comma without taking it for a wish to break.
         return replace(made, flat=f"({items[0].flat},)")
     return made
+
+
+def method_call(receiver: Expression, method: str, items: Sequence[Expression]) -> Expression:
+    """`receiver.method(items)`."""
+    made = call(f"{receiver.within(Binding.ATOM)}.{method}", items)
+    if not receiver.items or receiver.binding < Binding.ATOM:
+        return made
+    end = made.flat.removeprefix(receiver.flat)
+    instead = replace(receiver, flat=made.flat, closing=receiver.closing + end, instead=None)
+    return replace(made, instead=instead)
 
 
 def list_of(items: Iterable[Expression]) -> Expression:
@@ -140,14 +153,12 @@ def lay_out(
         return [line]
     if not expression.items:
         return _parenthesized(expression, prefix, suffix, indent) or [line]
-    if (
-        prefix.endswith(("= ", "return "))
-        and not expression.exploded
-        and (_is_chain(expression.flat) or len(f"{margin}{prefix}{expression.opening}") > WIDTH)
-    ):
+    if not expression.exploded and _is_chain(expression.flat):
         whole = _parenthesized(expression, prefix, suffix, indent)
         if whole is not None:
             return whole
+    if expression.instead and len(f"{margin}{prefix}{expression.opening}") > WIDTH:
+        return lay_out(expression.instead, prefix=prefix, suffix=suffix, indent=indent)
     inner = INDENT * (indent + 1)
     together = inner + ", ".join(item.flat for item in expression.items)
     if expression.fills and not expression.exploded and len(together) <= WIDTH:
