@@ -1,0 +1,67 @@
+"""Stage 0 of InceptionNet, the 1st of 4: stem.conv to early.0.pooled."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ConvNorm(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, padding: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size=kernel_size, padding=padding, bias=False
+        )
+        self.norm = nn.BatchNorm2d(out_channels, eps=0.001)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # inception.py:35
+        return F.relu(self.norm(self.conv(x)), inplace=True)
+
+
+class InceptionPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = ConvNorm(32, 8, kernel_size=1, padding=0)
+        self.narrow3 = ConvNorm(32, 4, kernel_size=1, padding=0)
+        self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
+        self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        # inception.py:55
+        point_out = self.point(x)  # (B, 8, 16, 16)
+        narrow3_out = self.narrow3(x)  # (B, 4, 16, 16)
+        narrow5_out = self.narrow5(x)
+        branches = F.max_pool2d(x, [3, 3], stride=[1, 1], padding=[1, 1])  # (B, 32, 16, 16)
+        pooled_out = self.pooled(branches)  # (B, 8, 16, 16)
+        return point_out, narrow3_out, narrow5_out, pooled_out
+
+
+class Stage0(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvNorm(3, 32, kernel_size=3, padding=1)
+        self.early = nn.ModuleDict({"0": InceptionPart()})
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            images: (B, 3, 32, 32) float32, the model's args[0].
+
+        Returns:
+            point_out: (B, 8, 16, 16) float32, for stage 1.
+            narrow3_out: (B, 4, 16, 16) float32, for stage 1.
+            narrow5_out: (B, 4, 16, 16) float32, for stage 1.
+            pooled_out: (B, 8, 16, 16) float32, for stage 1.
+        """
+        # inception.py:74
+        stem_out = self.stem(images)  # (B, 32, 32, 32)
+        x = F.max_pool2d(stem_out, [2, 2])  # (B, 32, 16, 16)
+        point_out, narrow3_out, narrow5_out, pooled_out = self.early["0"](x)
+        return point_out, narrow3_out, narrow5_out, pooled_out
+
+
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = (
+    "stem",
+    "early",
+)

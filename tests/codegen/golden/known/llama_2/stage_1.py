@@ -1,0 +1,87 @@
+"""Stage 1 of LlamaForCausalLM, the 2nd of 4: model.layers.0 to model.layers.1.input_layernorm."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_llama.py:63-66
+        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
+        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
+        add = variance + 1e-06
+        del variance
+        rsqrt = torch.rsqrt(add)
+        del add
+        hidden_states = hidden_states * rsqrt  # (B, 16, 32)
+        return self.weight * hidden_states.to(torch.float32)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 64, bias=False)
+        self.up_proj = nn.Linear(32, 64, bias=False)
+        self.down_proj = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # modeling_llama.py:164
+        down_proj: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class LlamaDecoderLayerPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = LlamaMLP()
+        self.post_attention_layernorm = LlamaRMSNorm()
+
+    def forward(self, inputs_embeds: Tensor, attn_output: Tensor) -> Tensor:
+        # modeling_llama.py:306-312
+        hidden_states: Tensor = inputs_embeds + attn_output  # (B, 16, 32)
+        down_proj = self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + down_proj
+        return hidden_states
+
+
+class LlamaDecoderLayerPart2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, 16, 32)
+        return input_layernorm_out
+
+
+class LlamaModelPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": LlamaDecoderLayerPart(), "1": LlamaDecoderLayerPart2()})
+
+
+class Stage1(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LlamaModelPart()
+
+    def forward(self, inputs_embeds: Tensor, attn_output: Tensor) -> tuple[Tensor, Tensor]:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            inputs_embeds: (B, 16, 32) float32, from stage 0, made at modeling_llama.py:370.
+            attn_output: (B, 16, 32) float32, from stage 0, made at modeling_llama.py:269.
+
+        Returns:
+            hidden_states: (B, 16, 32) float32, for stage 2.
+            input_layernorm_out: (B, 16, 32) float32, for stage 2.
+        """
+        # model
+        hidden_states = self.model.layers["0"](inputs_embeds, attn_output)  # (B, 16, 32)
+        input_layernorm_out = self.model.layers["1"](hidden_states)
+        return hidden_states, input_layernorm_out

@@ -1,0 +1,94 @@
+"""Stage 3 of LlamaForCausalLM, the 4th of 4: model.layers.1.mlp.gate_proj to lm_head."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 64, bias=False)
+        self.up_proj = nn.Linear(32, 64, bias=False)
+        self.down_proj = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # modeling_llama.py:164
+        down_proj: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_llama.py:63-66
+        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
+        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)  # (B, 16, 32)
+        return self.weight * hidden_states.to(torch.float32)
+
+
+class LlamaDecoderLayerPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = LlamaMLP()
+
+    def forward(self, post_attention_layernorm_out: Tensor, hidden_states: Tensor) -> Tensor:
+        # modeling_llama.py:312
+        down_proj = self.mlp(post_attention_layernorm_out)  # (B, 16, 32)
+        hidden_states = hidden_states + down_proj
+        return hidden_states
+
+
+class LlamaModelPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": LlamaDecoderLayerPart()})
+        self.norm = LlamaRMSNorm()
+
+
+class Stage3(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LlamaModelPart()
+        self.lm_head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, post_attention_layernorm_out: Tensor, hidden_states: Tensor) -> Tensor:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            post_attention_layernorm_out: (B, 16, 32) float32, from stage 2, made at
+                modeling_llama.py:66.
+            hidden_states: (B, 16, 32) float32, from stage 2, made at modeling_llama.py:306.
+
+        Returns:
+            logits: (B, 16, 64) float32, for the caller.
+        """
+        # model
+        norm_out = self.model.norm(
+            self.model.layers["1"](post_attention_layernorm_out, hidden_states)
+        )
+
+        # modeling_llama.py:468
+        logits: Tensor = self.lm_head(norm_out)  # (B, 16, 64)
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of one micro-batch.
+
+        Args:
+            logits: (B, 16, 64) float32, what forward returned.
+            labels: (B, 16) int64, the model's kwargs["labels"].
+        """
+        # loss_utils.py:42-70
+        logits = logits.float()  # (B, 16, 64)
+        labels = F.pad(labels, [0, 1], "constant", -100.0)  # (B, 17)
+        shift_labels = labels[:, 1:].contiguous()  # (B, 16)
+        del labels
+        logits = logits.view(-1, 64)  # (16*B, 64)
+        shift_labels = shift_labels.view(-1)  # (16*B,)
+        loss = F.cross_entropy(logits, shift_labels)
+        return loss

@@ -1,0 +1,93 @@
+"""Stage 3 of ResNet, the 4th of 4: layer3.5.conv1 to fc."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.conv3 = nn.Conv2d(out_channels, in_channels, kernel_size=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(in_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # resnet50.py:47-51
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x
+        relu_out: Tensor = self.relu(out)
+        return relu_out
+
+
+class BottleneckWithShortcut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(128, 64, kernel_size=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(64, 64, kernel_size=3, stride=2, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(64)
+        self.conv3 = nn.Conv2d(64, 256, kernel_size=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(256)
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(128, 256, kernel_size=1, stride=2, bias=False), nn.BatchNorm2d(256)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        # resnet50.py:47-51
+        out = self.relu(self.bn1(self.conv1(x)))  # (B, 64, 4, 4)
+        out = self.relu(self.bn2(self.conv2(out)))  # (B, 64, 2, 2)
+        out = self.bn3(self.conv3(out))  # (B, 256, 2, 2)
+        out_2 = self.shortcut(x)
+        out += out_2
+        relu_out: Tensor = self.relu(out)
+        return relu_out
+
+
+class Stage3(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer3 = nn.ModuleDict({"5": Bottleneck(128, 32)})
+        self.layer4 = nn.Sequential(
+            BottleneckWithShortcut(), *(Bottleneck(256, 64) for _ in range(2))
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(256, 10)
+
+    def forward(self, relu_out: Tensor) -> Tensor:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            relu_out: (B, 128, 4, 4) float32, from stage 2, made at resnet50.py:51.
+
+        Returns:
+            fc_out: (B, 10) float32, for the caller.
+        """
+        # resnet50.py:73-74
+        relu_out = self.layer4(self.layer3["5"](relu_out))  # (B, 256, 2, 2)
+        x = self.avgpool(relu_out).flatten(1)  # (B, 256)
+        fc_out: Tensor = self.fc(x)  # (B, 10)
+        return fc_out
+
+    def loss(self, fc_out: Tensor, target: Tensor) -> Tensor:
+        """The loss of one micro-batch.
+
+        Args:
+            fc_out: (B, 10) float32, what forward returned.
+            target: (B,) int64, the target.
+        """
+        loss = F.cross_entropy(fc_out, target)
+        return loss
+
+
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = (
+    "layer3",
+    "layer4",
+)

@@ -1,0 +1,51 @@
+"""Stage 1 of UNet, the 2nd of 4: down.2.0 to grow.0."""
+
+import torch
+from torch import Tensor, nn
+
+
+class ConvBlock(nn.Sequential):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.LeakyReLU(0.1, inplace=True),
+            nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.LeakyReLU(0.1, inplace=True),
+        )
+
+
+class Stage1(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleDict({"2": ConvBlock(16, 32), "3": ConvBlock(32, 64)})
+        self.pool = nn.MaxPool2d(kernel_size=2)
+        self.bottom = ConvBlock(64, 128)
+        self.grow = nn.ModuleDict({"0": nn.ConvTranspose2d(128, 64, kernel_size=2, stride=2)})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            x: (B, 16, 8, 8) float32, from stage 0, made at unet.py:66.
+
+        Returns:
+            x: (B, 32, 8, 8) float32, for stage 2.
+            x_2: (B, 128, 4, 4) float32, for stage 2.
+        """
+        # unet.py:66-69
+        x = self.down["2"](x)  # (B, 32, 8, 8)
+        x_2 = self.pool(x)  # (B, 32, 4, 4)
+        x_2 = self.down["3"](x_2)  # (B, 64, 4, 4)
+        x_3 = self.pool(x_2)  # (B, 64, 2, 2)
+        x_3 = self.bottom(x_3)  # (B, 128, 2, 2)
+        x_2 = torch.cat([x_2, self.grow["0"](x_3)], 1)  # (B, 128, 4, 4)
+        return x, x_2
+
+
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = (
+    "down",
+    "bottom",
+)

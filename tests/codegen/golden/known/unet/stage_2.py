@@ -1,0 +1,49 @@
+"""Stage 2 of UNet, the 3rd of 4: up.0.0 to grow.2."""
+
+import torch
+from torch import Tensor, nn
+
+
+class ConvBlock(nn.Sequential):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.LeakyReLU(0.1, inplace=True),
+            nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.LeakyReLU(0.1, inplace=True),
+        )
+
+
+class Stage2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleDict({"0": ConvBlock(128, 64), "1": ConvBlock(64, 32)})
+        self.grow = nn.ModuleDict(
+            {
+                "1": nn.ConvTranspose2d(64, 32, kernel_size=2, stride=2),
+                "2": nn.ConvTranspose2d(32, 16, kernel_size=2, stride=2),
+            },
+        )
+
+    def forward(self, x: Tensor, x_2: Tensor) -> Tensor:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            x: (B, 128, 4, 4) float32, from stage 1, made at unet.py:69.
+            x_2: (B, 32, 8, 8) float32, from stage 1, made at unet.py:64.
+
+        Returns:
+            x: (B, 16, 16, 16) float32, for stage 3.
+        """
+        # unet.py:69
+        x = self.up["0"](x)  # (B, 64, 4, 4)
+        x = torch.cat([x_2, self.grow["1"](x)], 1)  # (B, 64, 8, 8)
+        x = self.up["1"](x)  # (B, 32, 8, 8)
+        x = self.grow["2"](x)  # (B, 16, 16, 16)
+        return x
+
+
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = ("up",)

@@ -1,0 +1,59 @@
+"""Stage 3 of UNet, the 4th of 4: up.2.0 to score."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ConvBlock(nn.Sequential):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.LeakyReLU(0.1, inplace=True),
+            nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.LeakyReLU(0.1, inplace=True),
+        )
+
+
+class Stage3(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleDict({"2": ConvBlock(32, 16), "3": ConvBlock(16, 8)})
+        self.grow = nn.ModuleDict({"3": nn.ConvTranspose2d(16, 8, kernel_size=2, stride=2)})
+        self.score = nn.Conv2d(8, 1, kernel_size=1)
+
+    def forward(self, x: Tensor, x_2: Tensor, x_3: Tensor) -> Tensor:
+        """One micro-batch of B samples; sizes in comments are for it.
+
+        Args:
+            x: (B, 16, 16, 16) float32, from stage 0, made at unet.py:64.
+            x_2: (B, 16, 16, 16) float32, from stage 2, made at unet.py:69.
+            x_3: (B, 8, 32, 32) float32, from stage 0, made at unet.py:64.
+
+        Returns:
+            score_out: (B, 1, 32, 32) float32, for the caller.
+        """
+        # unet.py:69-71
+        x = torch.cat([x, x_2], 1)  # (B, 32, 16, 16)
+        x = self.up["2"](x)  # (B, 16, 16, 16)
+        x = torch.cat([x_3, self.grow["3"](x)], 1)  # (B, 16, 32, 32)
+        x = self.up["3"](x)  # (B, 8, 32, 32)
+        score_out: Tensor = self.score(x)  # (B, 1, 32, 32)
+        return score_out
+
+    def loss(self, score_out: Tensor, target: Tensor) -> Tensor:
+        """The loss of one micro-batch.
+
+        Args:
+            score_out: (B, 1, 32, 32) float32, what forward returned.
+            target: (B, 1, 32, 32) float32, the target.
+        """
+        # unet.py:90
+        loss = F.binary_cross_entropy_with_logits(score_out, target)
+        return loss
+
+
+# Buffers that a forward in train mode writes to; a module stands for all that are in it.
+WRITES = ("up",)

@@ -1,0 +1,93 @@
+"""Stages of models that everybody knows, as texts to be read, in the folder `golden/known`.
+
+    pytest tests/codegen/test_known_models.py --rewrite-golden -m "slow or not slow"
+
+writes the folder anew; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.stage import write_stage
+from gpipe_compiler.compile import plan, trace
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden" / "known"
+CLUSTER = Cluster.of(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))
+
+
+def _neighbour(name: str) -> ModuleType:
+    """A file beside this one: pytest's importlib mode puts no folder of tests on sys.path."""
+    spec = importlib.util.spec_from_file_location(f"codegen_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+known = _neighbour("known_models")
+
+
+def pinned(package: str) -> bool:
+    """Whether a package has the version that the texts were made with."""
+    wanted = re.search(
+        rf"^{package}==(\S+)", (HERE.parents[1] / "constraints.txt").read_text(), re.M
+    )
+    assert wanted is not None
+    return importlib.metadata.version(package).partition("+")[0] == wanted[1].partition("+")[0]
+
+
+@pytest.mark.parametrize(
+    "label", [*known.QUICK, *(pytest.param(label, marks=pytest.mark.slow) for label in known.SLOW)]
+)
+def test_the_stages_of_a_model(label: str, request: pytest.FixtureRequest) -> None:
+    """Four stages are, word for word, those that were read, and no longer than promised."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = (known.QUICK | known.SLOW)[label]()
+    graph = trace(model.model, model.args, model.kwargs, target=model.target, loss_fn=model.loss_fn)
+    made = plan(graph, stages=4, microbatches=4, cluster=CLUSTER)
+    assert made.graph is not None
+    facts = Facts.of(made.graph)
+    texts = [write_stage(made, facts, stage).text for stage in made.stages]
+    folder = GOLDEN / label
+    if request.config.getoption("--rewrite-golden", default=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, text in enumerate(texts):
+            (folder / f"stage_{number}.py").write_text(text)
+
+    assert max(len(text.splitlines()) for text in texts) <= model.most
+    if pinned("torch") and pinned("transformers"):
+        assert texts == [(folder / f"stage_{number}.py").read_text() for number in range(4)]
+
+
+def test_ruff_finds_nothing_in_the_stages() -> None:
+    options = ["--isolated", "--line-length", "100", "--no-cache"]
+    check = ["check", "--select", "E4,E7,E9,F"]
+    for command in (check, ["format", "--diff"]):
+        ruff = [sys.executable, "-m", "ruff", *command, *options, GOLDEN]
+        done = subprocess.run(ruff, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_finds_nothing_in_the_stages(tmp_path: Path) -> None:
+    """As strict as it can be."""
+    options = ["--strict", "--namespace-packages", "--explicit-package-bases"]
+    mypy = [sys.executable, "-m", "mypy", *options, f"--cache-dir={tmp_path}", "."]
+    done = subprocess.run(mypy, cwd=GOLDEN, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
