@@ -13,14 +13,11 @@ from gpipe_compiler.options.policy import Auto, Policy, RematChoice
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.planning import devices_there
 from gpipe_compiler.runtime.gpus import gpu_count
-from gpipe_compiler.runtime.schedule.choosing import devices_for
+from gpipe_compiler.runtime.schedule.choosing import SCHEDULES, devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
 
 MOST_COUNTS = 8
 """Numbers of micro-batches, and of devices, that are looked at, at most."""
-
-STAGES_A_DEVICE = (2, 4)
-"""That interleaving is tried with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ def choices(
 def _as_another(choice: Choice, others: Collection[Choice]) -> bool:
     """Whether a choice of a single micro-batch comes to the same as a plainer one."""
     kind = choice.schedule
-    if choice.microbatches > 1 or kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
+    if choice.microbatches > 1 or SCHEDULES[kind].stages_a_device != (1,):
         return False
     if kind is ScheduleKind.ONE_F_ONE_B:
         kind = ScheduleKind.GPIPE
@@ -182,13 +179,7 @@ def _places(wish: Wish, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:
             return
         yield wish.stages, min(wanted, wish.devices)
         return
+    rule = SCHEDULES[schedule]
     for devices in spread(range(1, wish.devices + 1)):
-        match schedule:
-            case ScheduleKind.INTERLEAVED if devices > 1:
-                yield from ((devices * several, devices) for several in STAGES_A_DEVICE)
-            case ScheduleKind.ZBV if devices > 1:
-                yield 2 * devices, devices
-            case ScheduleKind.ZB_H1 if devices > 1:
-                yield devices, devices
-            case ScheduleKind.GPIPE | ScheduleKind.ONE_F_ONE_B:
-                yield devices, devices
+        if devices > 1 or rule.for_one_device:
+            yield from ((devices * several, devices) for several in rule.stages_a_device)

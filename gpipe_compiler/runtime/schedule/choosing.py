@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..spec import ScheduleKind
 from ..wording import counted
@@ -10,8 +11,39 @@ from .actions import Orders
 from .gpipe import gpipe
 from .interleaved import interleaved
 from .one_f_one_b import one_f_one_b
+from .placement import in_blocks, in_rounds, in_v
 from .zb_h1 import zb_h1
 from .zbv import zbv
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What is to be known of a schedule.
+
+    Attributes:
+        order: each device's actions in training, of the device of each stage and the number of
+            micro-batches. Raises ValueError for what the schedule cannot have.
+        place: the device of each stage, of the numbers of stages and of devices. Raises ValueError
+            naming what could be.
+        stages_a_device: the numbers that a search looks at; the first where nobody says otherwise.
+        splits_backward: its stages have WEIGHT actions.
+        for_one_device: a search looks at it on one device too.
+    """
+
+    order: Callable[[Sequence[int], int], Orders]
+    place: Callable[[int, int], tuple[int, ...]] = in_blocks
+    stages_a_device: tuple[int, ...] = (1,)
+    splits_backward: bool = False
+    for_one_device: bool = False
+
+
+SCHEDULES: Mapping[ScheduleKind, Schedule] = {
+    ScheduleKind.GPIPE: Schedule(gpipe, for_one_device=True),
+    ScheduleKind.ONE_F_ONE_B: Schedule(one_f_one_b, for_one_device=True),
+    ScheduleKind.INTERLEAVED: Schedule(interleaved, in_rounds, (2, 4)),
+    ScheduleKind.ZB_H1: Schedule(zb_h1, splits_backward=True),
+    ScheduleKind.ZBV: Schedule(zbv, in_v, (2,), splits_backward=True),
+}
 
 
 def placement_for(kind: ScheduleKind, stages: int, devices: int) -> tuple[int, ...]:
@@ -22,34 +54,10 @@ def placement_for(kind: ScheduleKind, stages: int, devices: int) -> tuple[int, .
     """
     if stages < 1 or devices < 1:
         raise ValueError(f"{stages} stages on {devices} devices: at least one of each is needed")
-    if kind is ScheduleKind.INTERLEAVED:
-        if stages % devices or stages < 2 * devices:
-            raise ValueError(
-                f"interleaved needs a multiple of the devices, twice as many or more: {stages} "
-                f"stages do not go on {devices} devices, {_near(stages, devices, 2)} would"
-            )
-        return tuple(stage % devices for stage in range(stages))
-    if kind is ScheduleKind.ZBV:
-        if stages != 2 * devices:
-            raise ValueError(
-                f"zbv needs two stages a device: {stages} stages do not go on {devices} "
-                f"devices, {2 * devices} would"
-            )
-        return (*range(devices), *reversed(range(devices)))
-    if stages % devices:
-        raise ValueError(
-            f"{kind.value} needs a multiple of the devices: {stages} stages do not go on {devices} "
-            f"devices, {_near(stages, devices, 1)} would"
-        )
-    return tuple(stage * devices // stages for stage in range(stages))
-
-
-def _near(stages: int, devices: int, least: int) -> str:
-    """The multiples of the devices next to the number of stages, from `least` times them up."""
-    below = stages // devices
-    if below < least:
-        return str(least * devices)
-    return f"{below * devices} or {(below + 1) * devices}"
+    try:
+        return SCHEDULES[kind].place(stages, devices)
+    except ValueError as error:
+        raise ValueError(f"{kind.value} needs {error}") from None
 
 
 def devices_for(kind: ScheduleKind, stages: int) -> int:
@@ -60,19 +68,18 @@ def devices_for(kind: ScheduleKind, stages: int) -> int:
     """
     if stages < 1:
         raise ValueError(f"{stages} stages: at least one is needed")
-    if kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
-        if stages % 2:
-            raise ValueError(
-                f"{kind.value} has two stages a device: {counted(stages, 'stage')} cannot be "
-                f"paired, {stages + 1} can"
-            )
-        return stages // 2
-    return stages
+    each = SCHEDULES[kind].stages_a_device[0]
+    if stages % each:
+        raise ValueError(
+            f"{kind.value} has two stages a device: {counted(stages, 'stage')} cannot be "
+            f"paired, {stages + 1} can"
+        )
+    return stages // each
 
 
 def splits_backward(kind: ScheduleKind) -> bool:
     """Whether its stages have WEIGHT actions."""
-    return kind in (ScheduleKind.ZB_H1, ScheduleKind.ZBV)
+    return SCHEDULES[kind].splits_backward
 
 
 def orders_for(
@@ -87,14 +94,8 @@ def orders_for(
         ValueError: for a placement, a number of micro-batches or joint stages that the schedule
             cannot have.
     """
-    if kind is ScheduleKind.GPIPE:
-        return gpipe(placement, microbatches, joint)
-    if joint:
+    if not joint:
+        return SCHEDULES[kind].order(placement, microbatches)
+    if kind is not ScheduleKind.GPIPE:
         raise ValueError(f"{kind.value} cannot take all micro-batches of a stage as one: gpipe can")
-    if kind is ScheduleKind.INTERLEAVED:
-        return interleaved(placement, microbatches)
-    if kind is ScheduleKind.ZB_H1:
-        return zb_h1(placement, microbatches)
-    if kind is ScheduleKind.ZBV:
-        return zbv(placement, microbatches)
-    return one_f_one_b(placement, microbatches)
+    return gpipe(placement, microbatches, joint)

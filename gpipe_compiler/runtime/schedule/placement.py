@@ -40,6 +40,48 @@ def consecutive_stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ..
     return held
 
 
+def in_blocks(stages: int, devices: int) -> tuple[int, ...]:
+    """As many consecutive stages on every device.
+
+    Raises:
+        ValueError: when that cannot be, saying what is needed; so do the other placements.
+    """
+    if stages % devices:
+        raise ValueError(
+            f"a multiple of the devices: {stages} stages do not go on {devices} devices, "
+            f"{_near(stages, devices, 1)} would"
+        )
+    return tuple(stage * devices // stages for stage in range(stages))
+
+
+def in_rounds(stages: int, devices: int) -> tuple[int, ...]:
+    """Dealt out to the devices in turn, two rounds or more."""
+    if stages % devices or stages < 2 * devices:
+        raise ValueError(
+            f"a multiple of the devices, twice as many or more: {stages} stages do not go on "
+            f"{devices} devices, {_near(stages, devices, 2)} would"
+        )
+    return tuple(stage % devices for stage in range(stages))
+
+
+def in_v(stages: int, devices: int) -> tuple[int, ...]:
+    """One stage on every device from the first to the last, and one on the way back."""
+    if stages != 2 * devices:
+        raise ValueError(
+            f"two stages a device: {stages} stages do not go on {devices} devices, "
+            f"{2 * devices} would"
+        )
+    return (*range(devices), *reversed(range(devices)))
+
+
+def _near(stages: int, devices: int, least: int) -> str:
+    """The multiples of the devices next to the number of stages, from `least` times them up."""
+    below = stages // devices
+    if below < least:
+        return str(least * devices)
+    return f"{below * devices} or {(below + 1) * devices}"
+
+
 def check_microbatches(microbatches: int) -> None:
     """Raise ValueError unless there is at least one micro-batch."""
     if microbatches < 1:
