@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out, name
 from gpipe_compiler.codegen.nested import Holder
 from gpipe_compiler.ir import Op, RegionCall, StateKind
@@ -62,13 +63,16 @@ def class_lines(
     return (f"class {header}:", *spaced[1:])
 
 
-def buffer_types(holder: Holder) -> list[str]:
+def buffer_types(holder: Holder, imports: Imports) -> list[str]:
     """`mask: Tensor` for each buffer that a module registers, as type checkers ask for it."""
-    return [
+    found = [
         f"    {own}: Tensor"
         for own, state in holder.tensors()
         if state.kind is not StateKind.PARAMETER and holder.place_of(own) == f"{holder.place}.{own}"
     ]
+    if found:
+        imports.from_torch("Tensor")
+    return found
 
 
 def init_lines(types: Mapping[str, str], lines: Sequence[str]) -> list[str]:

@@ -157,7 +157,7 @@ class StageBlocks:
             base = "ModuleDict" if holder.cls is nn.ModuleDict else "Module"
             text = class_lines(
                 f"{own_name}(nn.{base})",
-                buffer_types(holder),
+                buffer_types(holder, self.imports),
                 init_lines(given.types, constructor),
                 self._forward(block, method),
             )

@@ -113,9 +113,7 @@ class Construction:
         lines = self.lines(holder, given)
         text = "\n".join(lines)
         types = {own: kind for own, kind in given.types.items() if _reads(text, own)}
-        buffers, init = buffer_types(holder), init_lines(types, lines)
-        if buffers:
-            self.imports.from_torch("Tensor")
+        buffers, init = buffer_types(holder, self.imports), init_lines(types, lines)
         base = "ModuleDict" if holder.cls is nn.ModuleDict else "Module"
         key = (base, *buffers, *init)
         if key not in self._containers:

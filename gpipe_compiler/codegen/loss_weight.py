@@ -76,6 +76,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     initial = initial_steps(graph, state.originals.values())
     returned = "Tensor" if len(values) == 1 else f"tuple[{', '.join(['Tensor'] * len(values))}]"
     constructor = construct(graph, state, imports)
+    initial_text = initial_lines(initial, state.originals.values(), imports)
     text = render(
         "stage.py.jinja",
         title=_title(plan.name, terms),
@@ -83,13 +84,13 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         blocks=(),
         class_name=CLASS,
         base=state.root.cls.__name__,
-        buffers=buffer_types(state.root),
+        buffers=buffer_types(state.root, imports),
         constructor=constructor,
         methods=[method_text("forward", body, returned, described)],
         renamed=renamed_table(state),
         writes=(),
         segments=(),
-        initial=initial_lines(initial, state.originals.values(), imports),
+        initial=initial_text,
     )
     return WeightSource(text, inputs, values, bool(state.renamed), initial)
 

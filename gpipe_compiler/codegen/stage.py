@@ -123,7 +123,9 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         for item in segments
     }
     initial = initial_steps(graph, state.originals.values())
+    initial_text = initial_lines(initial, state.originals.values(), imports)
     constructor = blocks.construction.lines(state.root)
+    registered = buffer_types(state.root, imports)
     text = render(
         "stage.py.jinja",
         title=_title(plan, stage, ops),
@@ -131,13 +133,13 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         blocks=blocks.construction.classes,
         class_name=class_name,
         base=state.root.cls.__name__,
-        buffers=buffer_types(state.root),
+        buffers=registered,
         constructor=constructor,
         methods=[_method_lines(plan, graph, stage, item) for item in written],
         renamed=renamed_table(state),
         writes=_writes_lines(writes),
         segments=_segments_lines(held),
-        initial=initial_lines(initial, state.originals.values(), imports),
+        initial=initial_text,
     )
     return StageSource(
         index=stage.index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from loading import load_package
 from torch import Tensor, nn
 
+import gpipe_compiler as gpc
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines
 from gpipe_compiler.codegen.nested import outermost
@@ -126,3 +128,29 @@ def test_as_many_lines_for_many_layers_as_for_two() -> None:
         return len(initial_lines(names, names, Imports()))
 
     assert lines(30) == lines(2)
+
+
+class Counting(nn.Module):
+    """What counts its calls reads and gives nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(4))
+        self.register_buffer("one", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        self.calls.add_(self.one)
+        return out
+
+
+def test_a_stage_of_buffers_alone_is_imported(tmp_path: Path) -> None:
+    graph = gpc.trace(Counting(), (torch.randn(4, 4),), training=False)
+    pins = gpc.Constraints(pins=(("first", 0),))
+    made = gpc.plan(graph, stages=2, microbatches=1, constraints=pins)
+    assert not made.stages[1].inputs
+
+    package = load_package(gpc.emit(made, tmp_path / "package"))
+    with package.Pipeline() as pipe:
+        pipe(torch.randn(4, 4))
