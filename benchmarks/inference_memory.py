@@ -3,8 +3,8 @@
     python benchmarks/inference_memory.py [NAME ...]
 
 Every example as a package of one stage without a loss. In a process of its own, one thread, after
-a warm-up: the most that torch's allocator gives out in a forward, beside the arena of
-`passes.offsets` and the most that lives at a time. Then the peak of the whole process, and the page
+a warm-up: the most that torch's allocator gives out in a forward, beside the most that lives at a
+time (`buffers.Activations`). Then the peak of the whole process, and the page
 faults and processor time of a forward: as the system's malloc works, and as `run.py` has it, which
 keeps what is freed (`runtime/memory.py`). An arena could save the same faults, and no more.
 """
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from buffers import Activations
 from tables import machine, markdown
 from torch.utils._pytree import tree_map
 
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.passes.offsets import in_forward, place
 from gpipe_compiler.passes.rehearsal import rehearse
 from gpipe_compiler.runtime.memory import keep_memory
 
@@ -71,13 +71,14 @@ def row(name: str, batch: int, folder: Path) -> list[str]:
     graph = made.plan.graph
     assert graph is not None
     names, inputs = [op.name for op in graph.ops], [source.name for source in graph.inputs]
-    arena = place(in_forward(rehearse(graph, names, inputs, graph.output_values)))
+    tapes = rehearse(graph, names, inputs, graph.output_values)
+    alive = Activations.of(tapes, training=False).alive
     torch.save((subject.args, dict(subject.kwargs)), folder / f"{name}.pt")
     usual, kept = (child(name, folder, words) for words in ([], ["--keep"]))
     return [
         name,
         str(batch),
-        *(f"{bytes_ / MB:.1f}" for bytes_ in (arena.lower_bound, arena.planned)),
+        f"{alive / MB:.1f}",
         f"{usual['allocated'] / MB:.1f}",
         *(f"{one['highest'] / MB:.0f}" for one in (usual, kept)),
         *(f"{one['faults']:,.0f}" for one in (usual, kept)),
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = [row(name, MODELS.get(name, 8), Path(folder)) for name in arguments.names]
-    figures = ("batch", "lives, MB", "arena, MB", "given out, MB")
+    figures = ("batch", "lives, MB", "given out, MB")
     both = ("process, MB", "kept", "page faults", "kept", "ms", "kept")
     print(f"{machine()}\n\n{markdown(('', *figures, *both), rows)}")
 

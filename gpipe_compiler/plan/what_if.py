@@ -1,4 +1,4 @@
-"""What a plan tells of its memory for people to act on: arenas, and what each remedy would save."""
+"""What other settings would save of a plan's memory."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """The activations of one micro-batch of a stage, its forward and its backward, in one arena.
-
-    With all that ops make on the way, and without gradients of parameters (`passes.offsets`).
-
-    Attributes:
-        no_reuse: bytes where every block has a place of its own.
-        planned: where they are placed by their live ranges, greedy by size.
-        lower_bound: the most that is needed at a time: no arena is smaller.
-    """
-
-    stage: int
-    no_reuse: int
-    planned: int
-    lower_bound: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +25,8 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What could be done about the memory of a plan.
+    """What could be done about the memory of a plan."""
 
-    Attributes:
-        arenas: of the stages that have few enough blocks to be placed.
-    """
-
-    arenas: tuple[Arena, ...]
     remedies: tuple[Remedy, ...]
 
     def to_fields(self) -> dict[str, Any]:
@@ -64,9 +41,8 @@ class WhatIf:
             KeyError, TypeError: when it is something else.
         """
         return cls(
-            arenas=tuple(Arena(**arena) for arena in fields["arenas"]),
-            remedies=tuple(
+            tuple(
                 Remedy(**remedy | {"device_bytes": tuple(remedy["device_bytes"])})
                 for remedy in fields["remedies"]
-            ),
+            )
         )

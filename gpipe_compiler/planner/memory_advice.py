@@ -13,20 +13,18 @@ from functools import cached_property
 
 from gpipe_compiler.errors import GPipeCompilerError, PlanError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.devices import Pipeline, device_memories
+from gpipe_compiler.memory.devices import device_memories
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import Costs, OpCost
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.offsets import Alignment, StaticPlan, in_forward, in_training, place
 from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
 from gpipe_compiler.passes.rehearsal import Rehearsals
 from gpipe_compiler.passes.remat import FEW
-from gpipe_compiler.passes.tapes import StageTapes
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.timeline import timeline
-from gpipe_compiler.plan.what_if import Arena, Remedy, WhatIf
+from gpipe_compiler.plan.what_if import Remedy, WhatIf
 from gpipe_compiler.planner.memory_fit import layout_of
 from gpipe_compiler.planner.planning import microbatch_size
 from gpipe_compiler.planner.remat import DeviceWays, ways
@@ -41,12 +39,9 @@ from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 from gpipe_compiler.text.units import format_limit
 
-MOST_PLACED = 3000
-"""Blocks of a stage up to which they are placed in an arena, which takes time with their square."""
-
 
 def what_if(bench: Workbench, plan: Plan, policy: Policy) -> WhatIf:
-    """The arenas of a plan's stages, and what each remedy would save.
+    """What each remedy would save.
 
     A remedy that the model or the schedule refuses is left out.
 
@@ -79,7 +74,7 @@ class _Trials:
                 found.extend(trial())
             except GPipeCompilerError:
                 continue  # what it asks for cannot be had of this model
-        return WhatIf(self._arenas(), tuple(found))
+        return WhatIf(tuple(found))
 
     # --- the remedies ------------------------------------------------------------------------
 
@@ -247,31 +242,6 @@ class _Trials:
             for number, way in device.fastest(memory, tuple(Remat))[1].items():
                 stages[number] = way.of(stages[number], split=split)
         return tuple(stages)
-
-    # --- arenas ------------------------------------------------------------------------------
-
-    def _arenas(self) -> tuple[Arena, ...]:
-        """Those of the stages, equal ones worked out once."""
-        layout = layout_of(self.plan, self.policy.optimizer)
-        known: dict[int, StaticPlan | None] = {}
-        found = []
-        for job in Pipeline.of(self._graph, layout, self._known).jobs:
-            for index, stage in job.stages.items():
-                tapes = stage.scripts.tapes
-                key = id(tapes.blocks)
-                if key not in known:
-                    known[key] = self._placed(tapes, on_host=layout.on_host)
-                arena = known[key]
-                if arena is not None:
-                    sizes = arena.no_reuse, arena.planned, arena.lower_bound
-                    found.append(Arena(index, *sizes))
-        return tuple(sorted(found, key=lambda arena: arena.stage))
-
-    def _placed(self, tapes: StageTapes, *, on_host: bool) -> StaticPlan | None:
-        if len(tapes.blocks) > MOST_PLACED:
-            return None
-        lives = in_training(tapes) if self.plan.training else in_forward(tapes)
-        return place(lives, Alignment.CPU if on_host else Alignment.GPU)
 
 
 def _full(stage: Stage) -> Stage:

@@ -73,7 +73,7 @@ def check_told(plan: Plan, device: int | None) -> None:
 
 
 def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS) -> RenderableType:
-    """Peaks, what holds them, what recomputing and reuse would save, and the remedies.
+    """Peaks, what holds them, what recomputing would save, and the remedies.
 
     Args:
         device: whose holders are shown; None for those of all, or of the fullest.
@@ -87,8 +87,6 @@ def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS
     parts.extend(holder_table(plan, rank, most) for rank in _shown(plan, device))
     if plan.training and any(stage.frontier for stage in plan.stages):
         parts.append(remat_table(plan))
-    if plan.what_if is not None and plan.what_if.arenas:
-        parts.append(arena_table(plan))
     if plan.what_if is not None and plan.what_if.remedies:
         parts.append(remedy_table(plan))
     else:
@@ -179,34 +177,6 @@ def _action(told: DeviceMemory) -> str:
     return "the optimizer steps" if told.action == "update" else f"{told.action} runs"
 
 
-def arena_table(plan: Plan) -> Table:
-    """One row for every stage: its activations in one arena."""
-    assert plan.what_if is not None
-    work = "a forward and backward" if plan.training else "a forward"
-    title = f"a static plan ({work} of one micro-batch, with all that ops make on the way)"
-    columns = ["stage", "no reuse", "planned", "times less", "lower bound", "above it"]
-    table = figure_table(title, columns, words=set())
-    known = {arena.stage: arena for arena in plan.what_if.arenas}
-    rows: list[tuple[str, ...]] = []
-    for stage in range(len(plan.stages)):
-        arena = known.get(stage)
-        if arena is None:
-            rows.append((str(stage), "too many blocks", *[""] * 4))
-            continue
-        rows.append(
-            (
-                str(stage),
-                format_bytes(arena.no_reuse),
-                format_bytes(arena.planned),
-                f"{arena.no_reuse / max(arena.planned, 1):.2f}",
-                format_bytes(arena.lower_bound),
-                format_share(arena.planned / max(arena.lower_bound, 1) - 1),
-            )
-        )
-    add_rows(table, rows, "stages")
-    return table
-
-
 def remedy_table(plan: Plan) -> Table:
     """One row for every other setting, what saves most on the fullest device first."""
     assert plan.what_if is not None
@@ -274,7 +244,6 @@ def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
             ]
             for stage in plan.stages
         ],
-        "arenas": what_if.get("arenas", []),
         "remedies": [
             remedy | {"saves": max(plan.prediction.device_bytes) - max(remedy["device_bytes"])}
             for remedy in what_if.get("remedies", [])
