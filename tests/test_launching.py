@@ -38,6 +38,44 @@ with spare() as launch:
 """
 
 
+ODD = """
+import os, signal, sys, time
+from gpipe_compiler.validate import launching
+
+signal.alarm(20)  # where it hangs
+killed = []
+fork = os.fork
+os.fork = lambda: killed.append(fork()) or killed[-1]
+with launching.spare() as launch:
+    os.fork = fork
+    if sys.argv[2] == "killed" and launch is not launching.fresh:
+        os.kill(killed[0], signal.SIGKILL)
+        os.waitid(os.P_PID, killed[0], os.WEXITED | os.WNOWAIT)
+    if sys.argv[2] == "forked" and (left := os.fork()) == 0:
+        time.sleep(30)
+        os._exit(0)
+    for _ in range(int(sys.argv[3])):
+        print(launch([sys.argv[1]], threads=1))
+if sys.argv[2] == "forked":
+    os.kill(left, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("case", "runs"), [("killed", 1), ("forked", 0), ("forked", 1)])
+def test_process_ends_whatever_comes_between(tmp_path, case, runs):
+    """It is killed as it waits, or a process that the user's file forks holds its pipe open."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit(3)")
+    ended = subprocess.run(
+        [sys.executable, "-c", ODD, str(script), case, str(runs)],
+        env={"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "Ended(code=3, errors='')\n" * runs
+
+
 def told(tmp_path: Path, ending: str) -> list[str]:
     """What the forked process and a new one tell of a script that ends so."""
     script = tmp_path / "script.py"

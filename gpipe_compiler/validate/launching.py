@@ -103,24 +103,31 @@ class _Spare:
             return fresh(words, threads=threads)
         with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as errors:
             asked = _Asked(list(words), threads, _environment(), str(Path.cwd()), errors.name)
-            with os.fdopen(self._asking, "w", encoding="utf-8") as pipe:
-                json.dump([getattr(asked, name) for name in _Asked.__slots__], pipe)
+            text = json.dumps([getattr(asked, name) for name in _Asked.__slots__])
             try:
+                with os.fdopen(self._asking, "w", encoding="utf-8") as pipe:
+                    print(text, file=pipe)
                 _, status = os.waitpid(self._process, 0)
+            except BrokenPipeError:  # it was killed as it waited
+                self._kill()
+                return fresh(words, threads=threads)
             except BaseException:
-                os.kill(self._process, signal.SIGKILL)
-                os.waitpid(self._process, 0)
+                self._kill()
                 raise
-            finally:
-                self._process = 0
+            self._process = 0
             return Ended(os.waitstatus_to_exitcode(status), errors.read())
 
     def end(self) -> None:
         """Ends a process that was given nothing to do."""
         if self._process:
             os.close(self._asking)
-            os.waitpid(self._process, 0)
-            self._process = 0
+            self._kill()
+
+    def _kill(self) -> None:
+        """Without waiting for it to read: what the user's file forks holds the pipe open."""
+        process, self._process = self._process, 0
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +147,7 @@ def _serve(asking: int) -> None:
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with os.fdopen(asking, encoding="utf-8") as pipe:
-            text = pipe.read()
+            text = pipe.readline()
         code = _obey(_Asked(*json.loads(text))) if text else 0
     except BaseException:  # noqa: BLE001  # this process has nobody else to tell
         traceback.print_exc()
