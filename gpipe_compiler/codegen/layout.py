@@ -153,9 +153,9 @@ def lay_out(
         return [line]
     if not expression.items:
         return _parenthesized(expression, prefix, suffix, indent) or [line]
-    if not expression.exploded and _is_chain(expression.flat):
+    if not expression.exploded:
         whole = _parenthesized(expression, prefix, suffix, indent)
-        if whole is not None:
+        if whole is not None and _is_chain(expression.flat):
             return whole
     if expression.instead and len(f"{margin}{prefix}{expression.opening}") > WIDTH:
         return lay_out(expression.instead, prefix=prefix, suffix=suffix, indent=indent)
@@ -177,8 +177,12 @@ def lay_out(
 
 
 def _is_chain(flat: str) -> bool:
-    """Whether methods of results of methods are called: ruff breaks before such, not inside."""
-    node = ast.parse(flat.removesuffix(","), mode="eval").body if "." in flat else None
+    """Whether methods of results of methods are called: ruff breaks before such, not inside.
+
+    Args:
+        flat: what stands right of an assignment or a `return`.
+    """
+    node = ast.parse(flat, mode="eval").body if "." in flat else None
     links = 0
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         inner = node.func if isinstance(node, ast.Call) else node.value

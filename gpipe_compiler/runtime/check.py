@@ -25,7 +25,7 @@ from .inputs import Inputs
 from .pipeline import Pipeline
 from .precision import lower_dtype
 from .shared import owners_of
-from .spec import BatchNorm
+from .spec import BatchNorm, Joined, Leaf, Structure
 from .stages_in_a_row import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
 INPUT = "input/"
@@ -89,11 +89,12 @@ def _state(pipe: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
     yield from pipe.named_buffers()
 
 
-def _summed_in(pipe: Pipeline) -> dict[str, torch.dtype]:
-    """The parameters whose gradients the plain model sums in 16 bits.
+def _summed_in(pipe: Pipeline) -> dict[Kind, dict[str, torch.dtype]]:
+    """What the plain model sums in 16 bits.
 
-    They are those of several stages; with exact BatchNorm all, for the plain model takes the
-    mini-batch at once, and stages without BatchNorm take micro-batches.
+    Gradients of the parameters of several stages; with exact BatchNorm all, for the plain model
+    takes the mini-batch at once, and stages without BatchNorm take micro-batches. And outputs that
+    are means or sums over the batch.
     """
     dtype = lower_dtype(pipe.manner.precision)
     if dtype is None:
@@ -101,7 +102,22 @@ def _summed_in(pipe: Pipeline) -> dict[str, torch.dtype]:
     names: set[str] = set(owners_of(pipe.spec))
     if pipe.manner.batchnorm is BatchNorm.EXACT:
         names.update(name for stage in pipe.spec.stages for name in stage.state.values())
-    return dict.fromkeys(names, dtype)
+    outputs = dict.fromkeys(_means(pipe.spec.outputs), dtype)
+    gradients = dict.fromkeys(names, dtype)
+    return {Kind.OUTPUT: outputs, Kind.GRADIENT: gradients, Kind.WEIGHT: gradients}
+
+
+def _means(outputs: Structure, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The outputs that are means or sums over the batch, named as `flat_tensors` does."""
+    if isinstance(outputs, Leaf):
+        if outputs.joined in (Joined.MEAN, Joined.SUM):
+            yield ".".join(path) or "output"
+    elif isinstance(outputs, Mapping):
+        for key, item in outputs.items():
+            yield from _means(item, (*path, str(key)))
+    elif isinstance(outputs, tuple | list):
+        for place, item in enumerate(outputs):
+            yield from _means(item, (*path, str(place)))
 
 
 @contextlib.contextmanager

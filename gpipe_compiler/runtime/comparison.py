@@ -15,6 +15,7 @@ Under autocast both round to 16 bits at the same places, so fp32 tensors stay as
 but for a parameter of several stages: the plain model casts it once and sums the gradients of its
 uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. With exact BatchNorm the
 plain model sums over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches.
+So do outputs that are means or sums over the batch: rounded once, or once a micro-batch.
 Integers and booleans must be equal.
 """
 
@@ -77,16 +78,17 @@ class Row:
 
 
 def compare(
-    actual: Tensors, expected: Tensors, summed_in: Mapping[str, torch.dtype] | None = None
+    actual: Tensors,
+    expected: Tensors,
+    summed_in: Mapping[Kind, Mapping[str, torch.dtype]] | None = None,
 ) -> tuple[Row, ...]:
     """A row for every kind that the reference holds.
 
     Args:
-        summed_in: the type that the gradients of some parameters are sums in, where it is coarser
-            than their own.
+        summed_in: for tensors that are sums, the type of these where it is coarser than their own.
     """
     actual, expected = _all_dense(actual), _all_dense(expected)
-    coarse = {Kind.GRADIENT: summed_in or {}, Kind.WEIGHT: summed_in or {}}
+    coarse = summed_in or {}
     sizes = {
         kind: {name: _magnitude(tensor) for name, tensor in group.items()}
         for kind, group in expected.items()

@@ -315,3 +315,13 @@ def test_statements_run_in_order_in_their_modes(modes: list[Mode]) -> None:
         ran: list[int] = []
         exec(text, {"self": SimpleNamespace(training=training), "ran": ran})
         assert ran == [number for number, mode in enumerate(modes) if mode is not other]
+
+
+def test_a_keyword_that_is_longer_than_a_line_breaks_too() -> None:
+    """It is no expression by itself, and a method that is called in it makes it no chain."""
+    value = dict_of(
+        (name(repr(key)), name(f"Joined.{key.upper()}()")) for key in ("a" * 50, "b" * 50)
+    )
+    lines = lay_out(call("Spec", [value.prefixed("outputs=")]), prefix="SPEC = ")
+    assert [line.strip() for line in lines[:2]] == ["SPEC = Spec(", "outputs={"]
+    ast.parse("\n".join(lines))

@@ -88,6 +88,14 @@ class WithMean(Two):
         return y, y.mean()
 
 
+class WithRoundedMean(Two):
+    """A mean of 16 bits, which is rounded once for a batch, and once for each micro-batch."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.square().mean().float()
+
+
 class Casts(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).half() * 3
@@ -268,7 +276,9 @@ def test_16_bits_of_the_model_s_own_hide_no_departure(tmp_path: Path) -> None:
         compiled(AutocastAverage(), tmp_path)
 
 
-@pytest.mark.parametrize(("model", "microbatches"), [(Two, 1), (WithMean, 1), (WithMean, 4)])
+@pytest.mark.parametrize(
+    ("model", "microbatches"), [(Two, 1), (WithMean, 1), (WithMean, 4), (WithRoundedMean, 4)]
+)
 def test_outputs_that_do_not_grow_with_the_batch_are_in_16_bits_too(
     model: type[nn.Module], microbatches: int, tmp_path: Path
 ) -> None:
