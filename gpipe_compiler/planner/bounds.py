@@ -64,7 +64,7 @@ def least_step_s(work: Work, choice: Choice) -> float:
 
     Some device has its share of all work, and the one with the longest node has that. The first
     micro-batch goes forward and back through all, without gradients of parameters where these can
-    wait. GPipe's devices are a line of machines in each direction (`closed_forms.fill_drain_time`).
+    wait. GPipe's devices are a line of machines in each direction (`cut.criteria.FillDrain`).
     """
     devices, count = choice.devices, choice.microbatches
     total = work.forward_s + work.backward_s

@@ -16,7 +16,12 @@ TIE = 1e-10
 
 @dataclass(frozen=True)
 class FillDrain:
-    """GPipe's step, and inference: `closed_forms.fill_drain_time`, and updates after it.
+    """GPipe's step, and inference (where backward takes no time), and updates after it.
+
+    Equal jobs pass a line of machines in sum + (M - 1) x slowest machine; the forward line is
+    through before the backward line starts. Recomputing, which all but the first micro-batch to
+    come back need, is a set-up between two jobs: it slows a machine down, but no job waits for it
+    twice.
 
     A label is (slowest forward machine, slowest backward machine, sum of all machines); where
     stages update their parameters, that sum is followed by (sum of the backward machines, from the
@@ -92,7 +97,12 @@ class FillDrain:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A lower bound of 1F1B's step, `closed_forms.one_f_one_b_bound`, as if it were the step.
+    """A lower bound of 1F1B's step (one stage a device), as if it were the step.
+
+    For every stage s: the way of the first micro-batch to it; its w warm-up forwards, or the
+    first micro-batch's round trip through the later stages, whichever is longer; the steady
+    phase; the same at the end; and the way of the last gradient back to stage 0. Every stage but
+    the last recomputes every micro-batch; while it waits for a gradient, that costs nothing.
 
     A label is (one micro-batch's round through the later stages; the largest time, from when the
     first micro-batch reaches them to when the last gradient leaves them, that one of them asks).

@@ -7,8 +7,8 @@ optimum is never above the true one:
 
 - the longest stage (`Objective.BOTTLENECK`): exact but for a value with users in several later
   stages, whose sending counts once;
-- a step of GPipe or of inference, on equal devices: exact, as `closed_forms.fill_drain_time` is;
-- a step of 1F1B: the linear parts of `closed_forms.one_f_one_b_bound`;
+- a step of GPipe or of inference, on equal devices: exact, as `criteria.FillDrain` is;
+- a step of 1F1B: the linear parts of `criteria.Rounds`;
 - other schedules: every device computes all its micro-batches after the first has come to it and,
   unless the backward is split, before the last leaves it.
 
