@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from gpipe_compiler.errors import ModelError, UsageError
@@ -195,9 +196,17 @@ def _graph(document: object, name: str, where: str) -> BareGraph:
     ops = _ops(document.get("ops", []), faults)
     edges = _edges(document.get("edges", []), {op.name for op in ops}, faults)
     # Edges of ops that are at fault say nothing yet.
-    cycle = [] if faults else _cycle([op.name for op in ops], edges)
-    if cycle:
-        faults.append(f"the edges go round in a circle: {_path(cycle)}")
+    if not faults:
+        order = TopologicalSorter[str]()
+        for before, after in edges:
+            order.add(after, before)
+        try:
+            order.prepare()
+        except CycleError as error:
+            circle: list[str] = error.args[1][1:]
+            first = circle.index(next(op.name for op in ops if op.name in circle))
+            circle = [*circle[first:], *circle[: first + 1]]
+            faults.append(f"the edges go round in a circle: {_path(circle)}")
     if faults:
         listing = "\n".join(f"  - {fault}" for fault in faults[:MOST_FAULTS])
         if len(faults) > MOST_FAULTS:
@@ -307,49 +316,6 @@ def _edges(listed: object, names: set[str], faults: list[str]) -> list[tuple[str
         meant = f"; is {near[0]!r} meant?" if near else ""
         faults.append(f"the edge {edge} names the op {end!r}, which there is not{meant}")
     return found
-
-
-def _cycle(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> list[str]:
-    """The shortest circle through some op that is on one, its first op again at the end."""
-    after: dict[str, list[str]] = {name: [] for name in names}
-    waiting = dict.fromkeys(names, 0)
-    for source, target in edges:
-        after[source].append(target)
-        waiting[target] += 1
-    ready = [name for name in names if not waiting[name]]
-    for name in ready:
-        for target in after[name]:
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
-    left = set(names) - set(ready)
-    if not left:
-        return []
-    # What is left lies on a circle or behind one: going back from it never ends.
-    before = {target: source for source in names if source in left for target in after[source]}
-    walked: dict[str, None] = {}
-    node = next(name for name in names if name in left)
-    while node not in walked:
-        walked[node] = None
-        node = before[node]
-    return _way_back(node, after)
-
-
-def _way_back(start: str, after: Mapping[str, Sequence[str]]) -> list[str]:
-    """The shortest way from an op on a circle to itself."""
-    came: dict[str, str] = {}
-    pending = [start]
-    for node in pending:
-        for target in after[node]:
-            if target == start:
-                way = [start, node]
-                while way[-1] != start:
-                    way.append(came[way[-1]])
-                return way[::-1] if node != start else [start, start]
-            if target not in came:
-                came[target] = node
-                pending.append(target)
-    return []
 
 
 def _path(names: Sequence[str]) -> str:
