@@ -159,8 +159,30 @@ class _Counts:
         return self._leader().verdict.stage_of if math.isfinite(self.value) else ()
 
     def family(self, space: Space, *, whole: bool) -> float:
-        """See `Searched`."""
-        return self._search(space, whole=whole)
+        """Searches a family on all counts; returns a bound on its cuts and the best so far.
+
+        Args:
+            whole: whether the family is all that there is.
+        """
+        self.looked = max(self.looked, space.size)
+        self._share(space)
+        chains = bottleneck_chains(space, self.lineup, apart=self.once)
+        for stages, chain in chains.items():
+            self.solvers[stages].offer(space, chain)
+        self._share(space)
+        bounds = tables(space, self.lineup, fewer=True)
+        least = {stages: solver.least(bounds) for stages, solver in self.solvers.items()}
+        # The best so far first, so that the others have more to better.
+        for stages in sorted(least, key=lambda count: (self.solvers[count].value, -count)):
+            hopeful = self.solvers[stages].value < self.value * HOPEFUL
+            if hopeful and stages in chains and least[stages] < self.value * (1 - _SAME):
+                self.solvers[stages].better(space, chains[stages])
+                self._share(space)
+            if least[stages] < self.value * (1 - _SAME):
+                found = self.solvers[stages].close(space, bounds, whole=whole)
+                least[stages] = max(least[stages], found)
+                self._share(space)
+        return min(least.values())
 
     def best(self, *, prove: bool) -> tuple[Setting, Cut]:
         """The best cut after a search, and how good it is."""
@@ -200,13 +222,13 @@ class _Counts:
             self._certify()
             return
         space = Space(self.graph, masks)
-        bound_s = self._search(space, whole=True)
+        bound_s = self.family(space, whole=True)
         if not self.lossless:
             bound_s = min(bound_s, self._idle(masks))
         self.bound_s = max(self.bound_s, bound_s)
         turns = not self.once and self.widest.kind not in (None, ScheduleKind.GPIPE)
         if turns and self.graph.size <= SHORT and self.bound_s < self.value * (1 - _SAME):
-            self._rows([space])
+            self._rows(space)
 
     def _idle(self, masks: Sequence[int]) -> float:
         """A bound on cuts in which nodes that cost nothing may be stages of their own."""
@@ -223,43 +245,13 @@ class _Counts:
             least.append(bound)
         return min(least)
 
-    def _rows(self, rows: Sequence[Space]) -> None:
-        """Cuts along single orders into the best count, with more work than all counts get."""
-        for space in rows:
-            solver = self._leader()
-            solver.work = self.work * ROW_WORK
-            self._share(space)
-            solver.close(space, tables(space, solver.lineups[0]), whole=False)
-            solver.work = self.work
-
-    def _search(self, space: Space, *, whole: bool, closed: bool = True) -> float:
-        """Searches a family on all counts; returns a bound on its cuts and the best so far.
-
-        Args:
-            whole: whether the family is all that there is.
-            closed: whether to look for the best of it, and not only for good ones.
-        """
-        self.looked = max(self.looked, space.size)
+    def _rows(self, space: Space) -> None:
+        """Cuts into the best count, with more work than all counts get."""
+        solver = self._leader()
+        solver.work = self.work * ROW_WORK
         self._share(space)
-        chains = bottleneck_chains(space, self.lineup, apart=self.once)
-        for stages, chain in chains.items():
-            self.solvers[stages].offer(space, chain)
-        self._share(space)
-        least = dict.fromkeys(self.solvers, 0.0)
-        if closed:
-            bounds = tables(space, self.lineup, fewer=True)
-            least = {stages: solver.least(bounds) for stages, solver in self.solvers.items()}
-        # The best so far first, so that the others have more to better.
-        for stages in sorted(least, key=lambda count: (self.solvers[count].value, -count)):
-            hopeful = self.solvers[stages].value < self.value * HOPEFUL
-            if hopeful and stages in chains and least[stages] < self.value * (1 - _SAME):
-                self.solvers[stages].better(space, chains[stages])
-                self._share(space)
-            if closed and least[stages] < self.value * (1 - _SAME):
-                found = self.solvers[stages].close(space, bounds, whole=whole)
-                least[stages] = max(least[stages], found)
-                self._share(space)
-        return min(least.values())
+        solver.close(space, tables(space, solver.lineups[0]), whole=False)
+        solver.work = self.work
 
     def _share(self, space: Space) -> None:
         """Lets every count, and the family, know of the best cut so far."""
