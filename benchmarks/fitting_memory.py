@@ -19,7 +19,7 @@ from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.planner.candidates import Drafting
-from gpipe_compiler.planner.memory_fit import choose_exactly, first_that_fits
+from gpipe_compiler.planner.memory_fit import choose_exactly
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
@@ -34,9 +34,6 @@ MEMORY = 8 * 10**9
 
 SHARE = 40
 """Cuts take so many times less work than for a package."""
-
-HOPE = 0.005
-"""The share of a device's memory by which all devices together may be over for more to be tried."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,7 @@ def planned(
 ) -> Fit:
     """The model in a pipeline over devices of so much memory, as this compiler plans it.
 
-    What fits counts here, not how long a step takes: cuts take less work than for a package, and
-    with AUTO the first plan that fits will do.
+    What fits counts here, not how long a step takes: cuts take less work than for a package.
 
     Args:
         balance: how many of the model's parts each stage has; empty for our own cut.
@@ -148,10 +144,7 @@ def planned(
         constraints,
         prepared.facts,
     )
-    if remat is RematChoice.AUTO:
-        found = first_that_fits(drafting, policy.data_parallel, HOPE).memory
-    else:
-        found = choose_exactly(drafting, remat, policy.data_parallel).memory
+    found = choose_exactly(drafting, remat, policy.data_parallel).memory
     return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)
 
 

@@ -8,7 +8,6 @@ So the limits that the search keeps to are moved by the difference, and the cut 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,32 +115,6 @@ def _chosen(
             usual = _exact(drafting, draft.bounded_by(first.draft), replicas).bare()
             best = min(best.bare(), usual, key=lambda exact: exact.merit)
     return best, limits
-
-
-def first_that_fits(drafting: Drafting, replicas: int, hope: float = math.inf) -> Exact:
-    """A draft that is found to fit, however long its step, and its memory.
-
-    Where none fits, the nearest to it. First come those that need the least by the quick model.
-
-    Args:
-        hope: the share of a device's memory by which the devices of these may be over, together,
-            for all to be tried that `choose_exactly` tries.
-
-    Raises:
-        ModelError: naming an op that cannot run.
-    """
-    seats = drafting.setting.seats
-    best: Exact | None = None
-    for draft in _limited(drafting, [0.0] * len(seats)).leanest():
-        exact = _exact(drafting, draft, replicas).bare()
-        best = exact if best is None else min(best, exact, key=lambda one: one.merit)
-        if not best.over:
-            break
-    assert best is not None
-    least = min(seat.memory for seat in seats)
-    if not best.over or best.over / least > hope:
-        return best
-    return choose_exactly(drafting, RematChoice.AUTO, replicas)
 
 
 def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:

@@ -1,4 +1,4 @@
-"""The first plan that fits: there is one wherever the search for the shortest step has one."""
+"""Plans that fit, by what their memory comes to exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import Drafting
-from gpipe_compiler.planner.memory_fit import choose_exactly, first_that_fits
+from gpipe_compiler.planner.memory_fit import choose_exactly
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -61,9 +61,9 @@ def test_whatever_fits_is_found_to(graph: Graph) -> None:
         exact = choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1)
         assert fullest(exact.memory) <= memory
         assert exact.draft.found.seats == tuple(range(STAGES)), "alike devices changed places"
-        assert fullest(first_that_fits(drafting(graph, memory), 1).memory) <= memory
 
 
 def test_what_does_not_fit_is_told(graph: Graph) -> None:
     memory = sum(state.bytes for state in graph.state.values()) // STAGES
-    assert fullest(first_that_fits(drafting(graph, memory), 1).memory) > memory
+    exact = choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1)
+    assert fullest(exact.memory) > memory
