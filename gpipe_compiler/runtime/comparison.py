@@ -218,8 +218,10 @@ def _largest(tensor: torch.Tensor) -> float:
     """The largest absolute entry of numbers; inf or nan where one of them is not finite."""
     if not tensor.numel():
         return 0.0
-    if not tensor.is_floating_point():
+    if tensor.is_complex():
         return float(tensor.detach().abs().max())
+    if not tensor.is_floating_point():  # some types have no kernel for it
+        tensor = tensor.double()
     least, most = map(float, torch.aminmax(tensor.detach()))  # both nan where any entry is
     return max(-least, most)
 
@@ -284,6 +286,7 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     left, right = actual.detach().cpu(), expected.detach().cpu()
     if left.dtype == right.dtype and torch.equal(left, right):
         return 0.0
+    whole = not (left.is_floating_point() or left.is_complex()) and left.dtype == right.dtype
     if left.dtype == right.dtype == torch.float32:
         largest = _largest(left - right)
         if math.isfinite(largest):
@@ -292,4 +295,5 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     left, right = left.to(wide), right.to(wide)
     same = (left == right) | (left.isnan() & right.isnan())
     difference = torch.where(same, torch.zeros_like(left.abs()), (left - right).abs())
-    return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    largest = float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    return max(largest, 1.0) if whole else largest  # beyond 2**53 it rounds to 0

@@ -60,6 +60,18 @@ def test_integers_are_equal_or_not():
     assert not row(torch.tensor([1000001]), torch.tensor([1000000]), Kind.BUFFER).passed
 
 
+def test_integers_that_no_float_tells_apart_are_not_equal():
+    assert not row(torch.tensor([2**62]), torch.tensor([2**62 + 1]), Kind.OUTPUT).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64])
+def test_types_that_have_few_kernels_are_compared(dtype):
+    one, eight = torch.tensor([1, 2]).to(dtype), torch.tensor([8, 2]).to(dtype)
+    assert row(one, one, Kind.OUTPUT).passed
+    assert not row(one, eight, Kind.BUFFER).passed
+    assert row(eight, one, Kind.BUFFER).largest_difference == 7
+
+
 def test_missing_extra_and_misshapen_tensors_are_faults():
     (found,) = compare(
         {Kind.OUTPUT: {"b": torch.ones(2), "c": torch.ones(1)}},
