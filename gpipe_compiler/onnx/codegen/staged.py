@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import onnx
 from onnx import ModelProto, NodeProto, TensorProto
 
-from gpipe_compiler.errors import EmitError
 from gpipe_compiler.onnx.codegen.stages import boundary
 from gpipe_compiler.onnx.codegen.weights import Place, point_to, save, take_in, write_weights
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
@@ -57,11 +55,7 @@ def write_staged(plan: Plan, model: OnnxModel, folder: Path, places: Mapping[str
     for value in (*proto.graph.input, *proto.graph.output):
         if not value.type.tensor_type.HasField("shape"):
             value.CopyFrom(boundary(plan.graph, value.name, free=True))
-    save(proto, path)
-    try:
-        onnx.checker.check_model(path)
-    except onnx.checker.ValidationError as error:
-        raise EmitError(f"onnx.checker refuses the annotated model: {error}") from error
+    save(proto, path, "the annotated model")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
+from gpipe_compiler.errors import EmitError
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, tensors_of
 
 INLINE = 64 * 2**20
@@ -150,6 +151,17 @@ def point_to(tensor: TensorProto, place: Place) -> None:
         entry.key, entry.value = key, str(value)
 
 
-def save(proto: ModelProto, path: Path) -> None:
-    """Writes a model as it is, its external weights untouched."""
+def save(proto: ModelProto, path: Path, what: str) -> None:
+    """Writes a model as it is, its external weights untouched.
+
+    Args:
+        what: the model is called in an error.
+
+    Raises:
+        EmitError: when onnx.checker refuses it.
+    """
     path.write_bytes(proto.SerializeToString())
+    try:
+        onnx.checker.check_model(path)
+    except onnx.checker.ValidationError as error:
+        raise EmitError(f"onnx.checker refuses {what}: {error}") from error

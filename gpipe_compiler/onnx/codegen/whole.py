@@ -11,7 +11,6 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto
 
-from gpipe_compiler.errors import EmitError
 from gpipe_compiler.onnx.codegen.staged import annotate, configure, staged_file
 from gpipe_compiler.onnx.codegen.stages import boundary, stage_file
 from gpipe_compiler.onnx.codegen.weights import save
@@ -55,11 +54,7 @@ def write_whole(plan: Plan, folder: Path) -> Path:
         values.extend(boundary(graph, name, free=False) for name in names)
     configure(whole, plan)
     path = folder / staged_file(plan)
-    save(whole, path)
-    try:
-        onnx.checker.check_model(path)
-    except onnx.checker.ValidationError as error:
-        raise EmitError(f"onnx.checker refuses the whole model: {error}") from error
+    save(whole, path, "the whole model")
     return path
 
 
