@@ -42,7 +42,9 @@ ODD = """
 import os, signal, sys, time
 from gpipe_compiler.validate import launching
 
-signal.alarm(20)  # where it hangs
+signal.alarm(120)  # where it hangs
+if sys.argv[2] == "background":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 killed = []
 fork = os.fork
 os.fork = lambda: killed.append(fork()) or killed[-1]
@@ -52,7 +54,7 @@ with launching.spare() as launch:
         os.kill(killed[0], signal.SIGKILL)
         os.waitid(os.P_PID, killed[0], os.WEXITED | os.WNOWAIT)
     if sys.argv[2] == "forked" and (left := os.fork()) == 0:
-        time.sleep(30)
+        time.sleep(150)
         os._exit(0)
     for _ in range(int(sys.argv[3])):
         print(launch([sys.argv[1]], threads=1))
@@ -61,11 +63,17 @@ if sys.argv[2] == "forked":
 """
 
 
-@pytest.mark.parametrize(("case", "runs"), [("killed", 1), ("forked", 0), ("forked", 1)])
+@pytest.mark.parametrize(
+    ("case", "runs"), [("killed", 1), ("forked", 0), ("forked", 1), ("background", 1)]
+)
 def test_process_ends_whatever_comes_between(tmp_path, case, runs):
-    """It is killed as it waits, or a process that the user's file forks holds its pipe open."""
+    """It is killed as it waits; a process that the user's file forks holds its pipe open; Ctrl-C.
+
+    Shells let programs in the background ignore that.
+    """
     script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit(3)")
+    interrupted = "os.kill(os.getpid(), signal.SIGINT)" if case == "background" else "pass"
+    script.write_text(f"import os, signal, sys; {interrupted}; sys.exit(3)")
     ended = subprocess.run(
         [sys.executable, "-c", ODD, str(script), case, str(runs)],
         env={"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": "/usr/bin:/bin"},

@@ -43,7 +43,7 @@ def check_names(graph: Graph, constraints: Constraints) -> None:
 def constrain(
     problem: CutProblem, facts: Facts, constraints: Constraints, stages: int
 ) -> CutProblem:
-    """The problem of a graph (`cut.graph.problem_of`), under constraints.
+    """The problem of a graph (`cut_problem.problem_of`), under constraints.
 
     Args:
         stages: how many there are to be.

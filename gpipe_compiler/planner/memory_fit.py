@@ -1,6 +1,6 @@
 """Drafts whose devices hold what the tapes tell, and not only what the quick model counts.
 
-The search for cuts counts what autograd keeps (`holding`). What a device truly takes may be more
+The search for cuts counts what autograd keeps (`in_flight`). What a device truly takes may be more
 (temporaries, boundary values) or less (its gradients are not there yet when most activations are).
 So the limits that the search keeps to are moved by the difference, and the cut is made again.
 """

@@ -53,7 +53,7 @@ def make_plan(
         facts: those of the graph and the first of the costs, where they are known.
         devices: of the pipeline; None for as many as the schedule needs and there are.
         exact_memory: whether what the devices take is found out by rehearsing the stages, which
-            torch must be able to run; else it is what the search counts (`holding`).
+            torch must be able to run; else it is what the search counts (`in_flight`).
 
     The schedule is lowered and proved free of deadlock.
 

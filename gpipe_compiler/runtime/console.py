@@ -35,7 +35,7 @@ def obeyed(command: Callable[[], int], closed: int = BROKEN_PIPE) -> int:
             stream.reconfigure(errors="gpipe.plain")
     try:
         code = command()
-        sys.stdout.flush()
+        print(end="", flush=True)  # unlike a method, with a stdout that was closed too
     except BrokenPipeError:
         # The interpreter flushes once more, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -145,7 +145,8 @@ def _serve(asking: int) -> None:
     """Runs what is asked for, and does not return."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         with os.fdopen(asking, encoding="utf-8") as pipe:
             text = pipe.readline()
         code = _obey(_Asked(*json.loads(text))) if text else 0

@@ -1,7 +1,8 @@
 """What the cut is asked: a weighted graph without any torch in it.
 
-A problem comes from a `Graph` (`cut/graph.py`) or from measurements somebody else made; the cut
-itself sees nothing else. Times are seconds of one micro-batch, sizes are bytes of one micro-batch.
+A problem comes from a `Graph` (`planner/cut_problem.py`) or from measurements somebody else made;
+the cut itself sees nothing else. Times are seconds of one micro-batch, sizes are bytes of one
+micro-batch.
 """
 
 from __future__ import annotations

@@ -153,3 +153,11 @@ def test_a_pipe_that_nobody_reads_on(workplace: Path) -> None:
     os.close(writing)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asks a shell to close stdout")
+def test_a_stdout_that_is_closed(workplace: Path) -> None:
+    command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, PRINTING]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,7 @@
 """The best cut by looking at every assignment of nodes to stages and every order of devices.
 
 Nothing here is the compiler's but the schedules' orders, `simulate` and the counts of
-micro-batches that `holding` gives, which have tests of their own.
+micro-batches that `in_flight` gives, which have tests of their own.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_model_that_mixes_samples_is_explained(tmp_path: Path) -> None:
     """Outputs that depend on the other samples are those of the micro-batch where that is accepted.
 
-    Its loss is no mean over samples, which is told apart (`test_splitting.py`).
+    Its loss is no mean over samples, which is told apart (`test_loss_splitting.py`).
     """
 
     class Contrast(nn.Module):
