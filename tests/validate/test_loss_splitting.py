@@ -167,7 +167,7 @@ def test_one_micro_batch_gives_every_loss(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="pairs samples with one another") as raised:
             pipeline(**parts)
         assert type(raised.value).__name__ == "UsageError"
-        assert f"test_splitting.py:{here('output[0] @ output[1].T')}" in str(raised.value)
+        assert f"test_loss_splitting.py:{here('output[0] @ output[1].T')}" in str(raised.value)
         assert "microbatches=1" in str(raised.value)
         assert "--per-microbatch" in str(raised.value)
 
