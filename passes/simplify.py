@@ -3,8 +3,9 @@
 `x + 0` of integers, `x * 1.0` of floats, `expand` and `reshape` to the shape that is there, an
 index of the whole tensor, `contiguous()` twice, `where` of a condition on positions that holds
 everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops whose result or
-operand is written in place, and those that the model returns.
+operand is written in place, unless nobody else has the operand, and those that the model returns.
 Inside regions types and shapes are not known: only what follows from the ops there is dropped.
+Attention loses the scale that it would take by itself.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
         graph: annotated; so is the result.
         kept: names of ops that are to stay.
     """
-    graph = _in_regions(graph)
+    graph = _inside_ops(graph)
     sizes, found = _Sizes(graph), effects(graph)
     chooses = any(called(op.call) == "where" for op in graph.ops)
     positions = Positions(graph, found) if chooses else None
@@ -75,7 +76,12 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     names: dict[str, str] = {}  # what is read instead of the result of an op
     for op in graph.ops:
         source = idle.get(op.name)
-        if source is None or not _unwritten(found, source, op.outputs[0]):
+        if source is None:
+            continue
+        alone = reads[source] == 1 and source not in names
+        if not (alone and _is_private(graph, found, source)) and not (
+            _unwritten(found, source, op.outputs[0])
+        ):
             continue
         (result,), source = op.outputs, names.get(source, source)
         others = reads[source] - 1
@@ -99,6 +105,12 @@ def _unwritten(found: Effects, source: str, result: str) -> bool:
     shared = {*found.alias_set(source), *found.alias_set(result)}
     states = found.state_aliases.get(source, frozenset())
     return shared.isdisjoint(found.written_values) and states.isdisjoint(found.written_states)
+
+
+def _is_private(graph: Graph, found: Effects, source: str) -> bool:
+    """Whether a tensor that one op reads is nobody else's memory, and no backward's either."""
+    fresh = source in graph.producer and found.alias_set(source) <= {source}
+    return fresh and not found.state_aliases.get(source) and not graph.values[source].requires_grad
 
 
 def _unchanged(graph: Graph, sizes: _Sizes, positions: Positions | None, op: Op) -> Iterator[str]:
@@ -302,13 +314,29 @@ def _reading(op: Op, names: Mapping[str, str]) -> Op:
     return op if names.keys().isdisjoint(op.inputs) else reading(op, names)
 
 
-def _in_regions(graph: Graph) -> Graph:
-    """The graph with the bodies of its regions simplified."""
-    ops = tuple(map(_with_body, graph.ops))
+def _inside_ops(graph: Graph) -> Graph:
+    """The graph with the bodies of its regions and the scales of attention simplified."""
+    ops = tuple(_with_usual_scale(graph, _with_body(op)) for op in graph.ops)
     if all(map(operator.is_, ops, graph.ops)):
         return graph
     changed = graph.replace(ops=ops)
     return changed.replace(repeats=repeats(changed))
+
+
+def _with_usual_scale(graph: Graph, op: Op) -> Op:
+    """Attention without the scale 1 / sqrt(E), where the width E of heads is a constant."""
+    call = op.call
+    if not isinstance(call, FunctionCall) or call.function is not F.scaled_dot_product_attention:
+        return op
+    query = graph.values.get(call.args[0].name) if isinstance(call.args[0], Ref) else None
+    if query is None or not query.shape or not query.splittable:
+        return op
+    width, last = query.shape[-1], len(query.shape) - 1
+    # torch computes it so, in double precision: another last bit would be another result.
+    if query.batch_dim == last or not width or call.kwargs.get("scale") != 1.0 / math.sqrt(width):
+        return op
+    kwargs = {name: item for name, item in call.kwargs.items() if name != "scale"}
+    return dataclasses.replace(op, call=dataclasses.replace(call, kwargs=kwargs))
 
 
 def _with_body(op: Op) -> Op:

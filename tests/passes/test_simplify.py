@@ -136,6 +136,40 @@ def test_what_is_written_in_place_stays_apart(builder):
     assert "copy" in graph.op_of
 
 
+def test_a_sum_of_integers_is_made_in_the_memory_of_the_first(builder):
+    b = builder(x=torch.arange(6).reshape(3, 2))
+    own = b.call(operator.mul, Ref("x"), 16, name="own")
+    first = b.call(operator.add, own, 0, name="first")
+    b.call(operator.iadd, first, Ref("x"), name="last")
+    again = b.call(operator.add, Ref("x"), 0, name="again")
+    more = b.call(operator.add, again, 0, name="more")
+    b.call(operator.iadd, more, 1, name="written")
+    graph = annotate(b.graph((Ref("last"), Ref("written"), Ref("x"))), 3)
+    simple = simplify(graph)
+    given = torch.arange(6).reshape(3, 2)
+    values = Interpreter(simple, {}).run({"x": given})
+
+    assert "first" not in simple.op_of
+    assert {"again", "more"} & simple.op_of.keys(), "the caller's x is not to be written to"
+    assert torch.equal(values["last"], given * 17)
+    assert torch.equal(values["written"], torch.arange(6).reshape(3, 2) + 1)
+    assert torch.equal(given, torch.arange(6).reshape(3, 2))
+
+
+@pytest.mark.parametrize("width", [3, 8, 13, 64, 100])
+@pytest.mark.parametrize("times", [1.0, 1 + 2**-40])
+def test_attention_loses_the_scale_that_it_takes_by_itself(builder, width, times):
+    given = torch.randn(2, 2, 5, width)
+    b = builder(x=given)
+    scale = times / width**0.5
+    found = b.call(F.scaled_dot_product_attention, *[Ref("x")] * 3, scale=scale, name="found")
+    simple = simplify(annotate(b.graph(found), 2))
+
+    assert ("scale" in simple.op_of["found"].call.kwargs) is (times != 1)
+    expected = F.scaled_dot_product_attention(given, given, given, scale=scale)
+    assert torch.equal(Interpreter(simple, {}).run({"x": given})["found"], expected)
+
+
 class Scaled(nn.Module):
     """Tables made without gradients, scaled by one as rotary embeddings are."""
 

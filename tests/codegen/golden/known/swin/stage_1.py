@@ -131,7 +131,7 @@ class SwinAttention2(nn.Module):
 
         # sdpa_attention.py:193-206, modeling_swin.py:465-466
         attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=relative_position_bias_out, scale=0.25
+            query_states, key_states, value_states, attn_mask=relative_position_bias_out
         )
         del value_states
         attn_output = attn_output.reshape(mul, -1, 16, 16)

@@ -53,7 +53,7 @@ class SwinAttention(nn.Module):
         )
         combined_mask = relative_position_bias_out + attention_mask  # (4*B, 4, 16, 16)
         attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states_2, key_states, value_states, attn_mask=combined_mask, scale=0.25
+            query_states_2, key_states, value_states, attn_mask=combined_mask
         )
         attn_output = attn_output.reshape(query_states, -1, 16, 16)
         attn_output = attn_output.transpose(1, 2).contiguous()  # (4*B, 16, 4, 16)
@@ -105,11 +105,7 @@ class SwinAttention2(nn.Module):
 
         # sdpa_attention.py:193-206, modeling_swin.py:465-466
         attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states_2,
-            key_states,
-            value_states,
-            attn_mask=relative_position_bias_out,
-            scale=0.25,
+            query_states_2, key_states, value_states, attn_mask=relative_position_bias_out
         )
         attn_output = attn_output.reshape(query_states, -1, 16, 16)
         attn_output = attn_output.transpose(1, 2).contiguous()  # (4*B, 16, 4, 16)

@@ -42,7 +42,7 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
             16, dtype=torch.int64, device=hidden_states.device
         ).unsqueeze(0)
         relative_position = memory_position - context_position  # (16, 16)
-        relative_buckets = (relative_position > 0).to(torch.int64) * 16 + 0
+        relative_buckets = (relative_position > 0).to(torch.int64) * 16
         relative_position = torch.abs(relative_position)
         is_small = relative_position < 8
         to = (torch.log(relative_position.float() / 8) / 2.772588722239781 * 8).to(torch.int64)
