@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, ModelError, TraceError
+from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
 from gpipe_compiler.frontend.check import differences
-from gpipe_compiler.frontend.kernels import same_kernels
+from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.lengthen import lengthen
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS
@@ -61,9 +61,12 @@ def choose(
     if subject.training:
         refuse_gradient_hooks(subject.model)
     candidates = _ORDER if frontend is Frontend.AUTO else (frontend,)
-    short = shortened(subject)
+    short = shortened(subject, placeless=True)
     if short is not None:
-        for candidate in candidates:
+        # Where there are numbers, the whole model can be traced as well: one attempt is enough.
+        on_meta = state_table(subject.model).on_meta
+        attempts = candidates if on_meta else candidates[: runs_on_meta(subject)]
+        for candidate in attempts:
             graph = _lengthened(short, subject, candidate, precision)
             if graph is not None:
                 return _with_modules(graph, subject.model), candidate
@@ -82,18 +85,12 @@ def choose(
 def trace_with(
     subject: Subject, frontend: Frontend, precision: Precision = Precision.FP32
 ) -> Graph:
-    """The graph that one frontend gives.
-
-    A model that is another program in the precision asked for is traced in that precision.
+    """The graph that one frontend gives, held against the model.
 
     Raises:
         TraceError: when it cannot trace the model, or gives a graph that differs from it.
     """
-    module, name = _TRACERS[frontend]
-    tracer: _Tracer = getattr(importlib.import_module(module), name)
-    graph = _in_both_modes(tracer, subject, Precision.FP32)
-    if precision in graph.unlike:
-        graph = _in_both_modes(tracer, subject, precision)
+    graph = unchecked(subject, frontend, precision)
     wrong = differences(graph, subject)
     if wrong:
         own = own_backward(subject)
@@ -106,6 +103,20 @@ def trace_with(
             "Python values taken from tensors, global state, or random numbers not drawn by torch",
         )
     return graph
+
+
+def unchecked(subject: Subject, frontend: Frontend, precision: Precision) -> Graph:
+    """The graph that one frontend gives.
+
+    A model that is another program in the precision asked for is traced in that precision.
+
+    Raises:
+        TraceError: when the frontend cannot trace the model.
+    """
+    module, name = _TRACERS[frontend]
+    tracer: _Tracer = getattr(importlib.import_module(module), name)
+    graph = _in_both_modes(tracer, subject, Precision.FP32)
+    return _in_both_modes(tracer, subject, precision) if precision in graph.unlike else graph
 
 
 def _with_modules(graph: Graph, model: nn.Module) -> Graph:
@@ -132,18 +143,19 @@ def _lengthened(
 ) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
 
-    It is held against the whole model: on meta kernel by kernel, as there are no numbers.
+    It is held against the whole model kernel by kernel, which numbers may hide, and in numbers
+    where the model has any.
     """
+    on_meta = state_table(subject.model).on_meta
+    made = trace_with if on_meta else unchecked
     try:
-        graph = lengthen(trace_with(short.subject, frontend, precision), short, subject)
-    except (TraceError, IllegalGraphError, ModelError):
+        graph = lengthen(made(short.subject, frontend, precision), short, subject)
+        if graph is None or not same_kernels(graph, subject, short.subject):
+            return None
+    except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one tells.
         return None
-    if graph is None:
-        return None
-    if state_table(subject.model).on_meta:
-        return graph if same_kernels(graph, subject, short.subject) else None
-    return None if differences(graph, subject) else graph
+    return None if not on_meta and differences(graph, subject) else graph
 
 
 def _as_trace_error(error: GPipeCompilerError) -> TraceError:

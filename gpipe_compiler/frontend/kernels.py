@@ -1,15 +1,16 @@
 """Holds a graph against a model by the kernels that they run, on tensors that hold no numbers.
 
-Both run forward on meta, in train and in eval mode. They are the same program where the kernels
-are the same ones in the same order, called with the same constants, on the same tensors: each
-parameter is known by its name, each result by the kernel that made it. What the backward does
-follows from these. So this holds for any numbers, and takes a fraction of the time of a comparison
-of gradients: what a kernel returns is worked out once for every kind of arguments.
+Both run forward on meta, wherever they stand, in train and in eval mode. They are the same program
+where the kernels are the same ones in the same order, called with the same constants, on the same
+tensors: each parameter is known by its name, each result by the kernel that made it. What the
+backward does follows from these. So this holds for any numbers, and takes a fraction of the time of
+a comparison of gradients: what a kernel returns is worked out once for every kind of arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
@@ -36,7 +38,9 @@ _WHERE_MADE = frozenset({"device", "pin_memory"})
 
 @uncollected()
 def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
-    """Whether a graph runs the kernels of a model on meta.
+    """Whether a graph runs the kernels of a model.
+
+    A model whose Python code asks for the numbers in a tensor cannot be run so: False.
 
     Args:
         whole: the model.
@@ -45,6 +49,11 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
     Raises:
         ModelError: when the short model raises.
     """
+    where = contextlib.nullcontext if state_table(whole.model).on_meta else _new_on_meta
+    if where is _new_on_meta:
+        whole, short = _on_meta(whole), _on_meta(short)
+        tensors = {name: tensor.to("meta") for name, tensor in graph.tensors.items()}
+        graph = graph.replace(tensors=tensors)
     model = isolated(whole.model)
     canonical = state_table(whole.model).canonical
     names = {
@@ -61,12 +70,51 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
         outputs = entry.structure == entries[-1].structure
         log = KernelLog(names, known)
         try:
-            _run_model(entry, log, outputs)
+            with where():
+                _run_model(entry, log, outputs)
             again = KernelLog(names, known, expected=log.seen)
             _run_graph(graph, entry, again, outputs)
         except Exception:  # whatever the model raises on meta, and a graph may call anything
             return False
         if not again.complete:
+            return False
+    return True
+
+
+def _new_on_meta() -> contextlib.AbstractContextManager[Any]:
+    """Where code that names no device makes its tensors."""
+    return torch.device("meta")
+
+
+def _on_meta(subject: Subject) -> Subject:
+    """The subject with a copy of its model on meta."""
+    model = isolated(subject.model)
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the first, whose id it is
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for table in tables:
+            for name, tensor in table.items():
+                if isinstance(tensor, torch.Tensor):
+                    known = moved.setdefault(id(tensor), (tensor, _moved(tensor)))
+                    table[name] = known[1]
+    return dataclasses.replace(subject, model=model)
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    there = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(there, requires_grad=tensor.requires_grad)
+    return there.requires_grad_(tensor.requires_grad)
+
+
+def runs_on_meta(subject: Subject) -> bool:
+    """Whether the Python code of a model asks for no number in a tensor, so that kernels tell."""
+    signature = read_signature(subject, on_meta=True)
+    args, kwargs, _ = signature.rebuild(signature.samples(_SAMPLES))
+    with torch.random.fork_rng(), quiet(), torch.no_grad(), _new_on_meta():
+        try:
+            _on_meta(subject).model(*args, **kwargs)
+        except Exception:  # whatever the model raises on meta
             return False
     return True
 

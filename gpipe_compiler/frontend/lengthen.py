@@ -2,8 +2,8 @@
 
 The shortened graph holds a first repetition of each run, two in the middle and a last one. The two
 in the middle have to be the same ops, the second reading from the first what the first reads from
-the one before; the missing repetitions are then more of them. Whether that is the whole model is
-for `kernels` to say.
+the one before; the missing repetitions are then more of them. Lists that a model goes through at
+once, as with `zip`, repeat together. Whether that is the whole model is for `kernels` to say.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def lengthen(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
     Returns:
         None where the repetitions in the graph are not alike.
     """
-    pieces = [_piece(graph, run) for run in short.runs]
-    if not all(piece is not None and _repeats(graph, piece) for piece in pieces):
+    pieces = _pieces(graph, short.runs)
+    if pieces is None or not all(_repeats(graph, piece) for piece in pieces):
         return None
-    writer = _Writer(graph, [piece for piece in pieces if piece is not None])
+    writer = _Writer(graph, short.runs, pieces)
     ops = tuple(writer.ops())
     table = state_table(whole.model, whole.initial)
     own = state_table(short.subject.model).states
@@ -73,30 +73,61 @@ def lengthen(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a run stands in the ops of the shortened graph.
+    """Where runs that repeat together stand in the ops of the shortened graph.
 
     Attributes:
-        middle, second, last: where its second, third and last repetition begin.
+        starts: where each repetition begins.
     """
 
-    run: Run
-    middle: int
-    second: int
-    last: int
+    runs: tuple[Run, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def middle(self) -> slice:
+        """The ops of the second repetition."""
+        return slice(self.starts[1], self.starts[2])
+
+    @property
+    def second(self) -> slice:
+        """Those of the third."""
+        return slice(self.starts[2], self.starts[3])
+
+    def meets(self, other: _Piece) -> bool:
+        """Whether repetitions of both alternate."""
+        alike = self.runs[0].count == other.runs[0].count
+        return alike and self.starts[0] < other.starts[-1] and other.starts[0] < self.starts[-1]
+
+    def joined(self, other: _Piece) -> _Piece:
+        """Both as one."""
+        starts = tuple(map(min, self.starts, other.starts))
+        return _Piece((*self.runs, *other.runs), starts)
 
 
-def _piece(graph: Graph, run: Run) -> _Piece | None:
-    starts: list[int | None] = [None] * KEPT
+def _pieces(graph: Graph, runs: Sequence[Run]) -> list[_Piece] | None:
+    """Where the runs stand, in order; None where the repetitions of one are out of order."""
+    found: list[_Piece] = []
+    for run, starts in zip(runs, _starts(graph, runs), strict=True):
+        if len(starts) < KEPT:
+            return None
+        piece = _Piece((run,), tuple(starts[number] for number in range(KEPT)))
+        for other in [other for other in found if other.meets(piece)]:
+            found.remove(other)
+            piece = other.joined(piece)
+        found.append(piece)
+    return found if all(sorted(set(p.starts)) == list(p.starts) for p in found) else None
+
+
+def _starts(graph: Graph, runs: Sequence[Run]) -> list[dict[int, int]]:
+    """For every run, by the number of a repetition, its first op."""
+    found: list[dict[int, int]] = [{} for _ in runs]
     for index, op in enumerate(graph.ops):
         for path in _paths(graph, op):
-            place = run.place(path)
-            number = None if place is None else run.repetition(place)
-            if number is not None and starts[number] is None:
-                starts[number] = index
-    found = [start for start in starts if start is not None]
-    if len(found) < KEPT or found != sorted(found):
-        return None
-    return _Piece(run, *found[1:])
+            for run, starts in zip(runs, found, strict=True):
+                place = run.place(path)
+                number = None if place is None else run.repetition(place)
+                if number is not None:
+                    starts.setdefault(number, index)
+    return found
 
 
 def _paths(graph: Graph, op: Op) -> Iterator[str]:
@@ -109,8 +140,8 @@ def _paths(graph: Graph, op: Op) -> Iterator[str]:
 
 def _repeats(graph: Graph, piece: _Piece) -> bool:
     """Whether the two repetitions in the middle are alike, and nothing else reads the first."""
-    first, second = graph.ops[piece.middle : piece.second], graph.ops[piece.second : piece.last]
-    ours, theirs = (_Forms(graph, piece.run, places) for places in (piece.run.period, 0))
+    first, second = graph.ops[piece.middle], graph.ops[piece.second]
+    ours, theirs = (_Forms(graph, piece.runs, repetitions) for repetitions in (1, 0))
     if list(map(ours.form, first)) != list(map(theirs.form, second)):
         return False
     made = {name for op in first for name in op.outputs}
@@ -119,7 +150,7 @@ def _repeats(graph: Graph, piece: _Piece) -> bool:
         # What comes from before is the same, or what the first one made.
         if one not in inside and one != other and other not in made:
             return False
-    rest = (*graph.ops[: piece.middle], *graph.ops[piece.last :])
+    rest = (*graph.ops[: piece.middle.start], *graph.ops[piece.second.stop :])
     read = {name for op in rest for name in op.inputs}
     read.update(graph.output_values, () if graph.loss is None else (graph.loss.value,))
     return made.isdisjoint(read)
@@ -134,17 +165,19 @@ def _named_inside(op: Op) -> Iterator[str]:
 
 
 class _Forms(Former):
-    """The forms of the ops of a repetition, their paths so many places further on."""
+    """The forms of the ops of a repetition, their paths so many repetitions further on."""
 
-    def __init__(self, graph: Graph, run: Run, places: int) -> None:
+    def __init__(self, graph: Graph, runs: Sequence[Run], repetitions: int) -> None:
         super().__init__("", {})
         self._graph = graph
-        self._run = run
-        self._by = places
+        self._runs = runs
+        self._by = repetitions
 
     def local(self, path: str) -> str:
         """A path of this repetition as the other one has it."""
-        return self._run.moved(path, self._by)
+        for run in self._runs:
+            path = run.moved(path, self._by * run.period)
+        return path
 
     def state(self, name: str) -> Hashable:
         """The form of a state."""
@@ -177,12 +210,13 @@ class _Writer:
     """
 
     graph: Graph
+    runs: Sequence[Run]
     pieces: Sequence[_Piece]
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
 
     def ops(self) -> Iterator[Op]:
         """All ops, names not yet those to be read."""
-        before = {piece.second: piece for piece in self.pieces}
+        before = {piece.second.start: piece for piece in self.pieces}
         renamed: dict[str, str] = {}
         for index, op in enumerate(self.graph.ops):
             piece = before.get(index)
@@ -192,8 +226,8 @@ class _Writer:
 
     def in_full(self, path: str) -> str:
         """A path of the shortened model as the whole model calls it."""
-        for piece in self.pieces:
-            path = piece.run.in_full(path)
+        for run in self.runs:
+            path = run.in_full(path)
         return path
 
     def _missing(self, piece: _Piece, renamed: dict[str, str]) -> Iterator[Op]:
@@ -202,20 +236,18 @@ class _Writer:
         What that one read of the first, it is to read of the last of these: `renamed` says so
         afterwards.
         """
-        run, ops = piece.run, self.graph.ops
-        first, second = ops[piece.middle : piece.second], ops[piece.second : piece.last]
+        first, second = self.graph.ops[piece.middle], self.graph.ops[piece.second]
         made = [[name for op in part for name in op.outputs] for part in (first, second)]
         twins = dict(zip(*made, strict=True))
         last: dict[str, str] = {}  # what the repetition before made, by the names of the second
-        for number in range(run.count - KEPT):
+        for number in range(piece.runs[0].count - KEPT):
             own = {name: f"{name}%{number}" for name in made[1]}
             known = own | {a: last[b] for a, b in twins.items() if b in last}
 
-            def path(old: str, places: int = number * run.period) -> str:
-                other = [piece.run for piece in self.pieces if piece.run is not run]
-                old = run.moved(old, places) if run.place(old) is not None else old
-                for one in other:
-                    old = one.in_full(old)
+            def path(old: str, number: int = number) -> str:
+                for run in self.runs:
+                    own = run in piece.runs
+                    old = run.moved(old, number * run.period) if own else run.in_full(old)
                 return old
 
             def value(old: str, known: Mapping[str, str] = known) -> str:

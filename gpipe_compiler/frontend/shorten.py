@@ -3,7 +3,11 @@
 A model of 1663 equal layers is traced with four of them; `lengthen` then makes the whole graph, and
 `kernels` holds it against the whole model. Equal means: of one class, with equal attributes, with
 state of equal shapes and types, without hooks, sharing no tensor with anything, and so all the way
-down. Whatever is in doubt (an object, a tensor among the attributes) is equal to itself only.
+down. Whatever is in doubt (an object, a tensor among the attributes) is equal to itself only. What
+a list of parameters holds is compared in the same way.
+
+Layers that know their own place in the list (`layer_idx`) may still be equal: the short model is
+then given places which raise when they are used, so that what is traced follows from none.
 """
 
 from __future__ import annotations
@@ -15,29 +19,31 @@ import types
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from gpipe_compiler.frontend.place import Place
 from gpipe_compiler.frontend.subject import Subject
 
 KEPT = 4
 """Repetitions that a shortened run has: its first, two in the middle, its last."""
 
-_LEAST = 4 * KEPT
+_LEAST = 3 * KEPT
 """Repetitions from which on a run is shortened: with fewer the whole model is traced as fast."""
 
 _LONGEST_PERIOD = 8
 """Modules that may alternate in a run."""
 
-_LISTS = (nn.ModuleList, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 _TREE = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Equal modules one after another in a list.
+    """Equal modules or parameters one after another in a list.
 
     Attributes:
         path: of the list.
@@ -45,6 +51,7 @@ class Run:
         period: modules after which it repeats.
         count: repetitions.
         kept: those that the shortened list has: the first, some in the middle, the last.
+        places: the paths, below a module of the list, of attributes that hold its own place.
     """
 
     path: str
@@ -52,6 +59,7 @@ class Run:
     period: int
     count: int
     kept: int = KEPT
+    places: frozenset[str] = frozenset()
 
     @property
     def removed(self) -> int:
@@ -97,15 +105,19 @@ class Shortened:
     runs: tuple[Run, ...]
 
 
-def shortened(subject: Subject, *, least: int = _LEAST, kept: int = KEPT) -> Shortened | None:
+def shortened(
+    subject: Subject, *, least: int = _LEAST, kept: int = KEPT, placeless: bool = False
+) -> Shortened | None:
     """The subject with the longest run of every list shortened; None where no list has one.
 
     Args:
         least: repetitions of the shortest run that is shortened.
         kept: repetitions that are left of a run, 2 or more.
+        placeless: whether modules are equal that differ in their own places in the list; those
+            that are left then have a `Place` instead.
     """
     shared = _shared_tensors(subject.model)
-    found = _runs("", subject.model, shared, least)
+    found = _runs("", subject.model, shared, least, placeless)
     runs = tuple(dataclasses.replace(run, kept=kept) for run in found)
     if not runs:
         return None
@@ -143,18 +155,54 @@ def _shared_tensors(model: nn.Module) -> frozenset[int]:
     return frozenset(key for key, count in Counter(map(id, tensors)).items() if count > 1)
 
 
-def _runs(path: str, module: nn.Module, shared: frozenset[int], least: int) -> Iterator[Run]:
+def _runs(
+    path: str, module: nn.Module, shared: frozenset[int], least: int, placeless: bool
+) -> Iterator[Run]:
     """The longest run of every list, lists inside of runs left out."""
-    children = list(module._modules.items())
     run = None
-    if type(module) in _LISTS and path and len(children) >= least:
-        run = _longest([_description(child, shared) for _, child in children], path, least)
-    if run is not None:
-        yield run
-        return
-    for name, child in children:
+    items = _items(module)
+    if path and len(items) >= least:
+        places = _places(items) if placeless else frozenset()
+        run = _longest([_description(item, shared, places) for item in items], path, least)
+        if run is not None:
+            end = run.first + run.period
+            held = {name for item in items[run.first : end] for name, _ in _numbers(item)}
+            yield dataclasses.replace(run, places=places & held)
+            return
+    for name, child in module._modules.items():
         if child is not None:
-            yield from _runs(f"{path}.{name}" if path else name, child, shared, least)
+            inner = f"{path}.{name}" if path else name
+            yield from _runs(inner, child, shared, least, placeless)
+
+
+def _items(module: nn.Module) -> list[nn.Module | torch.Tensor | None]:
+    """What a list holds, in order; nothing for what is no list."""
+    if type(module) not in _LISTS:
+        return []
+    if isinstance(module, nn.ParameterList):
+        # Anything else in it stands among the attributes.
+        return list(module._parameters.values()) if len(module) == len(module._parameters) else []
+    return list(module._modules.values())
+
+
+def _places(items: Sequence[nn.Module | torch.Tensor | None]) -> frozenset[str]:
+    """The paths of attributes that count the items of a list."""
+    offsets: dict[str, set[int]] = {}
+    counts = Counter[str]()
+    for place, item in enumerate(items):
+        for name, number in _numbers(item):
+            offsets.setdefault(name, set()).add(number - place)
+            counts[name] += 1
+    return frozenset(name for name, found in offsets.items() if len(found) == 1 < counts[name])
+
+
+def _numbers(item: nn.Module | torch.Tensor | None) -> Iterator[tuple[str, int]]:
+    """The whole numbers among the attributes of a module and of those in it, by path."""
+    if isinstance(item, nn.Module):
+        for path, module in item.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    yield f"{path}.{name}", value
 
 
 def _longest(kinds: Sequence[Hashable], path: str, least: int) -> Run | None:
@@ -173,20 +221,35 @@ def _longest(kinds: Sequence[Hashable], path: str, least: int) -> Run | None:
     return best
 
 
-def _description(module: nn.Module | None, shared: frozenset[int]) -> Hashable:
-    """Equal for modules that differ in nothing but the numbers in their state."""
-    if module is None:
-        return None
+def _description(
+    item: nn.Module | torch.Tensor | None,
+    shared: frozenset[int],
+    places: frozenset[str],
+    path: str = "",
+) -> Hashable:
+    """Equal for items that differ in nothing but the numbers in their state.
+
+    Args:
+        places: the paths of attributes that are left out.
+        path: of the module in the item.
+    """
+    if not isinstance(item, nn.Module):
+        return _of_tensor(item, shared)
     attributes = tuple(
-        (name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in _TREE
+        (name, None if f"{path}.{name}" in places else _frozen(value))
+        for name, value in sorted(vars(item).items())
+        if name not in _TREE
     )
     state = tuple(
         (kind, name, _of_tensor(tensor, shared))
-        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers))
+        for kind, table in (("parameter", item._parameters), ("buffer", item._buffers))
         for name, tensor in table.items()
     )
-    children = tuple((name, _description(child, shared)) for name, child in module._modules.items())
-    return (type(module), attributes, state, children)
+    children = tuple(
+        (name, _description(child, shared, places, f"{path}.{name}" if path else name))
+        for name, child in item._modules.items()
+    )
+    return (type(item), attributes, state, children)
 
 
 def _of_tensor(tensor: torch.Tensor | None, shared: frozenset[int]) -> Hashable:
@@ -246,15 +309,35 @@ def _is_shareable(value: object) -> bool:
 def _with_list(module: nn.Module, path: Sequence[str], run: Run) -> nn.Module:
     """A copy of the modules on the way to a list, which has a short run there."""
     twin = copy.copy(module)
-    children: dict[str, nn.Module | None] = dict(module._modules)
     if path:
-        child = children[path[0]]
+        child = module._modules[path[0]]
         assert child is not None  # the list was found there
-        children[path[0]] = _with_list(child, path[1:], run)
-    else:
-        items = list(children.values())
-        end = run.first + 2 * run.period
-        kept = items[:end] + items[end + run.removed :]
-        children = {str(place): item for place, item in enumerate(kept)}
-    vars(twin)["_modules"] = children
+        vars(twin)["_modules"] = {**module._modules, path[0]: _with_list(child, path[1:], run)}
+        return twin
+    items = _items(module)
+    if run.places:
+        end = run.first + run.count * run.period
+        for place in range(run.first, end):
+            items[place] = _placeless(items[place], run.places)
+    end = run.first + 2 * run.period
+    kept = items[:end] + items[end + run.removed :]
+    if isinstance(twin, nn.ParameterList):
+        twin._size = len(kept)
+    table = "_parameters" if isinstance(twin, nn.ParameterList) else "_modules"
+    vars(twin)[table] = {str(place): item for place, item in enumerate(kept)}
+    return twin
+
+
+def _placeless(item: Any, places: frozenset[str], path: str = "") -> Any:
+    """A copy of a module of a list that does not know its place there."""
+    if not isinstance(item, nn.Module):
+        return item
+    twin = copy.copy(item)
+    for name in vars(item):
+        if f"{path}.{name}" in places:
+            vars(twin)[name] = Place()
+    vars(twin)["_modules"] = {
+        name: _placeless(child, places, f"{path}.{name}" if path else name)
+        for name, child in item._modules.items()
+    }
     return twin

@@ -6,6 +6,7 @@ equal, the eager model. That the short way was taken is seen by what the tracer 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -14,17 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.auto import choose, trace_with
+from gpipe_compiler.frontend.auto import choose, trace_with, unchecked
 from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.lengthen import lengthen
+from gpipe_compiler.frontend.place import Place
 from gpipe_compiler.frontend.shorten import Run, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import Frontend
 
 WIDTH = 4
-MANY = 18
+MANY = 13
 
 
 class Layer(nn.Module):
@@ -135,6 +138,107 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.linear(x)))
 
 
+class Zipped(nn.Module):
+    """Goes through a list of layers and one of parameters at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(MANY))
+        self.biases = nn.ParameterList(torch.randn(WIDTH) for _ in range(MANY))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, bias in zip(self.layers, self.biases, strict=True):
+            x = torch.relu(layer(x) * 1.5 + bias)
+        return self.last(x)
+
+
+class Placed(Layer):
+    """Knows its place among the others, and hands it on to nobody who asks."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.same(x, self.place))
+
+    def same(self, x: Tensor, place: int | None) -> Tensor:
+        return x if place is not None and isinstance(place, int) else x.neg()
+
+
+class Branching(Placed):
+    """Every second layer does something that no number shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.clamp(-1e6, 1e6) if self.place % 2 else x
+
+
+class Single(Placed):
+    """One layer in the middle does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.place == MANY // 2 else 1.0)
+
+
+class Sloped(Placed):
+    """A constant for each layer, as an ALiBi slope."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2.0**-self.place
+
+
+class Looking(Placed):
+    """Looks a constant up by its place."""
+
+    rates = tuple(0.1 * place for place in range(MANY))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.rates[self.place]
+
+
+class Kept(Placed):
+    """Catches what its place raises, and writes it down as text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x) * len(f"{self.place:04}")
+        except ValueError:
+            return x
+
+
+class Dropping(Layer):
+    """Stochastic depth: a rate for each layer."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.dropout.p = 0.01 * place
+
+
+class Windowed(Layer):
+    """Every second layer sees half of its input, and knows that as a number."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.window = WIDTH if place % 2 else WIDTH // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tril(x, self.window - WIDTH))
+
+
+class Clamping(Stack):
+    """One layer in the middle is followed by what no number shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place == 7:
+                x = x.clamp(-1e6, 1e6)
+        return self.last(x)
+
+
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -156,15 +260,26 @@ def lengths() -> Iterator[list[int]]:
 
     def traced(subject: Subject, frontend: Frontend, *rest: object) -> Graph:
         seen.append(sum(1 for _ in subject.model.modules()))
-        return trace_with(subject, frontend, *rest)
+        return unchecked(subject, frontend, *rest)
 
-    with mock.patch.object(auto, "trace_with", traced):
+    with mock.patch.object(auto, "unchecked", traced):
         yield seen
 
 
 def text_of(graph: Graph) -> str:
     """All that a graph says, its state and how modules are made included."""
     return "\n".join([str(graph), repr(dict(graph.state)), repr(dict(graph.modules))])
+
+
+def placed() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack([Placed(place) for place in range(MANY)])
+
+
+def windowed() -> nn.Module:
+    """Two equal layers alternate."""
+    torch.manual_seed(0)
+    return Stack([Windowed(place) for place in range(2 * MANY)])
 
 
 def stack() -> nn.Module:
@@ -182,6 +297,9 @@ def normed() -> nn.Module:
         (stack, Frontend.FX, "cpu"),
         (Pair, Frontend.FX, "meta"),
         (normed, Frontend.EXPORT, "cpu"),
+        (Zipped, Frontend.FX, "cpu"),
+        (placed, Frontend.EXPORT, "cpu"),
+        (windowed, Frontend.FX, "cpu"),
     ],
 )
 def test_the_graph_is_that_of_the_whole_model(
@@ -220,17 +338,52 @@ def test_what_only_looks_like_equal_layers_is_traced_plainly(
     assert text_of(graph) == text_of(trace_with(subject, frontend))
 
 
+@pytest.mark.parametrize("cls", [Branching, Single, Sloped, Looking, Kept, Dropping])
+def test_layers_whose_place_tells_are_traced_plainly(cls: type[Layer], lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    subject = subject_of(Stack([cls(place) for place in range(MANY)]))
+
+    graph, frontend = choose(subject, Frontend.FX)
+
+    assert lengths[-1] == sum(1 for _ in subject.model.modules())
+    assert text_of(graph) == text_of(trace_with(subject, frontend))
+
+
+def test_what_no_number_shows_is_seen(lengths: list[int]) -> None:
+    subject = subject_of(Clamping(layers()))
+
+    graph, frontend = choose(subject, Frontend.FX)
+
+    assert lengths[-1] == sum(1 for _ in subject.model.modules())
+    assert str(graph).count(".clamp(-") == 1
+    assert text_of(graph) == text_of(trace_with(subject, frontend))
+
+
+def test_a_place_is_no_number_that_could_be_used() -> None:
+    place = Place()
+
+    assert isinstance(place, int)
+    assert copy.deepcopy([place])[0] is place
+    for use in (str, hash, bool, float, range, lambda p: p == 0, lambda p: 1 - p, lambda p: p % 2,
+                lambda p: [0][p], lambda p: f"{p}", {0: 1}.get, lambda p: p in (1, 2),
+                lambda p: p.bit_length()):  # fmt: skip
+        with pytest.raises(TraceError):
+            use(place)
+    with pytest.raises(IndexError):
+        torch.ones(3)[place]
+
+
 def test_a_layer_that_differs_stays_in_its_place(lengths: list[int]) -> None:
     """One layer in the middle scales: the longer run beside it is shortened."""
-    stack = layers(40)
-    stack[12] = Layer(scale=0.5)
+    stack = layers(20)
+    stack[5] = Layer(scale=0.5)
     subject = subject_of(Stack(stack), "meta")
 
     short = shortened(subject)
     graph, _ = choose(subject, Frontend.EXPORT)
 
     assert short is not None
-    assert short.runs == (Run("layers", 13, 1, 27),)
+    assert short.runs == (Run("layers", 6, 1, 14),)
     assert len(lengths) == 1
     assert text_of(graph) == text_of(trace_with(subject, Frontend.EXPORT))
 
@@ -278,7 +431,7 @@ def test_tied_weights_are_no_run_of_equal_layers() -> None:
 
 
 def test_few_layers_are_traced_as_they_are() -> None:
-    assert shortened(subject_of(Stack(layers(12)))) is None
+    assert shortened(subject_of(Stack(layers(11)))) is None
 
 
 def test_the_model_stays_as_it_is() -> None:
