@@ -57,6 +57,8 @@ def write_schedule(
     orders, wrapped = _orders(plan)
     names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
     from_spec = ["PipelineSpec", "ScheduleKind", "StageSpec", *_manner_enums(plan), *names]
+    modules = [loss_weight.MODULE] if weight is not None else []
+    modules += sorted(f"stage_{index}" for index in range(len(stages)))
     return render(
         "schedule.py.jinja",
         name=plan.name,
@@ -67,8 +69,8 @@ def write_schedule(
         together=_together(plan),
         drawing=_drawing(plan),
         imports=imports.lines(),
-        spec_import=_spec_import(from_spec),
-        modules=_module_import(len(stages), weight),
+        spec_import=_import(".runtime.spec", sorted(from_spec)),
+        modules=_import(".", modules),
         orders=orders,
         wrapped=wrapped,
         spec=text.splitlines(),
@@ -91,22 +93,12 @@ def _manner_enums(plan: Plan) -> list[str]:
     return found
 
 
-def _spec_import(names: Iterable[str]) -> list[str]:
-    ordered = sorted(names)
-    flat = f"from .runtime.spec import {', '.join(ordered)}"
+def _import(origin: str, names: Sequence[str]) -> list[str]:
+    """`from origin import ...`, on a line if it fits."""
+    flat = f"from {origin} import {', '.join(names)}"
     if len(flat) <= WIDTH:
         return [flat]
-    return ["from .runtime.spec import (", *(f"    {item}," for item in ordered), ")"]
-
-
-def _module_import(count: int, weight: WeightSource | None) -> list[str]:
-    names = sorted(f"stage_{index}" for index in range(count))
-    if weight is not None:
-        names.insert(0, loss_weight.MODULE)
-    flat = f"from . import {', '.join(names)}"
-    if len(flat) <= WIDTH:
-        return [flat]
-    return ["from . import (", *(f"    {item}," for item in names), ")"]
+    return [f"from {origin} import (", *(f"    {item}," for item in names), ")"]
 
 
 def _together(plan: Plan) -> list[str]:

@@ -92,29 +92,14 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
     outputs = _outputs(plan, graph, stage)
     whole = forward_method(facts, stage, outputs)
     losses = [loss_method(facts, stage, outputs)] if separate else []
-    imports = Imports()
-    imports.from_torch("nn")
     ops = [op for method in (whole, *losses) for op in method.ops]
     state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
     forward, segments = split_off(facts, stage, whole, OF_STAGE | state.attributes)
-    methods = {FORWARD: forward}
-    methods |= {segment.name: segment.method for segment in segments}
-    class_name = f"Stage{stage.index}"
+    methods = {FORWARD: forward, **{segment.name: segment.method for segment in segments}}
+    class_name, imports = f"Stage{stage.index}", Imports()
+    imports.from_torch("nn")
     blocks = StageBlocks.of(facts, stage, state, methods, imports, class_name)
-    methods = {
-        label: blocks.with_calls(index, method)
-        for index, (label, method) in enumerate(methods.items())
-    }
-    methods |= dict(zip((LOSS,), losses, strict=False))
-    for method in losses:
-        blocks.peaks.method(Content(method.arguments, method.ops, method.returns))
-    written = []
-    for label, method in methods.items():
-        writer = Writer(imports, state.places, {**state.modules, **blocks.places})
-        body = write_body(graph, method, writer, blocks.peaks.worth)
-        written.append(_Written(label, method, body))
-    if any(method.arguments for method in methods.values()) or outputs:
-        imports.from_torch("Tensor")
+    written = _bodies(blocks, methods, losses)
     buffers = _buffers(graph, state.originals)
     changed = _written(facts, ops, buffers) if plan.training else ()
     writes = outermost(changed, buffers)
@@ -157,6 +142,27 @@ def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
         mixes=plan.training and any(op.name in facts.mixing for op in ops),
         segments=held,
     )
+
+
+def _bodies(
+    blocks: StageBlocks, methods: Mapping[str, Method], losses: Sequence[Method]
+) -> list[_Written]:
+    """The methods of a stage, with calls of blocks in all but the loss."""
+    called = {
+        label: blocks.with_calls(index, method)
+        for index, (label, method) in enumerate(methods.items())
+    }
+    for method in losses:
+        blocks.peaks.method(Content(method.arguments, method.ops, method.returns))
+        called[LOSS] = method
+    if any(method.arguments or method.returns for method in called.values()):
+        blocks.imports.from_torch("Tensor")
+    state, written = blocks.state, []
+    for label, method in called.items():
+        writer = Writer(blocks.imports, state.places, {**state.modules, **blocks.places})
+        body = write_body(blocks.facts.graph, method, writer, blocks.peaks.worth)
+        written.append(_Written(label, method, body))
+    return written
 
 
 def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:
