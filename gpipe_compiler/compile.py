@@ -30,6 +30,7 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options.choices import Frontend, LossChoice
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Auto, Policy
+from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -144,7 +145,9 @@ def trace_subject(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple
         TraceError, ModelError: naming the user's line.
     """
     graph, used = auto.choose(find_batch_dims(subject).subject, frontend)
-    return check(annotate(graph, graph.batch_size), after="shapes"), used
+    graph = check(annotate(graph, graph.batch_size), after="shapes")
+    refuse_overlaps(graph, subject.model)
+    return graph, used
 
 
 def plan(
@@ -216,6 +219,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     bench = Workbench(graph, options.cluster, options.measured, options.constraints)
     made, frontier = plan_on(bench, options, progress)
     made = dataclasses.replace(made, optimizer=words)
+    assert made.graph is not None
+    refuse_overlaps(made.graph, subject.model)
     if not options.per_microbatch:
         refuse_mixing(batch, made)
         refuse_apart(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, MANNERS, SAMPLES, Case
+from adversary.case import FP32_ONLY, MANNERS, SAMPLES, Case, Refused
 from torch import Tensor, nn
 
 EXACT_WAYS = ({}, {"remat": "full"}, {"microbatches": 3})
@@ -217,6 +217,34 @@ def simple(name: str, model: type[nn.Module], inputs: object = rows, **options: 
     return Case(name, model, inputs, F.cross_entropy, classes, **options)
 
 
+class Overlapping(nn.Module):
+    """A buffer that is a part of another, which counts."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.counts:
+            self.whole.add_(1.0)  # refused: overlapping
+        return self.second(self.first(x).tanh()) + self.part.sum()
+
+
+class SameData(nn.Module):
+    """Tied by `.data`: two parameters, each with a gradient of its own, in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight.data = self.first.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x).tanh()).tanh())
+
+
 CASES = (
     simple(
         "batchnorm_exact",
@@ -276,4 +304,15 @@ CASES = (
     simple("constant", Constant),
     simple("other_norms", Spectral, signals, manners=FP32_ONLY),
     Case("codebook", Quantised, lambda n: (rows(n), classes(n)), manners=FP32_ONLY),
+    simple(
+        "overlapping",
+        lambda: Overlapping(counts=True),
+        expect=Refused(1, ("same memory", "written to"), ("slice or reshape it in forward",)),
+    ),
+    simple("overlapping_at_rest", lambda: Overlapping(counts=False)),
+    simple(
+        "same_data",
+        SameData,
+        expect=Refused(1, ("same memory", "training"), ("same nn.Parameter",), at_line=False),
+    ),
 )
