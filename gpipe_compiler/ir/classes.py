@@ -74,7 +74,7 @@ class _Check:
     def __init__(
         self,
         contents: Contents,
-        ops: Iterable[Op],
+        ops: Sequence[Op],
         templates: Collection[str],
         split: Callable[[str], bool],
     ) -> None:
@@ -82,6 +82,7 @@ class _Check:
         self._templates = templates
         self._graph = contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
+        self._modules = {module for op in ops for module in _modules_called(op)}
         self._split = split
 
     def can_be(self, call: BlockCall) -> bool:
@@ -89,6 +90,8 @@ class _Check:
         own = [part for part in call.parts if not isinstance(part, BlockCall)]
         if not (self._is_closed(call, own) and self._fits_modes(call)):
             return False
+        if call.path in self._modules:
+            return False  # torch's own, called as such in the other mode
         if is_chain(self._contents, call, self._templates):
             return True
         if self._graph.module_classes[call.path] == nn.Sequential.__name__:
@@ -100,7 +103,7 @@ class _Check:
             return False  # its parts are read better without it; those of a layer go together
         if len(call.parts) == 1 and not stateful:
             return inner and layer and self._split(call.path)
-        calls = inner or any(map(_calls_module, own))
+        calls = inner or any(True for op in own for _ in _modules_called(op))
         return len(call.parts) > SMALL or stateful or calls
 
     def _is_local(self, state: str, root: str) -> bool:
@@ -108,12 +111,7 @@ class _Check:
 
     def _is_closed(self, call: BlockCall, own: Iterable[Op]) -> bool:
         """Whether it is given a tensor, and calls no modules but its own."""
-        called = (
-            inner.call.module
-            for op in own
-            for inner in ops_within(op)
-            if isinstance(inner.call, ModuleCall)
-        )
+        called = (module for op in own for module in _modules_called(op))
         values = self._graph.values
         tensors = (v for v in call.inputs if v in values and values[v].kind is ValueKind.TENSOR)
         return any(True for _ in tensors) and all(m.startswith(f"{call.path}.") for m in called)
@@ -126,8 +124,10 @@ class _Check:
         return {*around} <= {Mode.ALWAYS, mode} and {*made} <= {mode}
 
 
-def _calls_module(op: Op) -> bool:
-    return any(isinstance(inner.call, ModuleCall) for inner in ops_within(op))
+def _modules_called(op: Op) -> Iterator[str]:
+    """The modules of torch that an op calls."""
+    calls = (inner.call for inner in ops_within(op))
+    return (call.module for call in calls if isinstance(call, ModuleCall))
 
 
 @dataclass

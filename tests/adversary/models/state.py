@@ -283,7 +283,7 @@ CASES = (
         manners=MANNERS[:2],
     ),
     simple("batchnorm_inference", Normed, signals, options="--mode infer"),
-    simple("batchnorm_frozen", Frozen, signals),
+    simple("batchnorm_frozen", Frozen, signals, quick=True),
     simple(
         "batchnorm_cumulative",
         lambda: Normed(momentum=None),
