@@ -21,11 +21,11 @@ from pathlib import Path
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Op
+from gpipe_compiler.passes.allocation_trace import BlockKind, StageTapes
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.rehearsal import rehearse
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.tapes import BlockKind, StageTapes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

@@ -32,7 +32,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
 MICROBATCHES = 8
@@ -144,9 +144,9 @@ def planned(sized: Sized, stages: int, memory: int) -> Plan:
         optimizer=OptimizerKind.MOMENTUM,
         cut_inside=0.0,
     )
-    bench = Workbench(trace_subject(subject)[0], cluster)
-    choice = bench.choose(stages, MICROBATCHES, policy)
-    return bench.plan(choice, policy, WORK // SHARE, exact_memory=True)
+    planner = Planner(trace_subject(subject)[0], cluster)
+    choice = planner.choose(stages, MICROBATCHES, policy)
+    return planner.plan(choice, policy, WORK // SHARE, exact_memory=True)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -18,10 +18,10 @@ from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.planner.candidates import Drafting
+from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.memory_fit import choose_exactly
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.planning import setting_for
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -131,20 +131,20 @@ def planned(
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
     constraints = pinned(balance)
     policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0)
-    bench = Workbench(graph, Cluster.of(device, PCIE3))
-    prepared = bench.prepare(microbatches, policy)
-    setting = setting_for(bench.cluster, devices, microbatches, policy, training=True)
-    drafting = Drafting.of(
+    planner = Planner(graph, Cluster.of(device, PCIE3))
+    prepared = planner.prepare(microbatches, policy)
+    setting = setting_for(planner.cluster, devices, microbatches, policy, training=True)
+    builder = CandidateBuilder.of(
         prepared.graph,
         prepared.costs,
-        bench.cluster.sized(len(setting.seats)),
+        planner.cluster.sized(len(setting.seats)),
         setting,
         policy,
         WORK // SHARE,
         constraints,
         prepared.facts,
     )
-    found = choose_exactly(drafting, remat, policy.data_parallel).memory
+    found = choose_exactly(builder, remat, policy.data_parallel).memory
     return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)
 
 

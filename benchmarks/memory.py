@@ -37,7 +37,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -162,19 +162,19 @@ def packages(
     if optimizer is None:
         subject = dataclasses.replace(subject, training=False)
     graph, _ = trace_subject(subject)
-    whole = Workbench(graph, local_cluster())
+    whole = Planner(graph, local_cluster())
     schedules = [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B]
     for schedule in schedules[: 1 if stages == 1 or optimizer is None else 2]:
         peaks: dict[RematChoice, int] = {}
         for remat in RematChoice if optimizer is not None else (RematChoice.NONE,):
-            bench = whole
+            planner = whole
             if remat is RematChoice.AUTO:
                 both = [peaks[choice] for choice in (RematChoice.NONE, RematChoice.FULL)]
-                bench = dataclasses.replace(whole, cluster=_of_memory(sum(both) // 2))
+                planner = dataclasses.replace(whole, cluster=_of_memory(sum(both) // 2))
             policy = Policy(schedule, remat, optimizer=optimizer or OptimizerKind.SGD)
             with contextlib.suppress(PlanError):
-                choice = bench.choose(stages, MICROBATCHES, policy)
-                plan = bench.plan(choice, policy, WORK // SHARE, exact_memory=True)
+                choice = planner.choose(stages, MICROBATCHES, policy)
+                plan = planner.plan(choice, policy, WORK // SHARE, exact_memory=True)
                 peaks[remat] = max(plan.prediction.device_bytes)
                 words = (name, str(stages), schedule.value, remat.value)
                 package = folder / "_".join(words).replace("-", "_")

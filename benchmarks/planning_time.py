@@ -29,8 +29,8 @@ from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.planner.cut_problem import problem_of
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.planning import setting_for
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
 SIZES = (100, 500, 1_000, 5_000, 20_000)
@@ -66,11 +66,11 @@ def one(ops: int, stages: int, schedule: ScheduleKind, *, repeats: bool) -> dict
     graph = trace(model, x, target=0, loss_fn=lambda out, _: out.sum(), frontend=Frontend.FX)
     cluster = Cluster.of(DEFAULT_HOST, Link(12e9, 1e-6))
     policy = Policy(schedule)
-    bench = Workbench(graph, cluster)
+    planner = Planner(graph, cluster)
     begun = time.process_time()
-    prepared = bench.prepare(MICROBATCHES, policy)
+    prepared = planner.prepare(MICROBATCHES, policy)
     described = time.process_time()
-    bench.plan(bench.choose(stages, MICROBATCHES, policy), policy)
+    planner.plan(planner.choose(stages, MICROBATCHES, policy), policy)
     planned = time.process_time()
     problem = problem_of(prepared.facts, prepared.costs[1:], OptimizerKind.SGD)
     cut(problem, setting_for(cluster, stages, MICROBATCHES, policy, training=True))

@@ -5,7 +5,7 @@
 
 For every case a package is made. Its step is predicted as `gpipe-compile --cost measured` does it:
 the stages are timed without waiting for one another, messages as they are sent in training, and the
-schedule is simulated with these times. What it takes is what the package's own `bench` says:
+schedule is simulated with these times. What it takes is what the package's own `planner` says:
 forward and backward of a mini-batch, the median of its steps. What a machine can do changes with
 its neighbours, from one second to the next. So predicting and measuring take turns of a second or
 so, all schedules round by round, and each measurement is held against the prediction made right
@@ -49,7 +49,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.measured import Start, start_command, step_seconds
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.clocked import Clocked
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -62,7 +62,7 @@ STAGES = {ScheduleKind.INTERLEAVED: 2 * DEVICES, ScheduleKind.ZBV: 2 * DEVICES}
 
 WITHIN = 0.15
 MEASURED_S = 0.1
-"""Seconds of steps that `bench` takes its median of, in every round."""
+"""Seconds of steps that `planner` takes its median of, in every round."""
 
 PHASE_S = 0.05
 """Seconds for which stages are timed alone, and as long together, in every round."""
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """How many `bench` is to take."""
+        """How many `planner` is to take."""
         wanted = int(MEASURED_S / self.plan.prediction.step_s)
         return max(LEAST_STEPS, min(MOST_STEPS, wanted))
 
@@ -120,14 +120,14 @@ def packages(
 ) -> dict[ScheduleKind, Case | str]:
     """The package of every schedule, or why there is none."""
     graph, _ = trace_subject(subject_of(name))
-    bench = Workbench(graph, local_cluster(), measured=True)
+    planner = Planner(graph, local_cluster(), measured=True)
     found: dict[ScheduleKind, Case | str] = {}
     for schedule in schedules:
         package = folder / f"{name}_{schedule.name.lower()}"
         policy = Policy(schedule)
         try:
             stages = STAGES.get(schedule, DEVICES)
-            plan = bench.plan(bench.choose(stages, MICROBATCHES, policy), policy)
+            plan = planner.plan(planner.choose(stages, MICROBATCHES, policy), policy)
             emit(plan, package)
         except (GPipeCompilerError, PipelineError) as error:
             found[schedule] = str(error).splitlines()[0]
@@ -165,7 +165,7 @@ def worker(words: Sequence[str], rounds: int, report: Path) -> None:
     found: list[list[dict[str, Any]]] = [[] for _ in opened]
     for _ in range(rounds):
         for row, package in zip(found, opened, strict=True):
-            row.append({"clock": package.clock(), "seconds": package.bench()})
+            row.append({"clock": package.clock(), "seconds": package.planner()})
     if opened[0].pipe.rank == 0:
         report.write_text(json.dumps(found))
     for package in opened:
@@ -188,12 +188,12 @@ class Opened:
         found = self.part("stage_clock").clock(self.pipe, inputs, target, PHASE_S)
         return dict(found.fields())
 
-    def bench(self) -> float:
+    def planner(self) -> float:
         """The median that `run.py bench` prints."""
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             choice = self.part("data").InputChoice()
-            self.part("inference").bench(self.pipe, self.folder, choice, self.steps)
+            self.part("inference").planner(self.pipe, self.folder, choice, self.steps)
         told = re.search(r"median (\S+) (ms|s)", said.getvalue())
         return float(told[1]) * {"s": 1.0, "ms": 1e-3}[told[2]] if told else 0.0
 

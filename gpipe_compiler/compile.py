@@ -40,9 +40,9 @@ from gpipe_compiler.planner.infeasible import refuse_too_large
 from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.one_piece import in_one_piece
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore
 from gpipe_compiler.planner.search_space import Wish
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import OptimizerKind
@@ -175,9 +175,9 @@ def plan(
         PlanError, UsageError: when so many stages or micro-batches cannot be had, the constraints
             cannot be met, or what the optimizer remembers is not known.
     """
-    bench = Workbench(graph, cluster or local_cluster(), measured, constraints)
+    planner = Planner(graph, cluster or local_cluster(), measured, constraints)
     if make_optimizer is None or graph.loss is None:
-        return bench.plan(bench.choose(stages, microbatches, policy), policy)
+        return planner.plan(planner.choose(stages, microbatches, policy), policy)
     found = own_optimizer(graph, make_optimizer)
     if isinstance(found, str):
         raise UsageError(
@@ -185,7 +185,7 @@ def plan(
             hint="name an optimizer that remembers as much: Policy(optimizer=OptimizerKind.ADAM)",
         )
     policy = dataclasses.replace(policy, optimizer=found)
-    made = bench.plan(bench.choose(stages, microbatches, policy), policy)
+    made = planner.plan(planner.choose(stages, microbatches, policy), policy)
     return dataclasses.replace(made, optimizer=str(found))
 
 
@@ -216,8 +216,8 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     graph, frontend = auto.choose(subject, options.frontend, options.precision)
     progress("planning")
     options, words = _with_optimizer(options, graph, subject)
-    bench = Workbench(graph, options.cluster, options.measured, options.constraints)
-    made, frontier = plan_on(bench, options, progress)
+    planner = Planner(graph, options.cluster, options.measured, options.constraints)
+    made, frontier = plan_on(planner, options, progress)
     made = dataclasses.replace(made, optimizer=words)
     assert made.graph is not None
     refuse_overlaps(made.graph, subject.model)
@@ -231,7 +231,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
     if options.remedies:
         progress("looking at what would save memory")
-        made = dataclasses.replace(made, what_if=what_if(bench, made, options.policy))
+        made = dataclasses.replace(made, what_if=what_if(planner, made, options.policy))
     compare = partial(_compared, subject, made, options, frontend, launch)
     held = _HeldAndTimed(
         made,
@@ -311,8 +311,8 @@ def _packaged_alike(
 ) -> Plan:
     """Writes the package of a subject, with the schedule and in as many stages as another plan."""
     policy = dataclasses.replace(options.policy, schedule=like.schedule, data_parallel=1)
-    bench = Workbench(auto.trace(subject, frontend), options.cluster)
-    made = bench.plan(bench.choose(len(like.stages), microbatches, policy), policy)
+    planner = Planner(auto.trace(subject, frontend), options.cluster)
+    made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
     emit(made, folder, example=real_example(subject))
     return made
 
@@ -326,8 +326,8 @@ def plan_as_asked(
         DoesNotFitError: when nothing fits the devices, and that is asked or explored.
         PlanError, UsageError: when there can be no plan.
     """
-    bench = Workbench(graph, options.cluster, options.measured, options.constraints)
-    return plan_on(bench, options, progress)
+    planner = Planner(graph, options.cluster, options.measured, options.constraints)
+    return plan_on(planner, options, progress)
 
 
 def _with_optimizer(
@@ -349,27 +349,27 @@ def _with_optimizer(
 
 
 def plan_on(
-    bench: Workbench, options: CompileOptions, progress: Progress = silent
+    planner: Planner, options: CompileOptions, progress: Progress = silent
 ) -> tuple[Plan, Frontier | None]:
-    """The same, for a graph on its workbench."""
+    """The same, for a graph in its planner."""
     policy, stages, microbatches = options.policy, options.stages, options.microbatches
     if not (
         isinstance(stages, Auto)
         or isinstance(microbatches, Auto)
         or isinstance(options.schedule, Auto)
     ):
-        choice = bench.choose(stages, microbatches, policy)
-        made = bench.plan(choice, policy)
+        choice = planner.choose(stages, microbatches, policy)
+        made = planner.plan(choice, policy)
         if options.must_fit:
-            refuse_too_large(bench, made, policy, choice)
+            refuse_too_large(planner, made, policy, choice)
         return made, None
     wish = Wish.of(options.cluster, stages, microbatches, options.schedule, policy)
-    found = explore(bench, wish, policy, seconds=options.search_s, progress=progress)
+    found = explore(planner, wish, policy, seconds=options.search_s, progress=progress)
     frontier = found.frontier
     if not found.fits:
         progress("looking for settings nearby that fit")
         nearest = frontier.points[0].choice
-        refuse_too_large(bench, found.plan, policy, nearest, wish.free, len(frontier.points))
+        refuse_too_large(planner, found.plan, policy, nearest, wish.free, len(frontier.points))
     return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier
 
 

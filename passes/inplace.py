@@ -20,10 +20,7 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.blocks import Kind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects
-from gpipe_compiler.passes.observe import Observed, SeenValue, observed
-from gpipe_compiler.passes.precedence import written_memory
-from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.twins import (
+from gpipe_compiler.passes.inplace_variants import (
     Twin,
     functional,
     half_precision,
@@ -31,6 +28,9 @@ from gpipe_compiler.passes.twins import (
     may_return_its_argument,
     twins,
 )
+from gpipe_compiler.passes.observe import Observed, SeenValue, observed
+from gpipe_compiler.passes.precedence import written_memory
+from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.quiet import quiet
 
 _NOBODY: frozenset[str] = frozenset()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.passes.copy_mutated_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.observe import Observed, SeenValue, in_all_modes
-from gpipe_compiler.passes.own_inputs import own_inputs, written_inputs
 from gpipe_compiler.passes.precedence import must_run_in_place
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision

@@ -12,7 +12,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.planner.workbench import likely_microbatches
+from gpipe_compiler.planner.planner import likely_microbatches
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.ir import Argument, Graph, Op
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.op_runs import OpRun, runs_of
 from gpipe_compiler.passes.random_ops import (
     first_numbers,

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from gpipe_compiler.dispatching import PlainDispatchMode
+from gpipe_compiler.frontend.init_trace import Creation, Event, InitTrace, Operand
 from gpipe_compiler.frontend.steps import UNKNOWN, write_steps
-from gpipe_compiler.frontend.tape import Creation, Event, Operand, Tape
 from gpipe_compiler.runtime.spec import Steps
 
 _LITERAL_ELEMENTS = 1024
@@ -47,7 +47,7 @@ class Recording:
         owners: the storages by number, kept so that no other storage takes their address.
     """
 
-    tape: Tape = field(default_factory=Tape)
+    tape: InitTrace = field(default_factory=InitTrace)
     numbers: dict[int, int] = field(default_factory=dict)
     owners: list[torch.UntypedStorage] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.frontend.tape import EMPTY, FILLS, Event, Operand, Tape, operands_in
+from gpipe_compiler.frontend.init_trace import EMPTY, FILLS, Event, InitTrace, Operand, operands_in
 from gpipe_compiler.runtime.spec import Steps
 
 MOST_STEPS = 200
@@ -43,7 +43,7 @@ class _UntouchedError(Exception):
     """Nobody has written to the tensor."""
 
 
-def write_steps(tape: Tape, targets: Mapping[str, Operand]) -> dict[str, Steps]:
+def write_steps(tape: InitTrace, targets: Mapping[str, Operand]) -> dict[str, Steps]:
     """The steps of each tensor, by name; () where it is memory that nobody wrote to."""
     history = _History(tape)
     drawn: dict[int, tuple[str, int]] = {}
@@ -83,7 +83,7 @@ def _tidied(events: Iterable[Event]) -> Iterator[Event]:
 class _History:
     """Who wrote to which storage."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: InitTrace) -> None:
         self.events = list(_tidied(tape.events))
         self.writers: dict[int, list[int]] = {}
         self.birth: dict[int, Operand] = {}

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from gpipe_compiler.memory.job import DeviceJob, Played
-from gpipe_compiler.memory.marks import counted
-from gpipe_compiler.memory.replay import Player
+from gpipe_compiler.memory.peak_tracker import counted
+from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Receive, Send
 
 _STAGE = re.compile(r"^(\d+)(?=[FBW]\d)")
@@ -24,11 +24,11 @@ def play_all(jobs: Sequence[DeviceJob]) -> list[Played]:
     found = []
     for job, begin in zip(jobs, begins, strict=True):
         if often[begin] == 1:
-            found.append(Player(job).play())
+            found.append(MemorySimulator(job).play())
             continue
         key = begin, _likeness(job)
         if key not in known:
-            known[key] = job, Player(job).play()
+            known[key] = job, MemorySimulator(job).play()
         found.append(_renamed(*known[key], job))
     return found
 

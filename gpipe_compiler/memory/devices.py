@@ -17,7 +17,7 @@ from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.memory.update import UpdateBytes, update_bytes
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
-from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.runtime.job import Work
@@ -85,7 +85,7 @@ class Layout:
 
 
 def device_memories(
-    graph: Graph, layout: Layout, rehearsals: Rehearsals | None = None
+    graph: Graph, layout: Layout, rehearsals: MemoryTraces | None = None
 ) -> tuple[DeviceMemory, ...]:
     """The memory of every device of a pipeline.
 
@@ -96,7 +96,7 @@ def device_memories(
     Raises:
         ModelError: naming an op that cannot run.
     """
-    pipeline = Pipeline.of(graph, layout, rehearsals or Rehearsals(graph))
+    pipeline = Pipeline.of(graph, layout, rehearsals or MemoryTraces(graph))
     played = [grown(*pair) for pair in zip(pipeline.jobs, play_all(pipeline.jobs), strict=True)]
     order = sorted(range(len(played)), key=lambda device: -played[device].peak)
     told = {d for d in order[:MOST_TOLD] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
@@ -119,7 +119,7 @@ class Pipeline:
     jobs: tuple[DeviceJob, ...]
 
     @classmethod
-    def of(cls, graph: Graph, layout: Layout, rehearsals: Rehearsals) -> Pipeline:
+    def of(cls, graph: Graph, layout: Layout, rehearsals: MemoryTraces) -> Pipeline:
         """All stages rehearsed, and the programs of all devices."""
         work = Work.TRAIN if graph.loss is not None else Work.INFER
         spec = _spec(graph, layout)
@@ -249,11 +249,11 @@ class Pipeline:
 
 
 def _stage_memory(
-    graph: Graph, layout: Layout, stage: Stage, wiring: StageWiring, rehearsals: Rehearsals
+    graph: Graph, layout: Layout, stage: Stage, wiring: StageWiring, rehearsals: MemoryTraces
 ) -> StageMemory:
     trains = graph.loss is not None
     if wiring.joint is not None:
-        rehearsals = Rehearsals(graph, graph.batch_size * layout.microbatches)
+        rehearsals = MemoryTraces(graph, graph.batch_size * layout.microbatches)
     tapes = rehearsals.of(
         stage.ops,
         stage.inputs,

@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 
 from gpipe_compiler.memory.job import DeviceJob, Played
-from gpipe_compiler.passes.tapes import Growth
+from gpipe_compiler.passes.allocation_trace import Growth
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, Curve
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 

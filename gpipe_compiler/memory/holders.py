@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.job import DeviceJob, Played
-from gpipe_compiler.memory.ledger import Held, Own
-from gpipe_compiler.memory.replay import Player
-from gpipe_compiler.passes.tapes import BlockKind
+from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
+from gpipe_compiler.memory.simulator import MemorySimulator
+from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Holder
 
 _GRADIENTS = "gradients of parameters"
@@ -26,11 +26,11 @@ class _Watch:
 
     peak: int
     position: int
-    alive: dict[int, tuple[int, Held | Own]] = field(default_factory=dict)
+    alive: dict[int, tuple[int, SharedBuffer | Own]] = field(default_factory=dict)
     total: int = 0
-    found: list[tuple[int, Held | Own]] | None = None
+    found: list[tuple[int, SharedBuffer | Own]] | None = None
 
-    def hear(self, number: int, size: int, what: Held | Own) -> None:
+    def hear(self, number: int, size: int, what: SharedBuffer | Own) -> None:
         """A storage comes, or goes (size -1)."""
         if size < 0:
             self.total -= self.alive.pop(number)[0]
@@ -47,10 +47,10 @@ def holders_at(graph: Graph, job: DeviceJob, played: Played) -> tuple[Holder, ..
     The same of several micro-batches is one holder, as are the gradients of a stage.
     """
     watch = _Watch(played.peak - played.grown, played.position)
-    Player(job, watch.hear).play(until=played.position + 1)
+    MemorySimulator(job, watch.hear).play(until=played.position + 1)
     sums: dict[tuple[str, Category, str, int], tuple[int, int]] = {}
     for size, what in watch.found or ():
-        key = _shared(graph, what) if isinstance(what, Held) else _own(job, what)
+        key = _shared(graph, what) if isinstance(what, SharedBuffer) else _own(job, what)
         total, count = sums.get(key, (0, 0))
         sums[key] = total + size, count + 1
     found = [
@@ -62,7 +62,7 @@ def holders_at(graph: Graph, job: DeviceJob, played: Played) -> tuple[Holder, ..
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
 
-def _shared(graph: Graph, held: Held) -> tuple[str, Category, str, int]:
+def _shared(graph: Graph, held: SharedBuffer) -> tuple[str, Category, str, int]:
     maker = graph.producer.get(held.name.removeprefix("gradient of "))
     return held.name, held.category, maker.name if maker else "", held.stage
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.memory.ledger import Held
+from gpipe_compiler.memory.ref_counts import SharedBuffer
 from gpipe_compiler.memory.script import Scripts
-from gpipe_compiler.passes.tapes import BlockKind
+from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import Remat
@@ -71,7 +71,7 @@ class DeviceJob:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlight:
     """What a stage holds of one micro-batch.
 
     Attributes:
@@ -82,19 +82,19 @@ class Flight:
     """
 
     stage: int
-    blocks: dict[int, Held | None] = field(default_factory=dict)
+    blocks: dict[int, SharedBuffer | None] = field(default_factory=dict)
     own: dict[int, int] = field(default_factory=dict)
     again: bool = False
     without: frozenset[BlockKind] = frozenset()
 
-    def share(self, block: int | None, holders: int) -> Held | None:
+    def share(self, block: int | None, holders: int) -> SharedBuffer | None:
         """A storage gets further holders."""
         held = None if block is None else self.blocks.get(block)
         if held is not None:
             held.holders += holders
         return held
 
-    def held_again(self) -> dict[int, Held | None]:
+    def held_again(self) -> dict[int, SharedBuffer | None]:
         """All that is shared, each with another holder."""
         return {block: self.share(block, 1) for block in self.blocks}
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe_compiler.memory.ledger import PLACE
-from gpipe_compiler.passes.tapes import BlockKind, StageTapes, Tape
+from gpipe_compiler.memory.ref_counts import PLACE
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTapes
 from gpipe_compiler.plan.memory_curve import NOTHING, Category, Sizes
 
 
@@ -84,7 +84,9 @@ class Scripts:
             found.update({block: name for name, block in table.items()})
         return found
 
-    def of(self, tape: Tape, held: tuple[int, ...], without: frozenset[BlockKind]) -> Script:
+    def of(
+        self, tape: AllocationTrace, held: tuple[int, ...], without: frozenset[BlockKind]
+    ) -> Script:
         """The script of a tape.
 
         Args:
@@ -97,7 +99,7 @@ class Scripts:
             found = self._made[key] = self._script(self._moves(tape, held, without))
         return found
 
-    def ended(self, tape: Tape) -> tuple[int, ...]:
+    def ended(self, tape: AllocationTrace) -> tuple[int, ...]:
         """The shared blocks that a stage lets go of in a tape."""
         return self._ends[id(tape)]
 
@@ -109,7 +111,7 @@ class Scripts:
         }
 
     @property
-    def _tapes(self) -> Sequence[Tape]:
+    def _tapes(self) -> Sequence[AllocationTrace]:
         tapes = self.tapes
         found = (
             tapes.forward,
@@ -137,7 +139,7 @@ class Scripts:
         return Category.BOUNDARY if number in self.shared else Category.TEMPORARIES
 
     def _moves(
-        self, tape: Tape, held: Collection[int], without: Collection[BlockKind]
+        self, tape: AllocationTrace, held: Collection[int], without: Collection[BlockKind]
     ) -> list[Move]:
         blocks = self.tapes.blocks
         return [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from gpipe_compiler.memory.job import Flight
-from gpipe_compiler.memory.ledger import Held
+from gpipe_compiler.memory.job import InFlight
+from gpipe_compiler.memory.ref_counts import SharedBuffer
 from gpipe_compiler.runtime.schedule.actions import Transfer
 
 Posted = tuple[str, int, int, int, bool]
@@ -28,11 +28,11 @@ class Tables:
         forwards, backwards, weights: the stages that have had one.
     """
 
-    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
-    values: dict[tuple[str, int], Held | None] = field(default_factory=dict)
-    gradients: dict[tuple[str, int, int], Held | None] = field(default_factory=dict)
-    posted: dict[Posted, Held] = field(default_factory=dict)
-    under_way: list[Held | None] = field(default_factory=list)
+    flights: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    values: dict[tuple[str, int], SharedBuffer | None] = field(default_factory=dict)
+    gradients: dict[tuple[str, int, int], SharedBuffer | None] = field(default_factory=dict)
+    posted: dict[Posted, SharedBuffer] = field(default_factory=dict)
+    under_way: list[SharedBuffer | None] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
     backwards: set[int] = field(default_factory=set)
     weights: set[int] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Tables:
         numbers: dict[int, int] = {}
         storages: list[Hashable] = []
 
-        def number(held: Held | None) -> int:
+        def number(held: SharedBuffer | None) -> int:
             if held is None:
                 return -1
             found = numbers.get(id(held))

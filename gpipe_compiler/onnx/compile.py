@@ -36,7 +36,7 @@ from gpipe_compiler.passes.costs_by_kind import on_kinds
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.one_piece import in_one_piece
-from gpipe_compiler.planner.workbench import MICROBATCHES_PER_STAGE, Prepared, Workbench
+from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner, Prepared
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate.held import Held, left_aside
 
@@ -73,11 +73,11 @@ def compile_onnx(
     sizes = input_sizes(model, inputs)
     progress("planning")
     options = _microbatches(options, sizes)
-    bench = workbench_of(model, sizes, options)
+    planner = planner_of(model, sizes, options)
     try:
-        made, frontier = plan_on(bench, options, progress)
+        made, frontier = plan_on(planner, options, progress)
     except PlanError as error:
-        raise _explained(error, bench.graph) from error
+        raise _explained(error, planner.graph) from error
     _refuse_parts(made)
 
     def refuse(halved: Plan) -> None:
@@ -141,7 +141,7 @@ def _microbatches(options: CompileOptions, sizes: InputSizes) -> CompileOptions:
     return dataclasses.replace(options, microbatches=MICROBATCHES_PER_STAGE * stages)
 
 
-def workbench_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Workbench:
+def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Planner:
     """What plans an ONNX model."""
     kinds = options.cluster.kinds
 
@@ -158,7 +158,7 @@ def workbench_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -
     if sizes.fixed:
         assert isinstance(options.microbatches, int)
         whole = whole.replace(batch_size=sizes.batch * options.microbatches)
-    return Workbench(whole, options.cluster, options.measured, options.constraints, analysed)
+    return Planner(whole, options.cluster, options.measured, options.constraints, analysed)
 
 
 def _measured(

@@ -16,6 +16,7 @@ from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.inside import cut_inside
@@ -23,14 +24,13 @@ from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import Facts, StageTable, problem_of, tabulate
 from gpipe_compiler.planner.predict import predict, shared
-from gpipe_compiler.planner.remat import DeviceWays, Way, runs, ways, ways_by_calls
+from gpipe_compiler.planner.remat import DeviceRematOptions, RematOption, runs, ways, ways_by_calls
 from gpipe_compiler.planner.stage_contents import stage_of_cut
 from gpipe_compiler.runtime.joint import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
@@ -56,7 +56,7 @@ _WHOLE = (Remat.NONE, Remat.FULL)
 
 
 @dataclass(frozen=True)
-class Draft:
+class Candidate:
     """A cut, what its stages hold, and what to expect of them.
 
     Attributes:
@@ -71,7 +71,7 @@ class Draft:
     joint: tuple[int, ...]
     prediction: Prediction
 
-    def bounded_by(self, other: Draft) -> Draft:
+    def bounded_by(self, other: Candidate) -> Candidate:
         """The same, of which no more is known than the lower bound of the other."""
         known = dataclasses.replace(
             self.prediction,
@@ -82,7 +82,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class CandidateBuilder:
     """What every draft of a graph is made from.
 
     Attributes:
@@ -112,7 +112,7 @@ class Drafting:
     inside: float = 0.0
     cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
     known: Known = field(default_factory=Known, compare=False)
-    ways: dict[Hashable, list[tuple[Way, ...]]] = field(default_factory=dict, compare=False)
+    ways: dict[Hashable, list[tuple[RematOption, ...]]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -125,7 +125,7 @@ class Drafting:
         work: int,
         constraints: Constraints = NO_CONSTRAINTS,
         facts: Facts | None = None,
-    ) -> Drafting:
+    ) -> CandidateBuilder:
         """The problem of an annotated graph.
 
         Args:
@@ -156,11 +156,11 @@ class Drafting:
             policy.cut_inside,
         )
 
-    def facts_of(self, draft: Draft) -> Facts:
+    def facts_of(self, candidate: Candidate) -> Facts:
         """What is known of the graph as the stages of a draft run it."""
-        return self.facts.in_stages([stage.ops for stage in draft.stages])
+        return self.facts.in_stages([stage.ops for stage in candidate.stages])
 
-    def choose(self, choice: RematChoice, like: Draft | None = None) -> Draft:
+    def choose(self, choice: RematChoice, like: Candidate | None = None) -> Candidate:
         """The cut into stages that recompute as asked, with the shortest step that fits; or one
         that opens fewer modules, and takes at most the share `inside` longer.
 
@@ -181,7 +181,7 @@ class Drafting:
         best = self.anywhere()._chosen(choice, like)
         return self.preferred(best, self.closed(best, choice))
 
-    def closed(self, best: Draft, choice: RematChoice) -> Draft:
+    def closed(self, best: Candidate, choice: RematChoice) -> Candidate:
         """A draft nearly as good as one with cuts anywhere, which may open fewer modules."""
         if choice is not RematChoice.AUTO:
             return self._chosen(choice, None)
@@ -189,15 +189,15 @@ class Drafting:
         found = [self._unlimited()._cut(again)]
         if any(again):
             found = self._fitted(self._rebalanced(best))
-        if all(self._merit(draft)[0] for draft in found):
+        if all(self._merit(candidate)[0] for candidate in found):
             found += self._fitted(self._cut(again))
         return min(found, key=self._merit).bounded_by(best)
 
-    def anywhere(self) -> Drafting:
+    def anywhere(self) -> CandidateBuilder:
         """The same with cuts anywhere."""
         return dataclasses.replace(self, inside=0.0)
 
-    def preferred(self, anywhere: Draft, inside: Draft) -> Draft:
+    def preferred(self, anywhere: Candidate, inside: Candidate) -> Candidate:
         """The draft that opens fewer modules, if it is nearly as good as that with cuts anywhere.
 
         Both tell how long the latter takes.
@@ -209,12 +209,12 @@ class Drafting:
         told = dataclasses.replace(taken.prediction, anywhere_s=best_s)
         return dataclasses.replace(taken, prediction=told)
 
-    def opened(self, draft: Draft) -> tuple[str, ...]:
+    def opened(self, candidate: Candidate) -> tuple[str, ...]:
         """The modules that lie in several stages, of those that count."""
-        found = opened(self.facts.modules, draft.found.stage_of)
+        found = opened(self.facts.modules, candidate.found.stage_of)
         return tuple(dict.fromkeys(module.path for module in found if module.depth))
 
-    def _chosen(self, choice: RematChoice, like: Draft | None) -> Draft:
+    def _chosen(self, choice: RematChoice, like: Candidate | None) -> Candidate:
         nothing = (False,) * self.setting.stages
         if choice is RematChoice.NONE:
             return self._cut(nothing)
@@ -224,15 +224,15 @@ class Drafting:
         free = self._unlimited()._cut(nothing)
         if not self._merit(free)[0]:
             return free
-        best: Draft | None = None
-        for draft in self._tried(free, like):
-            best = min(best or draft, draft, key=self._merit)
+        best: Candidate | None = None
+        for candidate in self._tried(free, like):
+            best = min(best or candidate, candidate, key=self._merit)
             if self._merit(best) <= (0.0, free.prediction.step_s * (1 + _AS_GOOD)):
                 return best.bounded_by(free)
         assert best is not None
         return self._balanced(best).bounded_by(free)
 
-    def leanest(self) -> list[Draft]:
+    def leanest(self) -> list[Candidate]:
         """For who asks no more than whether anything fits: two cuts, as if all stages recomputed
         and as if none did, whose stages recompute in the way that needs the least.
 
@@ -241,7 +241,7 @@ class Drafting:
         both = [(again,) * self.setting.stages for again in (True, False)]
         return [self._fitted(self.anywhere()._cut(again))[0] for again in both]
 
-    def _tried(self, free: Draft, like: Draft | None) -> Iterator[Draft]:
+    def _tried(self, free: Candidate, like: Candidate | None) -> Iterator[Candidate]:
         """What AUTO tries where the best cut does not fit as it is."""
         nothing = (False,) * self.setting.stages
         yield from self._fitted(free)
@@ -259,7 +259,7 @@ class Drafting:
             segmented, whole = self._fitted(self._cut(asked))
             yield from (segmented, whole)
 
-    def _balanced(self, best: Draft) -> Draft:
+    def _balanced(self, best: Candidate) -> Candidate:
         """The draft, or a better one in which what is recomputed counts for what it takes."""
         for _ in range(_ROUNDS):
             again = self._fitted(self._rebalanced(best))
@@ -269,12 +269,12 @@ class Drafting:
             best = better
         return best
 
-    def _rebalanced(self, draft: Draft) -> Draft:
+    def _rebalanced(self, candidate: Candidate) -> Candidate:
         """A cut of devices that hold anything, for the ops that a draft runs again."""
         often: dict[str, float] = {}
-        for order in draft.orders:
-            for stage in (draft.stages[number] for number in {a.stage for a in order}):
-                times = runs(order, stage.index, stage.remat, draft.joint)
+        for order in candidate.orders:
+            for stage in (candidate.stages[number] for number in {a.stage for a in order}):
+                times = runs(order, stage.index, stage.remat, candidate.joint)
                 segments = (stage.ops,) if stage.remat is Remat.FULL else stage.segments
                 often.update(dict.fromkeys(chain(*segments), times / self.setting.microbatches))
 
@@ -302,7 +302,7 @@ class Drafting:
         judged = cut(self.problem, free.setting, hint=stage_of, search=False, known=self.known)
         return free._cut_so(judged, (False,) * self.setting.stages)
 
-    def _unlimited(self) -> Drafting:
+    def _unlimited(self) -> CandidateBuilder:
         """The same on devices that hold anything."""
         seats = tuple(dataclasses.replace(seat, memory=math.inf) for seat in self.setting.seats)
         return dataclasses.replace(self, setting=dataclasses.replace(self.setting, seats=seats))
@@ -313,90 +313,96 @@ class Drafting:
             for first in range(1, count + 1):
                 yield (True,) * first + (False,) * (count - first)
 
-    def _merit(self, draft: Draft) -> tuple[float, float, int]:
+    def _merit(self, candidate: Candidate) -> tuple[float, float, int]:
         """How far a draft is from fitting its devices, its step, and how many stages recompute."""
-        pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
+        pairs = zip(candidate.prediction.device_bytes, candidate.found.seats, strict=True)
         over = (size - self.setting.seats[seat].memory for size, seat in pairs)
-        again = sum(stage.remat is not Remat.NONE for stage in draft.stages)
-        return sum(max(0.0, excess) for excess in over), draft.prediction.step_s, again
+        again = sum(stage.remat is not Remat.NONE for stage in candidate.stages)
+        return sum(max(0.0, excess) for excess in over), candidate.prediction.step_s, again
 
-    def _fitted(self, draft: Draft) -> list[Draft]:
+    def _fitted(self, candidate: Candidate) -> list[Candidate]:
         """The same cut, whose stages recompute as fast as fits: in segments too, or not.
 
         Segments are whole calls of modules, the outermost with which a device fits; they are any
         only where it fits with none of these.
         """
-        segmented: dict[int, Way] = {}
-        whole: dict[int, Way] = {}
-        for device, seat in enumerate(draft.found.seats):
+        segmented: dict[int, RematOption] = {}
+        whole: dict[int, RematOption] = {}
+        for device, seat in enumerate(candidate.found.seats):
             memory = self.setting.seats[seat].memory
-            for known in self._levels(draft, device):
+            for known in self._levels(candidate, device):
                 fits, found = known.fastest(memory, tuple(Remat))
                 whole.update(known.fastest(memory, _WHOLE)[1])
                 if fits:
                     break
             segmented.update(found)
-        return [self._remade(draft, taken) for taken in (segmented, whole)]
+        return [self._remade(candidate, taken) for taken in (segmented, whole)]
 
-    def _remade(self, draft: Draft, taken: Mapping[int, Way]) -> Draft:
+    def _remade(self, candidate: Candidate, taken: Mapping[int, RematOption]) -> Candidate:
         """The same cut, whose stages recompute in these ways."""
         split = self.setting.splits_backward
-        stages = (taken[stage.index].of(stage, split=split) for stage in draft.stages)
-        return self._draft(draft.found, draft.table, tuple(stages))
+        stages = (taken[stage.index].of(stage, split=split) for stage in candidate.stages)
+        return self._draft(candidate.found, candidate.table, tuple(stages))
 
-    def _levels(self, draft: Draft, device: int) -> Iterator[DeviceWays]:
+    def _levels(self, candidate: Candidate, device: int) -> Iterator[DeviceRematOptions]:
         """What the stages of a device can do, with segments further and further inside."""
-        order = draft.orders[device]
+        order = candidate.orders[device]
         numbers = {action.stage for action in order}
-        calls = {n: self._ways_by_calls(draft, n, device) for n in numbers}
+        calls = {n: self._ways_by_calls(candidate, n, device) for n in numbers}
         most = FEW if self.work < WORK else MANY
         split = self.setting.splits_backward
         for level in range(max(map(len, calls.values()))):
             known = {
                 n: found[min(level, len(found) - 1)]
                 if found
-                else self._ways_of(draft, n, device, most)
+                else self._ways_of(candidate, n, device, most)
                 for n, found in calls.items()
             }
-            yield DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
-        yield self._ways(draft, device, most)
+            yield DeviceRematOptions.of(
+                order, candidate.joint, candidate.stages, known, split=split
+            )
+        yield self._ways(candidate, device, most)
 
-    def _ways(self, draft: Draft, device: int, most: int) -> DeviceWays:
+    def _ways(self, candidate: Candidate, device: int, most: int) -> DeviceRematOptions:
         """All that the stages of a device can do.
 
         Args:
             most: places of each stage to look at (`passes.remat.choices`).
         """
-        order = draft.orders[device]
+        order = candidate.orders[device]
         numbers = {action.stage for action in order}
-        known = {n: self._ways_of(draft, n, device, most) for n in numbers}
+        known = {n: self._ways_of(candidate, n, device, most) for n in numbers}
         split = self.setting.splits_backward
-        return DeviceWays.of(order, draft.joint, draft.stages, known, split=split)
+        return DeviceRematOptions.of(order, candidate.joint, candidate.stages, known, split=split)
 
-    def _ways_of(self, draft: Draft, number: int, device: int, most: int) -> tuple[Way, ...]:
+    def _ways_of(
+        self, candidate: Candidate, number: int, device: int, most: int
+    ) -> tuple[RematOption, ...]:
         """What a stage can do on a device, with segments of any ops."""
-        stage, kind = draft.stages[number], self._kind(draft, device)
+        stage, kind = candidate.stages[number], self._kind(candidate, device)
         key: Hashable = stage.ops, stage.forward_s, kind, most
         if key not in self.ways:
             self.ways[key] = [ways(self.facts, stage, self._forwards(kind), most)]
         return self.ways[key][0]
 
-    def _ways_by_calls(self, draft: Draft, number: int, device: int) -> list[tuple[Way, ...]]:
+    def _ways_by_calls(
+        self, candidate: Candidate, number: int, device: int
+    ) -> list[tuple[RematOption, ...]]:
         """The same with segments that are whole calls of modules, further and further inside."""
-        stage, kind = draft.stages[number], self._kind(draft, device)
+        stage, kind = candidate.stages[number], self._kind(candidate, device)
         key: Hashable = stage.ops, stage.forward_s, kind
         if key not in self.ways:
             self.ways[key] = ways_by_calls(self.facts, stage, self._forwards(kind))
         return self.ways[key]
 
-    def _kind(self, draft: Draft, device: int) -> int:
-        return self.setting.seats[draft.found.seats[device]].kind
+    def _kind(self, candidate: Candidate, device: int) -> int:
+        return self.setting.seats[candidate.found.seats[device]].kind
 
     def _forwards(self, kind: int) -> dict[str, float]:
         """Seconds of every op's forward on a kind of device."""
         return {name: op.forward_s for name, op in self.costs[kind].ops.items()}
 
-    def with_frontiers(self, draft: Draft, choice: RematChoice) -> Draft:
+    def with_frontiers(self, candidate: Candidate, choice: RematChoice) -> Candidate:
         """The same, with every stage's frontier of time against memory; for a plan to be used.
 
         Args:
@@ -404,17 +410,17 @@ class Drafting:
                 people to look at, and found among fewer places.
         """
         if self.facts.graph.loss is None or self.work < WORK:
-            return draft
-        stages = list(draft.stages)
-        for device in range(len(draft.orders)):
-            known = self._ways(draft, device, MANY if choice is RematChoice.AUTO else FEW)
+            return candidate
+        stages = list(candidate.stages)
+        for device in range(len(candidate.orders)):
+            known = self._ways(candidate, device, MANY if choice is RematChoice.AUTO else FEW)
             for stage in known.stages:
                 stages[stage.index] = dataclasses.replace(
                     stages[stage.index], frontier=known.frontier(stage.index)
                 )
-        return dataclasses.replace(draft, stages=tuple(stages))
+        return dataclasses.replace(candidate, stages=tuple(stages))
 
-    def _cut(self, recompute: tuple[bool, ...]) -> Draft:
+    def _cut(self, recompute: tuple[bool, ...]) -> Candidate:
         """The best cut found into stages of which these recompute.
 
         The search does not see what it takes to sum the gradients of parameters that several
@@ -422,22 +428,22 @@ class Drafting:
         shorter step is taken.
         """
         apart = self._cut_of(self.problem, recompute)
-        drafts = [apart]
+        candidates = [apart]
         for names in self._tied(apart):
             together = dataclasses.replace(
                 self.problem, groups=(*self.problem.groups, *map(self._users, names))
             )
             # Where what lies between them leaves too few stages, they cannot be in one.
             with contextlib.suppress(PlanError):
-                drafts.append(self._cut_of(together, recompute))
-        best = min(drafts, key=self._merit)
+                candidates.append(self._cut_of(together, recompute))
+        best = min(candidates, key=self._merit)
         return best if best is apart else best.bounded_by(apart)
 
-    def _tied(self, draft: Draft) -> list[list[str]]:
+    def _tied(self, candidate: Candidate) -> list[list[str]]:
         """The shared parameters to be tried in one stage: each by itself, and all of them."""
-        names = [name for name, _ in shared(self.facts.graph, draft.stages)]
-        costly = draft.prediction.step_s * _WORTH_A_CUT
-        if draft.prediction.shared_sum_s < costly:
+        names = [name for name, _ in shared(self.facts.graph, candidate.stages)]
+        costly = candidate.prediction.step_s * _WORTH_A_CUT
+        if candidate.prediction.shared_sum_s < costly:
             return []
         alone = [[name] for name in names[:_MOST_ALONE]]
         return [*alone, names] if len(names) > 1 else alone
@@ -451,7 +457,7 @@ class Drafting:
             if name in graph.op_of[node.name].states(graph.modules)
         )
 
-    def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Draft:
+    def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Candidate:
         setting = dataclasses.replace(self.setting, recompute=recompute)
         memory = tuple(seat.memory for seat in setting.seats)
         key: Hashable = (problem.groups, recompute, memory)
@@ -472,7 +478,7 @@ class Drafting:
         modules = self.facts.modules
         return cut_inside(problem, setting, modules, best, self.inside, work=self.work)
 
-    def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Draft:
+    def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Candidate:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
         table = tabulate(self.facts, stage_of, self.setting.stages)
@@ -482,7 +488,7 @@ class Drafting:
         )
         return self._draft(found, table, stages)
 
-    def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Draft:
+    def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Candidate:
         needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]
         joint = tuple(sorted(joint_of(needed, random=self.random)))
 
@@ -492,9 +498,9 @@ class Drafting:
 
         orders = self.setting.orders_with(joint) if joint else self.setting.orders
         expected = predict(self.facts.graph, stages, orders, found, between, joint)
-        return Draft(found, table, stages, orders, joint, expected)
+        return Candidate(found, table, stages, orders, joint, expected)
 
 
-def _recompute(draft: Draft) -> tuple[bool, ...]:
+def _recompute(candidate: Candidate) -> tuple[bool, ...]:
     """Which stages of a draft do."""
-    return tuple(stage.remat is not Remat.NONE for stage in draft.stages)
+    return tuple(stage.remat is not Remat.NONE for stage in candidate.stages)

@@ -20,7 +20,7 @@ from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, 
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
 
@@ -92,9 +92,9 @@ class Facts:
         return self.by_torn[wrong]
 
     @cached_property
-    def rehearsals(self) -> Rehearsals:
+    def rehearsals(self) -> MemoryTraces:
         """Of its stages, as far as somebody has asked for them: they take seconds."""
-        return Rehearsals(self.graph)
+        return MemoryTraces(self.graph)
 
     def tied(self, stages: Sequence[Collection[str]]) -> str:
         """What ties most of the work together, in words; "" where no stage has far too much of it.

@@ -11,9 +11,9 @@ from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import AT_FIRST, most_over
 from gpipe_compiler.planner.search_space import EVERYTHING, Free
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.runtime.wording import counted
@@ -28,7 +28,7 @@ class DoesNotFitError(PlanError):
 
 
 def refuse_too_large(
-    bench: Workbench,
+    planner: Planner,
     plan: Plan,
     policy: Policy,
     choice: Choice,
@@ -54,7 +54,7 @@ def refuse_too_large(
     hints += [
         f"{near.words}: {format_bytes(near.peak_bytes)} at most, "
         f"{format_seconds(near.step_s)} a step instead of {format_seconds(plan.prediction.step_s)}"
-        for near in nearby(bench, choice, policy, free)
+        for near in nearby(planner, choice, policy, free)
     ]
     listing = "".join(f"\n    {hint}" for hint in hints)
     raise DoesNotFitError(f"{subject} {_fault(plan)}", hint=f"what would fit:{listing}")
@@ -115,7 +115,7 @@ class _Change:
 
 
 def nearby(
-    bench: Workbench, choice: Choice, policy: Policy, free: Free = EVERYTHING
+    planner: Planner, choice: Choice, policy: Policy, free: Free = EVERYTHING
 ) -> list[Nearby]:
     """The nearest settings that fit.
 
@@ -123,9 +123,9 @@ def nearby(
     other on top, until all together fit or nothing is left to change. At most `MOST_TRIED` plans
     are made.
     """
-    tries = _Tries(bench)
+    tries = _Tries(planner)
     start = _Change(choice, policy)
-    kinds = _kinds(bench, choice, free)
+    kinds = _kinds(planner, choice, free)
     found = [near for kind in kinds if (near := tries.first(kind(start))) is not None]
     if found:
         return sorted(found, key=lambda near: near.step_s)
@@ -142,9 +142,9 @@ def nearby(
 _Kind = Callable[[_Change], Iterator[_Change]]
 
 
-def _kinds(bench: Workbench, choice: Choice, free: Free) -> list[_Kind]:
+def _kinds(planner: Planner, choice: Choice, free: Free) -> list[_Kind]:
     """What can be changed, in the order in which changes are put on top of one another."""
-    training = bench.graph.loss is not None
+    training = planner.graph.loss is not None
 
     def remat(start: _Change) -> Iterator[_Change]:
         if training and start.choice.remat is not RematChoice.FULL:
@@ -152,7 +152,7 @@ def _kinds(bench: Workbench, choice: Choice, free: Free) -> list[_Kind]:
             yield _Change(full, start.policy, (*start.words, "--remat full"))
 
     def microbatches(start: _Change) -> Iterator[_Change]:
-        batch_size = bench.batch_size // start.policy.data_parallel
+        batch_size = planner.batch_size // start.policy.data_parallel
         more = [n for n in range(choice.microbatches + 1, batch_size + 1) if not batch_size % n]
         for count in more:
             changed = dataclasses.replace(start.choice, microbatches=count)
@@ -166,7 +166,7 @@ def _kinds(bench: Workbench, choice: Choice, free: Free) -> list[_Kind]:
             yield _Change(changed, start.policy, (*start.words, f"--schedule {kind.value}"))
 
     def stages(start: _Change) -> Iterator[_Change]:
-        cluster = bench.cluster
+        cluster = planner.cluster
         there = len(cluster.devices) // start.policy.data_parallel
         for count in (choice.stages + 1, 2 * choice.stages, 4 * choice.stages):
             with contextlib.suppress(ValueError):
@@ -194,7 +194,7 @@ def _kinds(bench: Workbench, choice: Choice, free: Free) -> list[_Kind]:
 class _Tries:
     """Plans changes, as long as there are not too many."""
 
-    bench: Workbench
+    planner: Planner
     left: int = MOST_TRIED
 
     def first(self, changes: Iterator[_Change] | Sequence[_Change]) -> Nearby | None:
@@ -207,7 +207,7 @@ class _Tries:
                 policy = dataclasses.replace(
                     change.policy, schedule=change.choice.schedule, remat=change.choice.remat
                 )
-                plan = self.bench.plan(change.choice, policy, AT_FIRST, exact_memory=True)
+                plan = self.planner.plan(change.choice, policy, AT_FIRST, exact_memory=True)
             except (PlanError, UsageError, ModelError):
                 continue
             if not most_over(plan):

@@ -20,15 +20,15 @@ from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.inplace import torn, undone
 from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
-from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.passes.remat import FEW
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.timeline import timeline
 from gpipe_compiler.plan.what_if import Remedy, WhatIf
 from gpipe_compiler.planner.memory_fit import layout_of
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.planning import microbatch_size
-from gpipe_compiler.planner.remat import DeviceWays, ways
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.remat import DeviceRematOptions, ways
 from gpipe_compiler.runtime.schedule import (
     forward_only,
     orders_for,
@@ -40,7 +40,7 @@ from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, S
 from gpipe_compiler.text.units import format_limit
 
 
-def what_if(bench: Workbench, plan: Plan, policy: Policy) -> WhatIf:
+def what_if(planner: Planner, plan: Plan, policy: Policy) -> WhatIf:
     """What each remedy would save.
 
     A remedy that the model or the schedule refuses is left out.
@@ -49,14 +49,14 @@ def what_if(bench: Workbench, plan: Plan, policy: Policy) -> WhatIf:
         bench: that made the plan, of a graph that torch can run.
         policy: that of the plan; its schedule is the plan's, whatever it says.
     """
-    return _Trials(bench, plan, dataclasses.replace(policy, schedule=plan.schedule)).told()
+    return _Trials(planner, plan, dataclasses.replace(policy, schedule=plan.schedule)).told()
 
 
 @dataclass(frozen=True)
 class _Trials:
     """A plan to be changed."""
 
-    bench: Workbench
+    planner: Planner
     plan: Plan
     policy: Policy
 
@@ -147,16 +147,16 @@ class _Trials:
         return self.plan.graph
 
     @cached_property
-    def _known(self) -> Rehearsals:
+    def _known(self) -> MemoryTraces:
         """Of the plan's own graph."""
-        facts = self.bench.prepare(self.plan.microbatches, self.policy).facts
-        return facts.rehearsals if facts.graph is self._graph else Rehearsals(self._graph)
+        facts = self.planner.prepare(self.plan.microbatches, self.policy).facts
+        return facts.rehearsals if facts.graph is self._graph else MemoryTraces(self._graph)
 
     @cached_property
     def _estimates(self) -> Sequence[Costs]:
         """The costs of the plan's own graph on each kind of device, by their rooflines."""
-        if not self.bench.measured:
-            return self.bench.prepare(self.plan.microbatches, self.policy).costs
+        if not self.planner.measured:
+            return self.planner.prepare(self.plan.microbatches, self.policy).costs
         return costs_by_kind(self._graph, self.plan.cluster.kinds, measured=False)
 
     @cached_property
@@ -181,7 +181,7 @@ class _Trials:
         except ValueError:
             return None
 
-    def _remedy(self, words: str, changed: Plan, rehearsals: Rehearsals) -> Remedy:
+    def _remedy(self, words: str, changed: Plan, rehearsals: MemoryTraces) -> Remedy:
         layout = layout_of(changed, self.policy.optimizer)
         memory = device_memories(rehearsals.graph, layout, rehearsals)
         # What the simulation leaves out, as sums of shared gradients, stays.
@@ -198,7 +198,7 @@ class _Trials:
         Op times of a plan whose ops were measured change by as much as their rooflines do.
         """
         samples = microbatch_size(changed.batch_size, changed.microbatches, changed.replicas)
-        graph = self.bench.described(samples, precision)
+        graph = self.planner.described(samples, precision)
         if self.policy.in_place:
             plain, graph = graph, transform(graph, Setting(samples, precision), IN_PLACE)
             stage_of = {
@@ -219,7 +219,7 @@ class _Trials:
         changed = dataclasses.replace(
             changed, graph=graph, stages=tuple(stages), crossings=crossings
         )
-        return self._remedy(words, changed, Rehearsals(graph))
+        return self._remedy(words, changed, MemoryTraces(graph))
 
     def _fitted(self, memory: float) -> tuple[Stage, ...]:
         """The stages, recomputing as little as fits so many bytes a device, as the search counts.
@@ -227,7 +227,7 @@ class _Trials:
         Those of devices that fit stay as they are.
         """
         plan = self.plan
-        prepared = self.bench.prepare(plan.microbatches, self.policy)
+        prepared = self.planner.prepare(plan.microbatches, self.policy)
         split = splits_backward(plan.schedule)
         stages = list(plan.stages)
         for order, size in zip(plan.orders, plan.prediction.device_bytes, strict=True):
@@ -238,7 +238,7 @@ class _Trials:
             costs = prepared.costs[kind].ops
             seconds = {name: cost.forward_s for name, cost in costs.items()}
             known = {n: ways(prepared.facts, stages[n], seconds, FEW) for n in numbers}
-            device = DeviceWays.of(order, plan.joint, stages, known, split=split)
+            device = DeviceRematOptions.of(order, plan.joint, stages, known, split=split)
             for number, way in device.fastest(memory, tuple(Remat))[1].items():
                 stages[number] = way.of(stages[number], split=split)
         return tuple(stages)

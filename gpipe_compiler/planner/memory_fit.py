@@ -16,10 +16,10 @@ from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.passes.cut.seats import seat_orders
-from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
-from gpipe_compiler.planner.candidates import Draft, Drafting
+from gpipe_compiler.planner.candidates import Candidate, CandidateBuilder
 from gpipe_compiler.planner.predict import shared
 from gpipe_compiler.runtime.spec import Remat
 
@@ -38,7 +38,7 @@ class Exact:
         over: bytes that its devices take more than they have, together.
     """
 
-    draft: Draft
+    candidate: Candidate
     layout: Layout
     memory: tuple[DeviceMemory, ...]
     over: float
@@ -46,47 +46,49 @@ class Exact:
     @property
     def merit(self) -> tuple[float, float, int]:
         """The less the better: how far from fitting, its step, how many stages recompute."""
-        again = sum(stage.remat is not Remat.NONE for stage in self.draft.stages)
-        return self.over, self.draft.prediction.step_s, again
+        again = sum(stage.remat is not Remat.NONE for stage in self.candidate.stages)
+        return self.over, self.candidate.prediction.step_s, again
 
     def bare(self) -> Exact:
         """The same, to be kept beside others: programs of large plans take gigabytes."""
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout))
 
 
-def choose_exactly(drafting: Drafting, choice: RematChoice, replicas: int) -> Exact:
+def choose_exactly(builder: CandidateBuilder, choice: RematChoice, replicas: int) -> Exact:
     """The draft with the shortest step that was found to fit, and the memory of its devices; or one
-    that opens fewer modules and is nearly as good (`Drafting.inside`).
+    that opens fewer modules and is nearly as good (`CandidateBuilder.inside`).
 
     Where none fits, that which is the nearest to it.
 
     Raises:
         ModelError: naming an op that cannot run.
     """
-    first = _exact(drafting, drafting.choose(choice), replicas)
-    limits = [seat.memory for seat in drafting.setting.seats]
-    if not first.over and _moved(drafting, first, limits) is None:
+    first = _exact(builder, builder.choose(choice), replicas)
+    limits = [seat.memory for seat in builder.setting.seats]
+    if not first.over and _moved(builder, first, limits) is None:
         return first
-    if first.draft.prediction.anywhere_s is None:
-        return _chosen(drafting, first, choice, replicas)[0]
-    anywhere = drafting.anywhere()
+    if first.candidate.prediction.anywhere_s is None:
+        return _chosen(builder, first, choice, replicas)[0]
+    anywhere = builder.anywhere()
     start = _exact(anywhere, anywhere.choose(choice), replicas)
     best, limits = _chosen(anywhere, start, choice, replicas)
-    closed = _exact(drafting, _limited(drafting, limits).closed(best.draft, choice), replicas)
-    best_s = best.draft.prediction.objective_s
+    closed = _exact(builder, _limited(builder, limits).closed(best.candidate, choice), replicas)
+    best_s = best.candidate.prediction.objective_s
     good = [
         exact
         for exact in (first, closed)
         if exact.over <= best.over
-        and exact.draft.prediction.objective_s <= best_s * (1 + drafting.inside)
+        and exact.candidate.prediction.objective_s <= best_s * (1 + builder.inside)
     ]
     taken = min(good, key=lambda exact: exact.merit, default=best)
-    prediction = dataclasses.replace(taken.draft.prediction, anywhere_s=best_s)
-    return dataclasses.replace(taken, draft=dataclasses.replace(taken.draft, prediction=prediction))
+    prediction = dataclasses.replace(taken.candidate.prediction, anywhere_s=best_s)
+    return dataclasses.replace(
+        taken, candidate=dataclasses.replace(taken.candidate, prediction=prediction)
+    )
 
 
 def _chosen(
-    drafting: Drafting, first: Exact, choice: RematChoice, replicas: int
+    builder: CandidateBuilder, first: Exact, choice: RematChoice, replicas: int
 ) -> tuple[Exact, list[float]]:
     """The same, among cuts of one kind; and the limits under which the last was made.
 
@@ -94,25 +96,25 @@ def _chosen(
         first: under the devices' own limits.
     """
     best = latest = first
-    limits = [seat.memory for seat in drafting.setting.seats]
+    limits = [seat.memory for seat in builder.setting.seats]
     for _ in range(_ROUNDS):
-        moved = _moved(drafting, latest, limits)
+        moved = _moved(builder, latest, limits)
         if moved is None:
             break
         limits = moved
-        draft = _limited(drafting, limits).choose(choice, best.draft)
-        if draft.stages == latest.draft.stages:
+        candidate = _limited(builder, limits).choose(choice, best.candidate)
+        if candidate.stages == latest.candidate.stages:
             break
         best, latest = best.bare(), latest.bare()
-        latest = _exact(drafting, draft.bounded_by(first.draft), replicas).bare()
+        latest = _exact(builder, candidate.bounded_by(first.candidate), replicas).bare()
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
         # Limits that were moved in vain must not miss what the plainest choices fit, nor what
         # needs the least.
-        least = _limited(drafting, [0.0] * len(limits))
-        plain = [drafting.choose(RematChoice.FULL), drafting.choose(RematChoice.NONE)]
-        for draft in (*plain, least.choose(choice, best.draft), *least.leanest()):
-            usual = _exact(drafting, draft.bounded_by(first.draft), replicas).bare()
+        least = _limited(builder, [0.0] * len(limits))
+        plain = [builder.choose(RematChoice.FULL), builder.choose(RematChoice.NONE)]
+        for candidate in (*plain, least.choose(choice, best.candidate), *least.leanest()):
+            usual = _exact(builder, candidate.bounded_by(first.candidate), replicas).bare()
             best = min(best.bare(), usual, key=lambda exact: exact.merit)
     return best, limits
 
@@ -152,7 +154,7 @@ def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
     )
 
 
-def remeasured(plan: Plan, optimizer: AnyOptimizer, rehearsals: Rehearsals | None = None) -> Plan:
+def remeasured(plan: Plan, optimizer: AnyOptimizer, rehearsals: MemoryTraces | None = None) -> Plan:
     """A plan with its graph, told by the quick model so far, with what its devices truly take.
 
     Args:
@@ -164,50 +166,50 @@ def remeasured(plan: Plan, optimizer: AnyOptimizer, rehearsals: Rehearsals | Non
     return dataclasses.replace(plan, prediction=told)
 
 
-def _exact(drafting: Drafting, draft: Draft, replicas: int) -> Exact:
-    facts, setting = drafting.facts_of(draft), drafting.setting
-    stages: tuple[Stage, ...] = draft.stages
+def _exact(builder: CandidateBuilder, candidate: Candidate, replicas: int) -> Exact:
+    facts, setting = builder.facts_of(candidate), builder.setting
+    stages: tuple[Stage, ...] = candidate.stages
     layout = Layout(
         stages=stages,
-        crossings=draft.table.crossings,
-        orders=draft.orders,
+        crossings=candidate.table.crossings,
+        orders=candidate.orders,
         placement=setting.placement,
-        joint=draft.joint,
+        joint=candidate.joint,
         shared=dict(shared(facts.graph, stages)),
         microbatches=setting.microbatches,
         replicas=replicas,
-        optimizer=drafting.optimizer,
-        on_host=is_host(drafting.cluster.devices[draft.found.seats[0]]),
+        optimizer=builder.optimizer,
+        on_host=is_host(builder.cluster.devices[candidate.found.seats[0]]),
     )
     memory = device_memories(facts.graph, layout, facts.rehearsals)
     over = sum(
         max(0.0, device.peak - setting.seats[seat].memory)
-        for device, seat in zip(memory, draft.found.seats, strict=True)
+        for device, seat in zip(memory, candidate.found.seats, strict=True)
     )
-    return Exact(draft, layout, memory, over)
+    return Exact(candidate, layout, memory, over)
 
 
-def _moved(drafting: Drafting, exact: Exact, limits: Sequence[float]) -> list[float] | None:
+def _moved(builder: CandidateBuilder, exact: Exact, limits: Sequence[float]) -> list[float] | None:
     """Limits under which the quick model counts what fits exactly; None where these will do."""
     moved = list(limits)
     # Else nothing was found that fits with more room.
-    worth = exact.over > 0 and _fits_quickly(exact.draft, limits)
-    recomputes = any(stage.remat is not Remat.NONE for stage in exact.draft.stages)
-    pairs = zip(exact.memory, exact.draft.prediction.device_bytes, strict=True)
-    for (device, quick), seat in zip(pairs, exact.draft.found.seats, strict=True):
-        memory = drafting.setting.seats[seat].memory
+    worth = exact.over > 0 and _fits_quickly(exact.candidate, limits)
+    recomputes = any(stage.remat is not Remat.NONE for stage in exact.candidate.stages)
+    pairs = zip(exact.memory, exact.candidate.prediction.device_bytes, strict=True)
+    for (device, quick), seat in zip(pairs, exact.candidate.found.seats, strict=True):
+        memory = builder.setting.seats[seat].memory
         moved[seat] = max(0.0, memory + quick - device.peak)
         worth |= recomputes and moved[seat] - limits[seat] > _WORTH_A_CUT * memory
     return moved if worth else None
 
 
-def _fits_quickly(draft: Draft, limits: Sequence[float]) -> bool:
+def _fits_quickly(candidate: Candidate, limits: Sequence[float]) -> bool:
     """Whether the devices hold what the quick model counts."""
-    pairs = zip(draft.prediction.device_bytes, draft.found.seats, strict=True)
+    pairs = zip(candidate.prediction.device_bytes, candidate.found.seats, strict=True)
     return all(quick <= limits[seat] for quick, seat in pairs)
 
 
-def _limited(drafting: Drafting, limits: Sequence[float]) -> Drafting:
+def _limited(builder: CandidateBuilder, limits: Sequence[float]) -> CandidateBuilder:
     """The same on devices that hold so much.
 
     A limit is moved for the stages that a device has. So devices that are alike do not change
@@ -215,9 +217,9 @@ def _limited(drafting: Drafting, limits: Sequence[float]) -> Drafting:
     """
     seats = tuple(
         dataclasses.replace(seat, memory=limit)
-        for seat, limit in zip(drafting.setting.seats, limits, strict=True)
+        for seat, limit in zip(builder.setting.seats, limits, strict=True)
     )
-    orders, _ = seat_orders(drafting.setting)
+    orders, _ = seat_orders(builder.setting)
     alike = orders == (tuple(range(len(orders[0]))),)
-    setting = dataclasses.replace(drafting.setting, seats=seats, seated=alike)
-    return dataclasses.replace(drafting, setting=setting)
+    setting = dataclasses.replace(builder.setting, seats=seats, seated=alike)
+    return dataclasses.replace(builder, setting=setting)

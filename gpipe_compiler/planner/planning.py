@@ -15,7 +15,7 @@ from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.candidates import Draft, Drafting
+from gpipe_compiler.planner.candidates import Candidate, CandidateBuilder
 from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.predict import shared
@@ -68,40 +68,40 @@ def make_plan(
     training = graph.loss is not None
     setting = setting_for(cluster, stages, microbatches, policy, training=training, devices=devices)
     cluster = cluster.sized(len(setting.seats))
-    drafting = Drafting.of(graph, costs, cluster, setting, policy, work, constraints, facts)
+    builder = CandidateBuilder.of(graph, costs, cluster, setting, policy, work, constraints, facts)
     choice = policy.remat if graph.loss is not None else RematChoice.NONE
     if exact_memory:
-        exact = choose_exactly(drafting, choice, policy.data_parallel)
-        draft, programs = exact.draft, exact.layout.programs if training else None
-        prediction = with_memory(draft.prediction, exact.memory, stages)
+        exact = choose_exactly(builder, choice, policy.data_parallel)
+        candidate, programs = exact.candidate, exact.layout.programs if training else None
+        prediction = with_memory(candidate.prediction, exact.memory, stages)
     else:
-        draft = drafting.choose(choice)
-        prediction, programs = draft.prediction, None
-    draft = drafting.with_frontiers(draft, choice)
-    graph = drafting.facts_of(draft).graph
-    _prove(graph, draft, setting, programs)
+        candidate = builder.choose(choice)
+        prediction, programs = candidate.prediction, None
+    candidate = builder.with_frontiers(candidate, choice)
+    graph = builder.facts_of(candidate).graph
+    _prove(graph, candidate, setting, programs)
     return Plan(
         name=graph.name,
-        stages=draft.stages,
-        crossings=draft.table.crossings,
+        stages=candidate.stages,
+        crossings=candidate.table.crossings,
         schedule=policy.schedule,
         microbatches=microbatches,
         batch_size=batch_size,
         training=graph.loss is not None,
-        orders=draft.orders,
+        orders=candidate.orders,
         cluster=cluster,
         cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
         prediction=prediction,
         batchnorm=policy.batchnorm,
         precision=policy.precision,
-        joint=draft.joint,
+        joint=candidate.joint,
         placement=setting.placement,
-        seats=draft.found.seats,
+        seats=candidate.found.seats,
         constraints=constraints,
         replicas=policy.data_parallel,
-        tied=drafting.facts.tied([stage.ops for stage in draft.stages]),
+        tied=builder.facts.tied([stage.ops for stage in candidate.stages]),
         cut_inside=policy.cut_inside,
-        opened=drafting.opened(draft),
+        opened=builder.opened(candidate),
         graph=graph,
     )
 
@@ -142,7 +142,7 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             )
 
 
-def _prove(graph: Graph, draft: Draft, setting: Setting, programs: Programs | None) -> None:
+def _prove(graph: Graph, candidate: Candidate, setting: Setting, programs: Programs | None) -> None:
     """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
 
     Args:
@@ -151,11 +151,11 @@ def _prove(graph: Graph, draft: Draft, setting: Setting, programs: Programs | No
     Raises:
         DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
     """
-    placement, crossings = setting.placement, draft.table.crossings
+    placement, crossings = setting.placement, candidate.table.crossings
     if programs is None:
-        owners = dict(shared(graph, draft.stages))
-        programs = lower(draft.orders, placement, crossings, owners, draft.joint)
-    prove(programs, placement, crossings, draft.joint)
+        owners = dict(shared(graph, candidate.stages))
+        programs = lower(candidate.orders, placement, crossings, owners, candidate.joint)
+    prove(programs, placement, crossings, candidate.joint)
 
 
 def setting_for(

@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RematOption:
     """A way for one stage to recompute.
 
     Attributes:
@@ -62,7 +62,9 @@ class Way:
         )
 
 
-def ways(facts: Facts, stage: Stage, seconds: Mapping[str, float], most: int) -> tuple[Way, ...]:
+def ways(
+    facts: Facts, stage: Stage, seconds: Mapping[str, float], most: int
+) -> tuple[RematOption, ...]:
     """All that may be worth it, the one that keeps everything first.
 
     Args:
@@ -75,7 +77,7 @@ def ways(facts: Facts, stage: Stage, seconds: Mapping[str, float], most: int) ->
 
 def ways_by_calls(
     facts: Facts, stage: Stage, seconds: Mapping[str, float]
-) -> list[tuple[Way, ...]]:
+) -> list[tuple[RematOption, ...]]:
     """All that may be worth it with segments that are whole calls of modules: first the outermost
     (`passes.remat.whole_calls`), then these and those inside, and so on."""
     kept = facts.kept
@@ -87,13 +89,13 @@ def ways_by_calls(
     return [_ways(stage, choices_of(problem, segments)) for segments in levels]
 
 
-def _ways(stage: Stage, found: Iterable[Choice]) -> tuple[Way, ...]:
-    several = (Way(Remat.SEGMENTS, one.seconds, one) for one in found if one.segments)
-    return Way(Remat.NONE, 0.0), Way(Remat.FULL, stage.forward_s), *several
+def _ways(stage: Stage, found: Iterable[Choice]) -> tuple[RematOption, ...]:
+    several = (RematOption(Remat.SEGMENTS, one.seconds, one) for one in found if one.segments)
+    return RematOption(Remat.NONE, 0.0), RematOption(Remat.FULL, stage.forward_s), *several
 
 
 @dataclass(frozen=True)
-class DeviceWays:
+class DeviceRematOptions:
     """What the stages of one device can do.
 
     Attributes:
@@ -104,7 +106,7 @@ class DeviceWays:
     """
 
     stages: tuple[Stage, ...]
-    ways: tuple[tuple[Way, ...], ...]
+    ways: tuple[tuple[RematOption, ...], ...]
     seconds: tuple[Bytes, ...]
     bytes: tuple[Bytes, ...]
 
@@ -114,10 +116,10 @@ class DeviceWays:
         order: Sequence[Compute],
         joint: Collection[int],
         stages: Sequence[Stage],
-        known: Mapping[int, Sequence[Way]],
+        known: Mapping[int, Sequence[RematOption]],
         *,
         split: bool,
-    ) -> DeviceWays:
+    ) -> DeviceRematOptions:
         """Those of a device.
 
         Args:
@@ -155,7 +157,9 @@ class DeviceWays:
         """Bytes that the stages hold for good."""
         return sum(stage.state_bytes for stage in self.stages)
 
-    def fastest(self, memory: float, allowed: Collection[Remat]) -> tuple[bool, dict[int, Way]]:
+    def fastest(
+        self, memory: float, allowed: Collection[Remat]
+    ) -> tuple[bool, dict[int, RematOption]]:
         """The ways that take the least time in so much memory; else those that need the least.
         And whether they fit.
 

@@ -16,8 +16,8 @@ from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, Point
 from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search_space import Wish, choices
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import format_seconds
 
@@ -57,7 +57,7 @@ class Explored:
 
 
 def explore(
-    bench: Workbench,
+    planner: Planner,
     wish: Wish,
     policy: Policy,
     *,
@@ -72,12 +72,12 @@ def explore(
     Raises:
         GPipeCompilerError: where no choice can be planned, for the first reason.
     """
-    training = bench.graph.loss is not None
-    batch_size = bench.batch_size // policy.data_parallel
+    training = planner.graph.loss is not None
+    batch_size = planner.batch_size // policy.data_parallel
 
     def by_default(stages: int) -> int:
         try:
-            return bench.default_microbatches(stages, policy)
+            return planner.default_microbatches(stages, policy)
         except ModelError:  # of every number, which the search tells
             return 1
 
@@ -87,7 +87,7 @@ def explore(
             "there are no such stages under such a schedule",
             hint="ask for an even number of stages, or for --stages auto",
         )
-    run = _Exploration(bench, policy, len(everything), progress, time.monotonic() + seconds)
+    run = _Exploration(planner, policy, len(everything), progress, time.monotonic() + seconds)
     return run.look(everything)
 
 
@@ -95,7 +95,7 @@ def explore(
 class _Exploration:
     """One search; keeps the best plans so far."""
 
-    bench: Workbench
+    planner: Planner
     policy: Policy
     count: int
     progress: Callable[[str], None]
@@ -141,7 +141,7 @@ class _Exploration:
         if microbatches not in self._work:
             self.progress(f"exploring: costs with {counted(microbatches, 'micro-batch', 'es')}")
             try:
-                prepared = self.bench.prepare(microbatches, self.policy)
+                prepared = self.planner.prepare(microbatches, self.policy)
             except _CANNOT as error:
                 self._work[microbatches] = error
             else:
@@ -188,7 +188,7 @@ class _Exploration:
 
     def _memory(self, choice: Choice, which: Callable[[Iterable[int]], int]) -> int:
         """Bytes of the largest or smallest device."""
-        cluster = self.bench.cluster.sized(choice.devices)
+        cluster = self.planner.cluster.sized(choice.devices)
         return which(device.memory for device in cluster.devices)
 
     def _plan(self, choice: Choice) -> None:
@@ -196,7 +196,7 @@ class _Exploration:
         known = f", best {format_seconds(best)} a step" if best is not None else ""
         self.progress(f"exploring: {len(self.points)} of {self.count} settings{known}")
         try:
-            plan = self.bench.plan(choice, self._policy(choice), AT_FIRST)
+            plan = self.planner.plan(choice, self._policy(choice), AT_FIRST)
         except _CANNOT as error:
             self._refuse(choice, error)
             return
@@ -214,7 +214,7 @@ class _Exploration:
         """Keeps only the plans that may be chosen yet: a plan of a large model is large."""
         self.plans[choice] = plan
         known = [self.points[choice] for choice in self.plans]
-        frontier = Frontier.of(known, self.bench.batch_size)
+        frontier = Frontier.of(known, self.planner.batch_size)
         for point in frontier.points[1:]:
             if not point.fits or point.step_s > frontier.points[0].step_s * (1 + 1e-2):
                 del self.plans[point.choice]
@@ -224,7 +224,7 @@ class _Exploration:
         self.progress("exploring: planning the best settings in full")
         told: dict[Choice, Plan] = {}
         while True:
-            frontier = Frontier.of(self.points.values(), self.bench.batch_size)
+            frontier = Frontier.of(self.points.values(), self.planner.batch_size)
             choice = frontier.points[0].choice
             if choice in told:
                 return Explored(frontier, told[choice])
@@ -239,28 +239,28 @@ class _Exploration:
     def _kept(self, choice: Choice) -> Plan:
         """A plan made while settings were compared."""
         if choice not in self.plans:
-            self.plans[choice] = self.bench.plan(choice, self._policy(choice), AT_FIRST)
+            self.plans[choice] = self.planner.plan(choice, self._policy(choice), AT_FIRST)
         return self.plans[choice]
 
     def _measured(self, choice: Choice, plan: Plan) -> Plan:
         """A plan with what its devices truly take, where torch can run its graph."""
-        if self.bench.analysis:
+        if self.planner.analysis:
             return plan
-        facts = self.bench.prepare(choice.microbatches, self.policy).facts
+        facts = self.planner.prepare(choice.microbatches, self.policy).facts
         facts = facts.in_stages([stage.ops for stage in plan.stages])
         return remeasured(plan, self.policy.optimizer, facts.rehearsals)
 
     def _in_full(self, choice: Choice) -> Plan:
         """The plan of a choice, exact in memory; its point is corrected where that does not fit."""
         policy = self._policy(choice)
-        plan = self.bench.plan(choice, policy, exact_memory=False)
+        plan = self.planner.plan(choice, policy, exact_memory=False)
         if _merit(planned(choice, plan)) <= _merit(self.points[choice]):
             self.points[choice] = planned(choice, plan)
         else:
             plan = self._kept(choice)
         plan = self._measured(choice, plan)
-        if most_over(plan) and self.bench.analysis is None:
-            again = self.bench.plan(choice, policy)
+        if most_over(plan) and self.planner.analysis is None:
+            again = self.planner.plan(choice, policy)
             plan = min(plan, again, key=lambda one: _merit(planned(choice, one)))
         point, exact = self.points[choice], planned(choice, plan)
         if most_over(plan) or exact.step_s != point.step_s:

@@ -146,10 +146,10 @@ def split_stages(orders: Orders) -> frozenset[int]:
     return frozenset(a.stage for order in orders for a in order if a.phase is Phase.WEIGHT)
 
 
-Pace = Mapping[tuple[Compute, bool], float]
+StageRates = Mapping[tuple[Compute, bool], float]
 """How many times as long as usual an action takes, or (True) running the forward again for it."""
 
-STEADY: Pace = MappingProxyType({})
+STEADY: StageRates = MappingProxyType({})
 """Every action takes the time of its stage."""
 
 
@@ -157,7 +157,7 @@ def simulate(
     orders: Orders,
     times: Sequence[StageTimes],
     joint: Collection[int] = (),
-    pace: Pace = STEADY,
+    pace: StageRates = STEADY,
 ) -> Simulation:
     """Works out when every action of a schedule starts and ends.
 
@@ -185,7 +185,7 @@ class _Run:
     """The devices and ports while a schedule is simulated, action by action."""
 
     def __init__(
-        self, times: Sequence[StageTimes], orders: Orders, joint: Joint, pace: Pace
+        self, times: Sequence[StageTimes], orders: Orders, joint: Joint, pace: StageRates
     ) -> None:
         self.pace = pace
         self.times = times

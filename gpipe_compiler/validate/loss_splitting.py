@@ -16,9 +16,9 @@ import torch
 from gpipe_compiler.errors import SourceLocation, ValidationError
 from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.loss_additivity import never_additive
 from gpipe_compiler.passes.loss_weight import different_means
-from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import RELATIVE, ROUNDINGS
 

@@ -18,7 +18,7 @@ from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Kind, Tensors, flat_tensors
 from gpipe_compiler.runtime.inputs import even_sizes

@@ -27,8 +27,8 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.mixing import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import Kind, Tensors, compare, dense
 from gpipe_compiler.runtime.inputs import join

@@ -20,9 +20,9 @@ from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted
+from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.ground import Ground, Known
-from gpipe_compiler.passes.cut.judge import Judge
-from gpipe_compiler.passes.cut.lineup import Lineup, ideal
 from gpipe_compiler.passes.cut.orders import (
     down_sets,
     prefixes,
@@ -178,11 +178,11 @@ class _Cutter:
         if setting.objective is Objective.STEP and not line:
             counted = np.array([float(count == m) for count in repeats])
         orders, complete = seat_orders(setting)
-        lineups = [Lineup.of(setting, order, held, counted) for order in orders]
+        lineups = [DeviceOrder.of(setting, order, held, counted) for order in orders]
         best = lineups[0] if complete and len(lineups) == 1 else ideal(setting, held, counted)
         self.simple_s = simple_bound(graph, setting, best)
         self.complete = complete
-        judge = Judge(problem, setting, again)
+        judge = CutEvaluator(problem, setting, again)
         total_s = float(graph.least_s.sum())
         self.solver = Solver(setting, judge, lineups, tuple(repeats), total_s, work)
 

@@ -21,9 +21,9 @@ from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import contract, lean, relevant
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.ground import Ground, Known
-from gpipe_compiler.passes.cut.judge import Judge
-from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.quick import quick
@@ -139,7 +139,7 @@ class _Counts:
         self.looked = 0
 
     def _solver(self, setting: Setting, total_s: float) -> Solver:
-        judge = Judge(self.problem, setting, np.zeros(setting.stages))
+        judge = CutEvaluator(self.problem, setting, np.zeros(setting.stages))
         repeats = (0,) * setting.stages
         return Solver(setting, judge, [_lineup(setting)], repeats, total_s, self.work)
 
@@ -283,6 +283,6 @@ class _Counts:
             self.bound_s = self.value
 
 
-def _lineup(setting: Setting) -> Lineup:
+def _lineup(setting: Setting) -> DeviceOrder:
     """The only order of equal devices, each with one stage."""
-    return Lineup.of(setting, range(setting.stages), (), np.zeros(setting.stages))
+    return DeviceOrder.of(setting, range(setting.stages), (), np.zeros(setting.stages))

@@ -15,8 +15,8 @@ import numpy as np
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut.judge import Judge, excess_of
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator, excess_of
 from gpipe_compiler.passes.cut.pairs import Row
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import Setting
@@ -101,8 +101,8 @@ class Enumeration:
     def __init__(
         self,
         space: Space,
-        lineup: Lineup,
-        judge: Judge,
+        lineup: DeviceOrder,
+        judge: CutEvaluator,
         setting: Setting,
         repeats: tuple[int, ...],
         goal: Goal = Goal.OBJECTIVE,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.cluster import NO_LINK
 from gpipe_compiler.passes.cut.contract import Contracted
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers
@@ -50,7 +50,7 @@ Keys = npt.NDArray[np.uint64]
 
 def frontier(
     graph: Contracted,
-    lineup: Lineup,
+    lineup: DeviceOrder,
     most: int,
     speeds: Sequence[float] = SPEEDS,
     labels: int = MOST_LABELS,

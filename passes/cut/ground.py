@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.frontier import frontier
-from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.places import Places
 from gpipe_compiler.passes.cut.problem import CutProblem
@@ -95,7 +95,7 @@ class Ground:
         """Places to cut that are looked at together."""
         return most_places(self.stages)
 
-    def places(self, lineup: Lineup) -> Places:
+    def places(self, lineup: DeviceOrder) -> Places:
         """Places along several orders of the nodes.
 
         Args:
@@ -105,7 +105,7 @@ class Ground:
             self._places[lineup.paces] = Places.of(self.searched, lineup)
         return self._places[lineup.paces]
 
-    def first(self, lineup: Lineup) -> Space:
+    def first(self, lineup: DeviceOrder) -> Space:
         """The family that is looked at first: all places where they are few."""
         key = lineup.paces if self.few is None else ()
         if key not in self._spaces:
@@ -113,7 +113,7 @@ class Ground:
             self._spaces[key] = Space(self.searched, masks)
         return self._spaces[key].unlimited()
 
-    def _spread(self, lineup: Lineup) -> set[int]:
+    def _spread(self, lineup: DeviceOrder) -> set[int]:
         graph = self.searched
         family = self.places(lineup).everywhere(self.most) | _asked(graph, self.stages)
         if graph.size > SWEPT:

@@ -19,8 +19,8 @@ import numpy as np
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
-from gpipe_compiler.passes.cut.judge import Judge
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
 from gpipe_compiler.passes.cut.open_chains import Chains, Places, StageSeconds
 from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes
@@ -121,10 +121,10 @@ class _Inside:
         asked = setting.recompute or (False,) * setting.stages
         redone = {action.stage for action in recomputed(setting.orders)}
         again = np.array([float(a and s in redone) for s, a in enumerate(asked)])
-        self.judge = Judge(problem, setting, again)
+        self.judge = CutEvaluator(problem, setting, again)
         held = loads(setting.orders, [s for s, a in enumerate(asked) if a]) if limited else ()
         orders = sorted(seat_orders(setting)[0], key=lambda seats: seats != best.seats)
-        self.lineups = [Lineup.of(setting, seats, held, again) for seats in orders]
+        self.lineups = [DeviceOrder.of(setting, seats, held, again) for seats in orders]
         graph = contract(problem, setting.stages)
         everything = down_sets(graph, PLACES)
         self.places = Places(graph, modules, everything or self._near(graph))

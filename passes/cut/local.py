@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-from gpipe_compiler.passes.cut.judge import Judge
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers, Space
 
 Chain = tuple[int, ...]
@@ -19,7 +19,7 @@ SWEEPS = 20
 """Times every boundary is tried, at most."""
 
 
-def improve_chain(space: Space, lineup: Lineup, chain: Chain, judge: Judge) -> Chain:
+def improve_chain(space: Space, lineup: DeviceOrder, chain: Chain, judge: CutEvaluator) -> Chain:
     """The chain after no single boundary can be moved to a better cut, within the family.
 
     Better is what is less too large for its devices, and of those alike, has the better objective,
@@ -29,7 +29,9 @@ def improve_chain(space: Space, lineup: Lineup, chain: Chain, judge: Judge) -> C
 
 
 class _Improving:
-    def __init__(self, space: Space, lineup: Lineup, chain: Chain, judge: Judge) -> None:
+    def __init__(
+        self, space: Space, lineup: DeviceOrder, chain: Chain, judge: CutEvaluator
+    ) -> None:
         self.space, self.lineup, self.judge = space, lineup, judge
         self.chain = list(chain)
         costs = [

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.modules import ModuleNodes, weights
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import Setting
@@ -89,7 +89,7 @@ class Places:
 class StageSeconds:
     """How long stages between places compute on one order of devices, and what they receive."""
 
-    def __init__(self, places: Places, setting: Setting, lineup: Lineup) -> None:
+    def __init__(self, places: Places, setting: Setting, lineup: DeviceOrder) -> None:
         graph = places.graph
         self.lineup, self.step = lineup, setting.objective is Objective.STEP
         self.device_of = lineup.placement if self.step else tuple(range(setting.stages))

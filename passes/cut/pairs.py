@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.cut.lineup import Pace
+from gpipe_compiler.passes.cut.device_order import StageRates
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -62,17 +62,17 @@ class Blocks:
         row: of a down-set, as far as stages are not too long.
     """
 
-    def __init__(self, row: Callable[[int, Pace], Row]) -> None:
+    def __init__(self, row: Callable[[int, StageRates], Row]) -> None:
         self._row = row
-        self._known: dict[Pace, list[Pairs]] = {}
-        self._unkept: set[Pace] = set()  # those with too many pairs
+        self._known: dict[StageRates, list[Pairs]] = {}
+        self._unkept: set[StageRates] = set()  # those with too many pairs
 
     def clear(self) -> None:
         """Forgets all, as rows have become shorter."""
         self._known.clear()
         self._unkept.clear()
 
-    def of(self, pace: Pace, starts: Integers, size: int) -> Iterator[Pairs]:
+    def of(self, pace: StageRates, starts: Integers, size: int) -> Iterator[Pairs]:
         """The stages that begin at these down-sets, and maybe others, some `BLOCK` at a time.
 
         Args:
@@ -93,7 +93,7 @@ class Blocks:
             self._known[pace] = known
         yield from known
 
-    def _together(self, pace: Pace, starts: Sequence[int]) -> Iterator[Pairs]:
+    def _together(self, pace: StageRates, starts: Sequence[int]) -> Iterator[Pairs]:
         """The rows of these down-sets."""
         rows: list[Row] = []
         first = held = 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpipe_compiler.cluster import NO_LINK
 from gpipe_compiler.passes.cut.contract import Contracted
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.orders import neighbours, topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.space import Integers
@@ -91,7 +91,7 @@ class Places:
     _cost: Integers
 
     @classmethod
-    def of(cls, graph: Contracted, lineup: Lineup) -> Places:
+    def of(cls, graph: Contracted, lineup: DeviceOrder) -> Places:
         """Those of a graph.
 
         Args:

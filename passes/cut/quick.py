@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.ground import Ground
-from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.orders import masks_between
 from gpipe_compiler.passes.cut.space import Space
 
@@ -52,7 +52,7 @@ class Looked:
     looked: int
 
 
-def quick(ground: Ground, lineup: Lineup, searched: Searched) -> Looked:
+def quick(ground: Ground, lineup: DeviceOrder, searched: Searched) -> Looked:
     """Searches a problem.
 
     Args:

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.dominance import TOLERANCE, undominated
-from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.pairs import BLOCK, Pairs
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
@@ -150,7 +150,7 @@ class _Layer:
 
 
 def search(
-    space: Space, lineup: Lineup, tables: Tables, criterion: Criterion, incumbent_s: float
+    space: Space, lineup: DeviceOrder, tables: Tables, criterion: Criterion, incumbent_s: float
 ) -> Found:
     """The best cut of the family into all stages of the line-up, if better than the incumbent.
 
@@ -189,7 +189,7 @@ class _Work:
     """Putting one stage before all labels of the stage after it."""
 
     space: Space
-    lineup: Lineup
+    lineup: DeviceOrder
     tables: Tables
     criterion: Criterion
     stage: int

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut.contract import Movable
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.search import Extensions
 from gpipe_compiler.passes.cut.space import SEND, Booleans, Floats, Integers, Space
 from gpipe_compiler.passes.cut.tables import Tables
@@ -35,14 +35,14 @@ class Sends:
         taken: how many of its readers are in each, likewise.
     """
 
-    lineup: Lineup
+    lineup: DeviceOrder
     beam: int
     values: tuple[Movable, ...]
     live: Booleans = field(repr=False)
     taken: Integers = field(repr=False)
 
     @classmethod
-    def of(cls, space: Space, lineup: Lineup) -> Sends | None:
+    def of(cls, space: Space, lineup: DeviceOrder) -> Sends | None:
         """For a family and an order of devices; None where links differ by the sender."""
         if lineup.shared or not lineup.alike:
             return None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.dominance import TOLERANCE
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator, CutScore
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
-from gpipe_compiler.passes.cut.judge import Judge, Verdict
-from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
 from gpipe_compiler.passes.cut.search import Criterion, Found, search
@@ -68,8 +68,8 @@ class Solver:
     def __init__(
         self,
         setting: Setting,
-        judge: Judge,
-        lineups: Sequence[Lineup],
+        judge: CutEvaluator,
+        lineups: Sequence[DeviceOrder],
         repeats: tuple[int, ...],
         total_s: float,
         work: int = WORK,
@@ -79,7 +79,7 @@ class Solver:
         self.proves = False
         self.room = 0
         self.least_excess = True
-        self._best: Verdict | None = None
+        self._best: CutScore | None = None
         self._family: Space | None = None
         self._improved: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.work = self._work = work
@@ -99,7 +99,7 @@ class Solver:
         return self._best is not None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CutScore:
         """The best cut so far."""
         assert self._best is not None, "nothing was found"
         return self._best
@@ -201,9 +201,9 @@ class Solver:
         self.room = least
         return True
 
-    def _begin(self, space: Space, lineups: Sequence[Lineup]) -> list[Lineup]:
+    def _begin(self, space: Space, lineups: Sequence[DeviceOrder]) -> list[DeviceOrder]:
         """Finds good cuts; returns the orders of devices with any cut in the family."""
-        found: list[tuple[tuple[float, float], int, Lineup, tuple[int, ...]]] = []
+        found: list[tuple[tuple[float, float], int, DeviceOrder, tuple[int, ...]]] = []
         for lineup in lineups:
             chain = bottleneck_chain(space, lineup, apart=not self._step)
             if chain is not None:
@@ -254,7 +254,7 @@ class Solver:
     # --- searches ----------------------------------------------------------------------------
 
     def _prove_by(
-        self, space: Space, lineup: Lineup, bounds: Tables, *, thorough: bool = True
+        self, space: Space, lineup: DeviceOrder, bounds: Tables, *, thorough: bool = True
     ) -> float:
         """Searches by what is known of the schedule; returns a lower bound.
 
@@ -289,7 +289,7 @@ class Solver:
         return max(least, self._search(space, lineup, bounds, ordered).bound_s)
 
     def _search_rounds(
-        self, space: Space, lineup: Lineup, bounds: Tables, *, thorough: bool
+        self, space: Space, lineup: DeviceOrder, bounds: Tables, *, thorough: bool
     ) -> float:
         """Searches by a bound of 1F1B: with few labels for a good cut, then maybe with many."""
         stages, again = self.setting.stages, lineup.again
@@ -301,7 +301,7 @@ class Solver:
         rounds = Rounds(self._m, stages, again)
         return max(found.bound_s, self._search(space, lineup, bounds, rounds).bound_s)
 
-    def _prove_longest(self, space: Space, lineup: Lineup, bounds: Tables) -> float:
+    def _prove_longest(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
         """The same for the longest stage."""
         least = float(bounds.stage_s[self.setting.stages, -1])
         if least >= self.ceiling * (1 - TOLERANCE):
@@ -311,7 +311,9 @@ class Solver:
             return least
         return max(least, self._search(space, lineup, bounds, sends).bound_s)
 
-    def _search(self, space: Space, lineup: Lineup, bounds: Tables, criterion: Criterion) -> Found:
+    def _search(
+        self, space: Space, lineup: DeviceOrder, bounds: Tables, criterion: Criterion
+    ) -> Found:
         """Searches by one criterion, and keeps what it finds."""
         found = search(space, lineup, bounds, criterion, self.ceiling)
         if found.chain is not None and not space.idle:
@@ -319,7 +321,7 @@ class Solver:
             self._improve(space, lineup, found.chain)
         return found
 
-    def _enumerate(self, space: Space, lineup: Lineup) -> float:
+    def _enumerate(self, space: Space, lineup: DeviceOrder) -> float:
         todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats)
         outcome, self._work = todo.run(self.ceiling, self._work)
         if outcome.chain is not None:
@@ -335,7 +337,7 @@ class Solver:
             return (known_s - self.total_s) / (self._m - 1)
         return known_s / self._m
 
-    def _true(self, lineup: Lineup) -> Lineup:
+    def _true(self, lineup: DeviceOrder) -> DeviceOrder:
         """The same order of devices with the memory they have."""
         return next(true for true in self.lineups if true.seats == lineup.seats)
 
@@ -349,7 +351,7 @@ class Solver:
             for lineup in self.lineups:
                 self._keep(lineup, stage_of)
 
-    def _improve(self, space: Space, lineup: Lineup, chain: tuple[int, ...]) -> None:
+    def _improve(self, space: Space, lineup: DeviceOrder, chain: tuple[int, ...]) -> None:
         """Keeps what a chain becomes when its boundaries are moved, unless that is known."""
         if self._family is not space:
             self._family, self._improved = space, set()
@@ -358,7 +360,9 @@ class Solver:
             better = improve_chain(space, self._true(lineup), chain, self.judge)
             self._offer(space, lineup, better)
 
-    def _offer(self, space: Space, lineup: Lineup, chain: Sequence[int]) -> tuple[float, float]:
+    def _offer(
+        self, space: Space, lineup: DeviceOrder, chain: Sequence[int]
+    ) -> tuple[float, float]:
         """Keeps the chain when it is the best so far; returns its rank."""
         stages = space.stages_of(chain)
         stage_of = [0] * sum(map(len, space.graph.members))
@@ -367,7 +371,7 @@ class Solver:
                 stage_of[node] = stage
         return self._keep(self._true(lineup), stage_of)
 
-    def _keep(self, lineup: Lineup, stage_of: Sequence[int]) -> tuple[float, float]:
+    def _keep(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> tuple[float, float]:
         verdict = self.judge.judge(lineup, stage_of)
         rank = verdict.rank(self.setting.objective)
         if self._best is None or rank < self._best.rank(self.setting.objective):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.passes.cut.contract import Contracted
-from gpipe_compiler.passes.cut.lineup import Pace
+from gpipe_compiler.passes.cut.device_order import StageRates
 from gpipe_compiler.passes.cut.pairs import Blocks, Pairs, Row
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, Kept
 
@@ -82,10 +82,10 @@ class Space:
 
     def _start_cache(self) -> None:
         self.limit_s = float("inf")
-        self._rows: dict[Pace, dict[int, Row]] = {}
-        self._short: dict[Pace, dict[int, Row]] = {}  # the same, as far as the limit allows
+        self._rows: dict[StageRates, dict[int, Row]] = {}
+        self._short: dict[StageRates, dict[int, Row]] = {}  # the same, as far as the limit allows
         self._blocks = Blocks(self.row)
-        self._recent: tuple[Pace | None, dict[int, Row]] = (None, {})  # of `_short`
+        self._recent: tuple[StageRates | None, dict[int, Row]] = (None, {})  # of `_short`
         self._common: dict[int, Crossings] = {}
         self._cached = 0
         self._held = 0
@@ -142,7 +142,7 @@ class Space:
         self._recent = (None, {})
         return self
 
-    def row(self, start: int, pace: Pace) -> Row:
+    def row(self, start: int, pace: StageRates) -> Row:
         """All stages that begin at the down-set of this index."""
         if self._recent[0] is not pace:  # to look one up takes longer than all the rest
             self._recent = (pace, self._short.setdefault(pace, {}))
@@ -164,7 +164,7 @@ class Space:
             self._recent[1][start] = row
         return row
 
-    def blocks(self, pace: Pace, starts: Integers) -> Iterator[Pairs]:
+    def blocks(self, pace: StageRates, starts: Integers) -> Iterator[Pairs]:
         """The stages that begin at these down-sets, and maybe others, some `BLOCK` at a time."""
         return self._blocks.of(pace, starts, self.size)
 
@@ -260,7 +260,7 @@ class Space:
         sent = self._crossing[:, ends] - passed
         return Crossings(ends, crossed, sent, np.stack((held[0], taken, held[1])), held[2])
 
-    def _row(self, common: Crossings, start: int, pace: Pace) -> Row:
+    def _row(self, common: Crossings, start: int, pace: StageRates) -> Row:
         ends, crossed, sent = common.ends, common.crossed, common.sent
         times = np.empty((7, len(ends)))
         inside = self.inside[pace.kind]

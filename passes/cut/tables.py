@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.cut.lineup import Lineup, Pace
+from gpipe_compiler.passes.cut.device_order import DeviceOrder, StageRates
 from gpipe_compiler.passes.cut.pairs import Row
 from gpipe_compiler.passes.cut.space import (
     Floats,
@@ -42,7 +42,7 @@ class Tables:
     stage_s: Floats
 
 
-def tables(space: Space, lineup: Lineup, *, fewer: bool = False) -> Tables:
+def tables(space: Space, lineup: DeviceOrder, *, fewer: bool = False) -> Tables:
     """The tables, exact where there are few pairs, otherwise from sums and single nodes.
 
     Args:
@@ -58,7 +58,7 @@ def tables(space: Space, lineup: Lineup, *, fewer: bool = False) -> Tables:
     return _exact(space, lineup, fewer=fewer)
 
 
-def boundaries(space: Space, lineup: Lineup, *, fewer: bool = False) -> Floats:
+def boundaries(space: Space, lineup: DeviceOrder, *, fewer: bool = False) -> Floats:
     """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I].
 
     Args:
@@ -83,7 +83,7 @@ def boundaries(space: Space, lineup: Lineup, *, fewer: bool = False) -> Floats:
     return held
 
 
-def _rough(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
+def _rough(space: Space, lineup: DeviceOrder, *, fewer: bool) -> Tables:
     stages = lineup.stages
     counts = np.arange(stages + 1)[:, None]
     possible = boundaries(space, lineup, fewer=fewer)
@@ -120,14 +120,14 @@ def _rough(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
     )
 
 
-def runs(lineup: Lineup, low: int, high: int) -> Iterator[tuple[int, int, Pace]]:
+def runs(lineup: DeviceOrder, low: int, high: int) -> Iterator[tuple[int, int, StageRates]]:
     """The stages from `low` to before `high`, in runs of equal pace."""
     for begin, end, pace in lineup.runs:
         if begin < high and end > low:
             yield max(begin, low), min(end, high), pace
 
 
-def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
+def machines(lineup: DeviceOrder, low: int, high: int, row: Row) -> Floats:
     """What stages on devices of equal pace cost, in the order of `Tables`: (5, stages, ends).
 
     Where all cost the same it is told once: (5, 1, ends).
@@ -147,7 +147,7 @@ def machines(lineup: Lineup, low: int, high: int, row: Row) -> Floats:
     return found
 
 
-def _cycles(lineup: Lineup, low: int, high: int, row: Row, *, apart: bool) -> Floats:
+def _cycles(lineup: DeviceOrder, low: int, high: int, row: Row, *, apart: bool) -> Floats:
     """The time of a micro-batch on the same stages, (stages, ends): see `bottleneck_chain`."""
     alike = len(set(lineup.again[low:high].tolist())) == 1
     forward, backward, receive, gradient, weight, _, send = row.times
@@ -162,13 +162,13 @@ def _cycles(lineup: Lineup, low: int, high: int, row: Row, *, apart: bool) -> Fl
     return np.asarray(found)
 
 
-def _unlike(lineup: Lineup, low: int, high: int) -> int:
+def _unlike(lineup: DeviceOrder, low: int, high: int) -> int:
     """Up to where stages are to be told one by one: the first alone where all cost the same."""
     alike = not lineup.limited and len(set(lineup.again[low:high].tolist())) == 1
     return low + 1 if alike else high
 
 
-def _exact(space: Space, lineup: Lineup, *, fewer: bool) -> Tables:
+def _exact(space: Space, lineup: DeviceOrder, *, fewer: bool) -> Tables:
     table = np.full((5, lineup.stages + 1, space.size), np.inf)
     table[:, 0, 0] = 0.0
     possible = boundaries(space, lineup, fewer=fewer)
@@ -198,7 +198,7 @@ def _idle(columns: Floats, possible: Floats) -> None:
 
 
 def bottleneck_chain(
-    space: Space, lineup: Lineup, *, apart: bool = False
+    space: Space, lineup: DeviceOrder, *, apart: bool = False
 ) -> tuple[int, ...] | None:
     """A cut whose slowest stage is as fast as possible, of those in which each stage fits.
 
@@ -212,14 +212,14 @@ def bottleneck_chain(
 
 
 def bottleneck_chains(
-    space: Space, lineup: Lineup, *, apart: bool = False
+    space: Space, lineup: DeviceOrder, *, apart: bool = False
 ) -> dict[int, tuple[int, ...]]:
     """The same for every number of stages up to those of the line-up, whose devices are equal."""
     return _chains(space, lineup, boundaries(space, lineup, fewer=True), apart=apart)
 
 
 def _chains(
-    space: Space, lineup: Lineup, best: Floats, *, apart: bool
+    space: Space, lineup: DeviceOrder, best: Floats, *, apart: bool
 ) -> dict[int, tuple[int, ...]]:
     """For every number of stages with any cut, the best chain.
 
@@ -248,7 +248,7 @@ def _chains(
     return {count: _walk_back(parent, count, space.size) for count in map(int, ended)}
 
 
-def least_excess(space: Space, lineup: Lineup) -> float:
+def least_excess(space: Space, lineup: DeviceOrder) -> float:
     """By how many bytes some stage is too large for its device, at least, in any cut; or 0."""
     best = boundaries(space, lineup)
     possible = best.copy()
@@ -275,7 +275,7 @@ def _span(row: Row) -> slice | Integers:
     return ends
 
 
-def tails(space: Space, lineup: Lineup, cost: Callable[[int, int, Row], Floats]) -> Floats:
+def tails(space: Space, lineup: DeviceOrder, cost: Callable[[int, int, Row], Floats]) -> Floats:
     """The largest cost of a stage in the best cut of all outside a down-set, indexed [j, I].
 
     The stages j, j + 1, ... lie outside. Infinite where there is no such cut.

@@ -9,6 +9,6 @@ Not seen: what a kernel takes and gives back within itself (the workspace of a c
 
 from __future__ import annotations
 
-from gpipe_compiler.passes.rehearsal.rehearsals import Rehearsals, rehearse
+from gpipe_compiler.passes.rehearsal.rehearsals import MemoryTraces, rehearse
 
-__all__ = ["Rehearsals", "rehearse"]
+__all__ = ["MemoryTraces", "rehearse"]

@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from gpipe_compiler.passes.rehearsal.shorten import FIRST, KEPT, Gap
-from gpipe_compiler.passes.tapes import (
+from gpipe_compiler.passes.allocation_trace import (
     NO_OP,
+    AllocationTrace,
     Block,
     BlockKind,
     Event,
     StageTapes,
-    Tape,
     forward_alone,
 )
+from gpipe_compiler.passes.rehearsal.shorten import FIRST, KEPT, Gap
 
 _FEW = 2
 """What no op made: with so many, it might be one more for every block."""
@@ -83,7 +83,7 @@ def lengthened(tapes: StageTapes, gap: Gap, ops: Sequence[str]) -> StageTapes | 
     return _Long(short, longer, ops).tapes()
 
 
-def _actions(tapes: StageTapes) -> list[Tape | None]:
+def _actions(tapes: StageTapes) -> list[AllocationTrace | None]:
     """The tapes in the order in which they are made, those that there are not None."""
     return [
         tapes.forward,
@@ -155,7 +155,7 @@ class _Short:
             and not any(self.labels[number].block in (FIRST - 1, FIRST) for number in handed)
         )
 
-    def longer(self, tape: Tape) -> list[_Sight] | None:
+    def longer(self, tape: AllocationTrace) -> list[_Sight] | None:
         """The events of the whole part; None where what is left out cannot be told."""
         visits = list(self._visits(tape))
         if not all(_is_near(sight, block) for block, sights in visits for sight in sights):
@@ -181,7 +181,7 @@ class _Short:
         """What stays of the shortened part, as it is called in the whole."""
         return _further(label, self.gap.removed) if label.block >= FIRST else label
 
-    def _visits(self, tape: Tape) -> Iterator[_Visit]:
+    def _visits(self, tape: AllocationTrace) -> Iterator[_Visit]:
         """The events of a tape, block by block; what ends together in the order of its blocks."""
         sights: list[tuple[int, _Sight]] = []
         for (op, alive), group in itertools.groupby(tape.events, lambda e: (e.op, e.alive)):
@@ -313,10 +313,10 @@ class _Long:
             op = block.op + (label.block - source.block) * short.gap.period
         return dataclasses.replace(block, op=op)
 
-    def _tape(self, sights: Sequence[_Sight] | None) -> Tape | None:
+    def _tape(self, sights: Sequence[_Sight] | None) -> AllocationTrace | None:
         if sights is None:
             return None
-        return Tape(tuple(Event(self._numbers[s.label], s.alive, s.op) for s in sights))
+        return AllocationTrace(tuple(Event(self._numbers[s.label], s.alive, s.op) for s in sights))
 
     def _renumbered(self, table: Mapping[str, int]) -> Mapping[str, int]:
         short = self._short

@@ -11,6 +11,7 @@ import torch
 
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.forms import OpForms
+from gpipe_compiler.passes.allocation_trace import StageTapes
 from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
@@ -21,7 +22,6 @@ from gpipe_compiler.passes.rehearsal.part import Part
 from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
 from gpipe_compiler.passes.rehearsal.shorten import Shortening
 from gpipe_compiler.passes.repeats import refs_of
-from gpipe_compiler.passes.tapes import StageTapes
 
 
 def rehearse(
@@ -34,13 +34,13 @@ def rehearse(
     segments: Sequence[Sequence[str]] = (),
     split: bool = False,
 ) -> StageTapes:
-    """The tapes of one stage; see `Rehearsals.of`."""
-    return Rehearsals(graph).of(
+    """The tapes of one stage; see `MemoryTraces.of`."""
+    return MemoryTraces(graph).of(
         ops, inputs, outputs, returned=returned, segments=segments, split=split
     )
 
 
-class Rehearsals:
+class MemoryTraces:
     """The tapes of stages of one annotated graph.
 
     Args:

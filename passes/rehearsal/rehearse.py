@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
-from gpipe_compiler.passes.rehearsal.sparse import parts
-from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
-from gpipe_compiler.passes.rehearsal.watch import StorageWatch
-from gpipe_compiler.passes.tapes import (
+from gpipe_compiler.passes.allocation_trace import (
+    AllocationTrace,
     Block,
     BlockKind,
     Event,
     Growth,
     StageTapes,
-    Tape,
     forward_alone,
 )
+from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
+from gpipe_compiler.passes.rehearsal.sparse import parts
+from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
+from gpipe_compiler.passes.rehearsal.watch import StorageWatch
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
 from gpipe_compiler.runtime.stage_run import StageRun
@@ -200,9 +200,13 @@ class _Tapes:
         first, later = self._first, self._later
         split = self._stage.wiring.split
         kinds = {number: self._kind(number) for number in range(len(self._stage.watch.born))}
-        forward = Tape(first.forward)
-        tapes = [forward, Tape(first.backward), self._renumbered(later.backward)]
-        weights = [Tape(first.weight), self._renumbered(later.weight)] if split else [None, None]
+        forward = AllocationTrace(first.forward)
+        tapes = [forward, AllocationTrace(first.backward), self._renumbered(later.backward)]
+        weights = (
+            [AllocationTrace(first.weight), self._renumbered(later.weight)]
+            if split
+            else [None, None]
+        )
         told = {event.block for tape in (*tapes, *weights) if tape for event in tape.events}
         told.update(first.received.values(), first.arriving.values())
         blocks = {number: self._block(number, kinds[number]) for number in sorted(told)}
@@ -252,6 +256,6 @@ class _Tapes:
         born = self._stage.watch.born[number]
         return Block(born.bytes, kind, born.op, born.shape, born.dtype)
 
-    def _renumbered(self, events: Sequence[Event]) -> Tape:
+    def _renumbered(self, events: Sequence[Event]) -> AllocationTrace:
         same = self._same
-        return Tape(tuple(replace(e, block=same.get(e.block, e.block)) for e in events))
+        return AllocationTrace(tuple(replace(e, block=same.get(e.block, e.block)) for e in events))

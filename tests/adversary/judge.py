@@ -265,7 +265,7 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[object]:
 # --- the comparison -------------------------------------------------------------------------------
 
 
-class Judge:
+class CutEvaluator:
     """One case, one pipeline, one manner."""
 
     def __init__(
@@ -394,7 +394,7 @@ def judge(case: Any, package: Any, reference: str) -> Verdict:
     for arguments in case.ways():
         manner = ", ".join(f"{k}={v}" for k, v in arguments.items()) or "as compiled"
         with package.Pipeline(**arguments) as pipe:
-            one = Judge(case, pipe, arguments, verdict, reference)
+            one = CutEvaluator(case, pipe, arguments, verdict, reference)
             for number, samples in enumerate(case.sizes):
                 inputs, target = case.batch(samples, seed=1000 + number)
                 what = f"[{manner}, {samples} samples]"

@@ -26,8 +26,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.what_if import Remedy
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.memory_fit import remeasured
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import most_over
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import OptimizerKind, Precision, Remat, ScheduleKind
 
 Printed = pytest.CaptureFixture[str]
@@ -59,21 +59,21 @@ def graph() -> Graph:
     )
 
 
-def bench_of(graph: Graph, memory: int = 2**30) -> Workbench:
+def bench_of(graph: Graph, memory: int = 2**30) -> Planner:
     device = dataclasses.replace(DEFAULT_HOST, memory=memory)
-    return Workbench(graph, Cluster.of(device, IN_PROCESS), constraints=PINNED)
+    return Planner(graph, Cluster.of(device, IN_PROCESS), constraints=PINNED)
 
 
-def planned(bench: Workbench, policy: Policy, microbatches: int = M) -> Plan:
-    return bench.plan(bench.choose(K, microbatches, policy), policy)
+def planned(planner: Planner, policy: Policy, microbatches: int = M) -> Plan:
+    return planner.plan(planner.choose(K, microbatches, policy), policy)
 
 
 @pytest.fixture(scope="module")
 def plan(graph: Graph) -> Plan:
     """With all that is told of its memory."""
-    bench = bench_of(graph)
-    made = planned(bench, Policy())
-    return dataclasses.replace(made, what_if=what_if(bench, made, Policy()))
+    planner = bench_of(graph)
+    made = planned(planner, Policy())
+    return dataclasses.replace(made, what_if=what_if(planner, made, Policy()))
 
 
 def remedies(plan: Plan) -> dict[str, Remedy]:
@@ -126,28 +126,28 @@ def test_so_much_memory_is_enough_to_recompute_in_part(graph: Graph, plan: Plan)
 
 def test_an_optimizer_counts_in_the_remedies(graph: Graph) -> None:
     policy = Policy(optimizer=OptimizerKind.ADAM)
-    bench = bench_of(graph)
-    made = planned(bench, policy)
-    told = dataclasses.replace(made, what_if=what_if(bench, made, policy))
-    other = planned(bench, dataclasses.replace(policy, remat=RematChoice.FULL))
+    planner = bench_of(graph)
+    made = planned(planner, policy)
+    told = dataclasses.replace(made, what_if=what_if(planner, made, policy))
+    other = planned(planner, dataclasses.replace(policy, remat=RematChoice.FULL))
 
     assert remedies(told)["--remat full"].device_bytes == other.prediction.device_bytes
 
 
 def test_nothing_is_told_twice_of_a_plan_that_does_so_already(graph: Graph) -> None:
     policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.FULL, precision=Precision.BF16)
-    bench = bench_of(graph)
-    made = planned(bench, policy, BATCH)
-    told = dataclasses.replace(made, what_if=what_if(bench, made, policy))
+    planner = bench_of(graph)
+    made = planned(planner, policy, BATCH)
+    told = dataclasses.replace(made, what_if=what_if(planner, made, policy))
 
     assert set(remedies(told)) == {"--schedule gpipe"}
 
 
 def test_inference_has_no_remedies_of_training(graph: Graph) -> None:
     infer = trace(Blocks(), torch.randn(BATCH, 16), training=False, frontend=Frontend.FX)
-    bench = bench_of(infer)
-    made = planned(bench, Policy())
-    told = dataclasses.replace(made, what_if=what_if(bench, made, Policy()))
+    planner = bench_of(infer)
+    made = planned(planner, Policy())
+    told = dataclasses.replace(made, what_if=what_if(planner, made, Policy()))
 
     assert set(remedies(told)) == {"--microbatches 8", "--precision bf16"}
 

@@ -9,9 +9,15 @@ import torch
 from torch import nn
 
 from gpipe_compiler.memory.job import DeviceJob, StageMemory
-from gpipe_compiler.memory.replay import Player
 from gpipe_compiler.memory.script import Scripts
-from gpipe_compiler.passes.tapes import Block, BlockKind, Event, StageTapes, Tape
+from gpipe_compiler.memory.simulator import MemorySimulator
+from gpipe_compiler.passes.allocation_trace import (
+    AllocationTrace,
+    Block,
+    BlockKind,
+    Event,
+    StageTapes,
+)
 from gpipe_compiler.runtime.job import Work
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase
@@ -73,8 +79,8 @@ def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False)
     )
 
 
-def _tape(pairs: Sequence[tuple[int, int]]) -> Tape:
-    return Tape(tuple(Event(block, bool(alive), 0) for block, alive in pairs))
+def _tape(pairs: Sequence[tuple[int, int]]) -> AllocationTrace:
+    return AllocationTrace(tuple(Event(block, bool(alive), 0) for block, alive in pairs))
 
 
 def players(
@@ -82,7 +88,7 @@ def players(
     microbatches: int,
     remat: Remat = Remat.NONE,
     placement: Sequence[int] | None = None,
-) -> list[Player]:
+) -> list[MemorySimulator]:
     """Those of a chain of stages that trains.
 
     Args:
@@ -116,7 +122,7 @@ def players(
         tapes = _named(chain_tapes(*ends, split=bool(split)) if any(ends) else middle, stage)
         stages.append(StageMemory(wiring[stage], Scripts(tapes), remat))
     return [
-        Player(
+        MemorySimulator(
             DeviceJob(
                 steps=steps_of(program, wiring),
                 stages={s: stages[s] for s in range(count) if placement[s] == device},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.memory.cycles import cycles_of
 from gpipe_compiler.memory.job import DeviceJob
-from gpipe_compiler.memory.replay import Player
+from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.choosing import devices_for, orders_for, placement_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
@@ -43,16 +43,16 @@ def chain_orders(ahead: tuple[int, ...], microbatches: int) -> Orders:
 def assert_the_same(job: DeviceJob) -> int:
     """Holds a play against that of every step; gives how many steps it took itself."""
     taken = 0
-    step = Player._step
+    step = MemorySimulator._step
 
-    def counting(self: Player, item: object) -> None:
+    def counting(self: MemorySimulator, item: object) -> None:
         nonlocal taken
         taken += 1
         step(self, item)  # type: ignore[arg-type]  # as given
 
-    with mock.patch.object(Player, "_step", counting):
-        found = Player(job).play()
-    whole = Player(job, lambda *_: None).play()
+    with mock.patch.object(MemorySimulator, "_step", counting):
+        found = MemorySimulator(job).play()
+    whole = MemorySimulator(job, lambda *_: None).play()
     assert found == whole
     assert list(found.points) == list(whole.points)
     return taken

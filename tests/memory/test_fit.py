@@ -15,10 +15,10 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan.memory_curve import DeviceMemory
-from gpipe_compiler.planner.candidates import Drafting
+from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.memory_fit import choose_exactly
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.planning import setting_for
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 STAGES, MICROBATCHES = 2, 4
@@ -32,11 +32,11 @@ def graph() -> Graph:
     return trace(nn.Sequential(*layers), torch.ones(64, 24), target=target, loss_fn=F.mse_loss)
 
 
-def drafting(graph: Graph, memory: int) -> Drafting:
+def builder(graph: Graph, memory: int) -> CandidateBuilder:
     cluster = Cluster.of(dataclasses.replace(DEFAULT_HOST, memory=memory), IN_PROCESS)
-    ready = Workbench(graph, cluster).prepare(MICROBATCHES, POLICY)
+    ready = Planner(graph, cluster).prepare(MICROBATCHES, POLICY)
     setting = setting_for(cluster, STAGES, MICROBATCHES, POLICY, training=True)
-    return Drafting.of(
+    return CandidateBuilder.of(
         ready.graph,
         ready.costs,
         cluster.sized(STAGES),
@@ -53,17 +53,17 @@ def fullest(found: tuple[DeviceMemory, ...]) -> int:
 
 def test_whatever_fits_is_found_to(graph: Graph) -> None:
     least, most = (
-        fullest(choose_exactly(drafting(graph, 0), choice, 1).memory)
+        fullest(choose_exactly(builder(graph, 0), choice, 1).memory)
         for choice in (RematChoice.AUTO, RematChoice.NONE)
     )
     assert least < most
     for memory in (least, (least + most) // 2, most):
-        exact = choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1)
+        exact = choose_exactly(builder(graph, memory), RematChoice.AUTO, 1)
         assert fullest(exact.memory) <= memory
-        assert exact.draft.found.seats == tuple(range(STAGES)), "alike devices changed places"
+        assert exact.candidate.found.seats == tuple(range(STAGES)), "alike devices changed places"
 
 
 def test_what_does_not_fit_is_told(graph: Graph) -> None:
     memory = sum(state.bytes for state in graph.state.values()) // STAGES
-    exact = choose_exactly(drafting(graph, memory), RematChoice.AUTO, 1)
+    exact = choose_exactly(builder(graph, memory), RematChoice.AUTO, 1)
     assert fullest(exact.memory) > memory

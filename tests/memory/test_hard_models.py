@@ -23,7 +23,7 @@ from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.planner.memory_fit import remeasured
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.random import SeededRandom
 from gpipe_compiler.runtime.spec import OptimizerKind
 
@@ -121,9 +121,9 @@ def test_the_package_is_the_model(kind: type[nn.Module], stages: int, tmp_path: 
     torch.manual_seed(0)
     model, x, target = kind(), torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
     graph = trace(model, x, target=target, loss_fn=F.mse_loss)
-    bench = Workbench(graph, local_cluster())
+    planner = Planner(graph, local_cluster())
     policy = Policy()
-    plan = bench.plan(bench.choose(stages, MICROBATCHES, policy), policy)
+    plan = planner.plan(planner.choose(stages, MICROBATCHES, policy), policy)
     emit(in_segments(plan, 2), tmp_path / "package")
     with load_package(tmp_path / "package").Pipeline() as pipe:
         loss = pipe.step(x, target)
@@ -151,9 +151,9 @@ def test_the_peak_is_predicted(kind: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     batch = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
     graph = trace(kind(), batch[0], target=batch[1], loss_fn=F.mse_loss)
-    bench = Workbench(graph, local_cluster())
+    planner = Planner(graph, local_cluster())
     policy = Policy()
-    plan = in_segments(bench.plan(bench.choose(1, MICROBATCHES, policy), policy), 2)
+    plan = in_segments(planner.plan(planner.choose(1, MICROBATCHES, policy), policy), 2)
     package = tmp_path / f"peak_of_{kind.__name__}".lower()
     emit(plan, package)
 

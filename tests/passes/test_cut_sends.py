@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import contract
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
 from gpipe_compiler.passes.cut.search import search
@@ -64,7 +64,7 @@ def test_it_finds_and_proves_the_shortest_longest_stage(seed: int, equal: bool) 
     masks = down_sets(graph, 10_000)
     assert masks is not None
     space = Space(graph, masks)
-    lineup = Lineup.of(setting, order, (), np.zeros(setting.stages))
+    lineup = DeviceOrder.of(setting, order, (), np.zeros(setting.stages))
     criterion = Sends.of(space, lineup)
     assert criterion is not None
 
@@ -86,6 +86,6 @@ def test_links_that_differ_by_the_sender_are_not_for_it() -> None:
     setting = dataclasses.replace(setting, stages=3, seats=setting.seats[:1] * 3, devices=3)
     setting = dataclasses.replace(setting, links=links)
     graph = contract(problem.check(), 3)
-    lineup = Lineup.of(setting, range(3), (), np.zeros(3))
+    lineup = DeviceOrder.of(setting, range(3), (), np.zeros(3))
 
     assert Sends.of(Space(graph, down_sets(graph, 10_000) or ()), lineup) is None

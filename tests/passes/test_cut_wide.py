@@ -23,8 +23,8 @@ from gpipe_compiler.passes.cut import certificate as module
 from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.certificate import certify
 from gpipe_compiler.passes.cut.contract import contract
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.frontier import frontier
-from gpipe_compiler.passes.cut.lineup import Lineup
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -111,7 +111,7 @@ def family(problem: CutProblem, link: Link, speeds: tuple[float, ...] = (1.0,)) 
     """The original nodes in each down-set of the sweep."""
     graph = contract(problem.check(), 2)
     setting = Setting.equal(ScheduleKind.GPIPE, 2, 1, link)
-    lineup = Lineup.of(setting, (0, 1), (), [0.0, 0.0])
+    lineup = DeviceOrder.of(setting, (0, 1), (), [0.0, 0.0])
     masks = frontier(graph, lineup, 100_000, speeds)
     return {
         frozenset(n for i, m in enumerate(graph.members) if mask >> i & 1 for n in m)
@@ -161,7 +161,7 @@ def test_few_are_asked_for() -> None:
     values = tuple(Traffic(f"v{i}", i, (i + 1,), 1, 1) for i in range(39))
     graph = contract(CutProblem(nodes, values), 2)
     setting = Setting.equal(ScheduleKind.GPIPE, 2, 1, Link(1e9, 0.0))
-    lineup = Lineup.of(setting, (0, 1), (), [0.0, 0.0])
+    lineup = DeviceOrder.of(setting, (0, 1), (), [0.0, 0.0])
 
     assert 5 <= len(frontier(graph, lineup, 10, (1.0,))) <= 10
 

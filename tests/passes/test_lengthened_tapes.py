@@ -20,11 +20,11 @@ from torch import nn
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, StageTapes
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.rehearsal import Rehearsals
+from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.tapes import StageTapes, Tape
 from gpipe_compiler.runtime.spec import Precision
 
 WIDTH = 8
@@ -120,14 +120,14 @@ def both(
     graph: Graph, names: Sequence[str], segments: Sequence[Sequence[str]] = (), *, split: bool
 ) -> tuple[StageTapes | None, StageTapes]:
     """The tapes of a stage, lengthened and as it is rehearsed whole."""
-    part = Rehearsals(graph)._part(names, *ends(graph, names), None, segments)
+    part = MemoryTraces(graph)._part(names, *ends(graph, names), None, segments)
     return (
-        Rehearsals(graph)._lengthened(part, split=split),
-        Rehearsals(graph)._performed(part, split=split),
+        MemoryTraces(graph)._lengthened(part, split=split),
+        MemoryTraces(graph)._performed(part, split=split),
     )
 
 
-def told(tape: Tape | None, *, anyhow: bool) -> list[tuple[bool, list[tuple[int, int]]]]:
+def told(tape: AllocationTrace | None, *, anyhow: bool) -> list[tuple[bool, list[tuple[int, int]]]]:
     """The events, what ends in a row in order of its numbers.
 
     Args:

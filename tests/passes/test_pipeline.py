@@ -16,7 +16,7 @@ from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes import pipeline
 from gpipe_compiler.passes.pipeline import PASSES, Pass, Setting, transform
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 
 
 class Twice(nn.Module):
@@ -47,7 +47,7 @@ def test_a_pass_is_added_by_one_entry_of_the_list(
 ) -> None:
     monkeypatch.setattr(pipeline, "PASSES", (*PASSES, Pass("toy", sigmoid_for_tanh)))
 
-    planned = Workbench(graph, local_cluster()).prepare(2, Policy()).graph
+    planned = Planner(graph, local_cluster()).prepare(2, Policy()).graph
 
     assert [op.name for op in planned.ops] == ["first", "second", "tanh"]
     assert "sigmoid" in str(planned.ops[-1].call)
@@ -64,10 +64,10 @@ def test_an_illegal_graph_names_the_pass(graph: Graph) -> None:
 
 
 def test_an_op_that_a_constraint_names_stays(graph: Graph) -> None:
-    dropped = Workbench(graph, local_cluster()).prepare(1, Policy()).graph
+    dropped = Planner(graph, local_cluster()).prepare(1, Policy()).graph
     assert "view" in graph.op_of
     assert "view" not in dropped.op_of
 
     named = Constraints(split_at=("view",))
-    kept = Workbench(graph, local_cluster(), constraints=named).prepare(1, Policy()).graph
+    kept = Planner(graph, local_cluster(), constraints=named).prepare(1, Policy()).graph
     assert "view" in kept.op_of

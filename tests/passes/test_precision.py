@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import Device
 from gpipe_compiler.ir import Ref
 from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.measure import measure
-from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.spec import Precision

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.rehearsal import Rehearsals, rehearse
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTapes
+from gpipe_compiler.passes.rehearsal import MemoryTraces, rehearse
 from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.tapes import BlockKind, StageTapes, Tape
 from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
 from gpipe_compiler.runtime.spec import Precision
 
@@ -41,7 +41,7 @@ WIDTH = 16
 class Real:
     """A stage on real tensors, one action after another, as the engine asks for them."""
 
-    def __init__(self, rehearsals: Rehearsals, part: Part, *, split: bool) -> None:
+    def __init__(self, rehearsals: MemoryTraces, part: Part, *, split: bool) -> None:
         given_ = rehearsals._given(part)
         self.part = part
         self.forms = given_.tensors
@@ -118,14 +118,14 @@ def really(real: Real) -> dict[str, list[Delta]]:
         return measured([*real.actions(0), *real.actions(1)])
 
 
-def told(tapes: StageTapes, tape: Tape) -> list[Delta]:
+def told(tapes: StageTapes, tape: AllocationTrace) -> list[Delta]:
     sizes = ((tapes.blocks[event.block].bytes, event.alive) for event in tape.events)
     return grouped([size if alive else -size for size, alive in sizes])
 
 
 def hold(graph: Graph, *, ops: slice = slice(None), split: bool = False, **more: Any) -> StageTapes:
     """The tapes of some ops of a graph, which are as a real run's."""
-    rehearsals = Rehearsals(graph)
+    rehearsals = MemoryTraces(graph)
     names = [op.name for op in graph.ops][ops]
     inputs, outputs = ends(graph, names)
     whole = len(names) == len(graph.ops)
@@ -345,7 +345,7 @@ def test_saved_tensors_are_told_with_module_and_line() -> None:
 
 def test_stages_of_equal_structure_share_their_tapes() -> None:
     graph = language(4)
-    rehearsals = Rehearsals(graph)
+    rehearsals = MemoryTraces(graph)
     found = []
     for layer in range(1, 3):
         names = [op.name for op in graph.ops if op.module.startswith(f"layers.{layer}")]

@@ -23,11 +23,11 @@ from gpipe_compiler.ir import Graph, Ref, Stretch
 from gpipe_compiler.passes import shapes
 from gpipe_compiler.passes.blocks import Blocks
 from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.distinct import distinct
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.saved_tensors import saved_tensors

@@ -14,7 +14,7 @@ from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 
 
 class Chain(nn.Module):
@@ -39,11 +39,11 @@ def test_ops_in_place_forbid_no_cut(stages: int) -> None:
     torch.manual_seed(0)
     model, x, target = Chain(), torch.randn(64, 8), torch.randint(4, (64,))
     graph = trace(model, x, target=target, loss_fn=F.cross_entropy, frontend=Frontend.FX)
-    bench = Workbench(graph, Cluster.of(DEFAULT_HOST, Link(1e12, 0.0)))
+    planner = Planner(graph, Cluster.of(DEFAULT_HOST, Link(1e12, 0.0)))
 
     def planned(*, in_place: bool) -> Plan:
         policy = Policy(in_place=in_place, prove=True)
-        return bench.plan(bench.choose(stages, 4, policy), policy)
+        return planner.plan(planner.choose(stages, 4, policy), policy)
 
     made, plain = planned(in_place=True), planned(in_place=False)
 

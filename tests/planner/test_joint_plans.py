@@ -22,7 +22,7 @@ from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.simulate.step import StageTimes, recomputed, simulate
@@ -123,11 +123,11 @@ class Normed(nn.Module):
 
 def planned(model: nn.Module, policy: Policy, microbatches: int = M) -> Plan:
     """With memory as the search has it."""
-    bench = Workbench(
+    planner = Planner(
         trace(model, torch.randn(16, 8), loss=LossChoice.SUM_OF_SQUARES), local_cluster()
     )
-    choice = bench.choose(3, microbatches, policy)
-    return bench.plan(choice, policy, exact_memory=False)
+    choice = planner.choose(3, microbatches, policy)
+    return planner.plan(choice, policy, exact_memory=False)
 
 
 def test_the_stage_with_batchnorm_is_joint() -> None:

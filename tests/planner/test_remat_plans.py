@@ -23,7 +23,7 @@ from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import stage_times
 from gpipe_compiler.planner.cut_problem import Facts, tabulate
-from gpipe_compiler.planner.workbench import Workbench
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate.in_flight import loads
@@ -60,8 +60,8 @@ def graph() -> Graph:
 def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
     """As the search has it: what devices truly take is told in `tests/memory`."""
     device = dataclasses.replace(DEFAULT_HOST, memory=memory)
-    bench = Workbench(graph, Cluster.of(device, LINK))
-    return bench.plan(bench.choose(stages, M, policy), policy, exact_memory=False)
+    planner = Planner(graph, Cluster.of(device, LINK))
+    return planner.plan(planner.choose(stages, M, policy), policy, exact_memory=False)
 
 
 def fixed_bytes(plan_: Plan, stage: int) -> int:

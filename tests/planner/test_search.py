@@ -23,14 +23,14 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Auto, Policy, RematChoice
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.planner import planner
 from gpipe_compiler.planner import search as exploring
-from gpipe_compiler.planner import workbench
 from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore, planned
 from gpipe_compiler.planner.search_space import Wish, choices, devices_to_explore, spread
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.report.frontier import reason, row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.text.units import format_bytes
@@ -69,14 +69,14 @@ def graph() -> gpc.Graph:
     return gpc.trace(Branches(), torch.ones(BATCH, 16), target=target, loss_fn=loss)
 
 
-def all_of(bench: Workbench, wish: Wish, policy: Policy) -> list[Point]:
+def all_of(planner: Planner, wish: Wish, policy: Policy) -> list[Point]:
     """Every choice, planned, with memory as the search has it."""
     found = []
-    training = bench.graph.loss is not None
+    training = planner.graph.loss is not None
     for choice in choices(wish, BATCH // policy.data_parallel, policy, training=training):
         alone = dataclasses.replace(policy, schedule=choice.schedule, remat=choice.remat)
         try:
-            plan = bench.plan(choice, alone, exact_memory=False)
+            plan = planner.plan(choice, alone, exact_memory=False)
             found.append(planned(choice, plan))
         except PlanError:
             continue
@@ -91,7 +91,7 @@ def wish_for(cluster: Cluster, remat: RematChoice = RematChoice.AUTO) -> Wish:
 def every(graph: gpc.Graph) -> list[Point]:
     """All points on three devices that hold anything."""
     cluster = toy(ROOM)
-    return all_of(Workbench(graph, cluster), wish_for(cluster), Policy())
+    return all_of(Planner(graph, cluster), wish_for(cluster), Policy())
 
 
 def figures(points: Iterator[Point] | list[Point]) -> set[tuple[float, int]]:
@@ -153,7 +153,7 @@ def as_searched(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestAgainstEverything:
     def test_with_room_for_all(self, graph: gpc.Graph, every: list[Point]) -> None:
         cluster = toy(ROOM)
-        found = explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+        found = explore(Planner(graph, cluster), wish_for(cluster), Policy())
 
         check(found, every)
         fates = {point.fate for point in found.frontier.points}
@@ -163,38 +163,38 @@ class TestAgainstEverything:
     def test_with_little_room(self, graph: gpc.Graph, every: list[Point], share: float) -> None:
         peaks = sorted(point.peak_bytes for point in every if point.choice.devices < 3)
         cluster = toy(peaks[int(share * len(peaks))], 2)
-        bench, wish = Workbench(graph, cluster), wish_for(cluster)
-        found = explore(bench, wish, Policy())
+        planner, wish = Planner(graph, cluster), wish_for(cluster)
+        found = explore(planner, wish, Policy())
 
-        check(found, all_of(bench, wish, Policy()))
+        check(found, all_of(planner, wish, Policy()))
         assert any(point.over_bytes for point in found.frontier.points)
 
     def test_over_a_slow_link_fewer_devices_win(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 2, Link(1e6, 1e-3))
-        bench, wish = Workbench(graph, cluster), wish_for(cluster, RematChoice.NONE)
-        found = explore(bench, wish, Policy())
+        planner, wish = Planner(graph, cluster), wish_for(cluster, RematChoice.NONE)
+        found = explore(planner, wish, Policy())
 
-        check(found, all_of(bench, wish, Policy()))
+        check(found, all_of(planner, wish, Policy()))
         assert found.frontier.points[0].choice.devices == 1
 
     def test_where_nothing_fits_the_nearest_is_first(self, graph: gpc.Graph) -> None:
         cluster = toy(1000)
-        bench, wish = Workbench(graph, cluster), wish_for(cluster)
-        found = explore(bench, wish, Policy())
+        planner, wish = Planner(graph, cluster), wish_for(cluster)
+        found = explore(planner, wish, Policy())
 
         assert not found.fits
         first = found.frontier.points[0]
         assert first.fate is Fate.PLANNED
         assert first.over_bytes == max(found.plan.prediction.device_bytes) - 1000
         # Not all are planned, so it may not be the very nearest.
-        assert first.peak_bytes <= 1.05 * min(p.peak_bytes for p in all_of(bench, wish, Policy()))
+        assert first.peak_bytes <= 1.05 * min(p.peak_bytes for p in all_of(planner, wish, Policy()))
         others = (point for point in found.frontier.points if point.fate is not Fate.REFUSED)
         assert all(point.over_bytes > 0 for point in others)
 
     def test_it_is_the_same_every_time(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 2)
         one, other = (
-            explore(Workbench(graph, cluster), wish_for(cluster), Policy()) for _ in range(2)
+            explore(Planner(graph, cluster), wish_for(cluster), Policy()) for _ in range(2)
         )
         assert one.frontier == other.frontier
         assert dataclasses.replace(one.plan, graph=None) == dataclasses.replace(
@@ -210,7 +210,7 @@ class TestTrueMemory:
         peaks = sorted(point.peak_bytes for point in every if point.choice.devices < 3)
         memory = peaks[int(share * len(peaks))]
         cluster = toy(memory, 2)
-        found = explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+        found = explore(Planner(graph, cluster), wish_for(cluster), Policy())
 
         plan = found.plan
         measured = remeasured(plan, Policy().optimizer)
@@ -227,9 +227,9 @@ class TestTrueMemory:
 
 class TestBounds:
     def test_no_plan_is_better_than_its_bounds(self, graph: gpc.Graph, every: list[Point]) -> None:
-        bench = Workbench(graph, toy(ROOM))
+        planner = Planner(graph, toy(ROOM))
         for point in every:
-            prepared = bench.prepare(point.choice.microbatches, Policy())
+            prepared = planner.prepare(point.choice.microbatches, Policy())
             work = Work.of(problem_of(prepared.facts), training=True)
 
             assert least_step_s(work, point.choice) <= point.step_s * (1 + 1e-9)
@@ -285,7 +285,7 @@ class TestChoices:
         )
         cluster = toy(10**9, 2)
         wish = Wish.of(cluster, AUTO, None, ScheduleKind.GPIPE, Policy())
-        points = explore(Workbench(graph, cluster), wish, Policy()).frontier.points
+        points = explore(Planner(graph, cluster), wish, Policy()).frontier.points
         assert {(p.choice.stages, p.choice.microbatches) for p in points} == {(1, 4), (2, 4)}
 
     @given(st.lists(st.integers(1, 10**6), min_size=1, unique=True), st.integers(2, 10))
@@ -312,7 +312,7 @@ class TestChoices:
 class TestExploration:
     def test_what_cannot_be_planned_says_why(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
-        pinned = Workbench(graph, cluster, constraints=Constraints(pins=(("second", 2),)))
+        pinned = Planner(graph, cluster, constraints=Constraints(pins=(("second", 2),)))
         wish = Wish.of(cluster, AUTO, 4, ScheduleKind.GPIPE, Policy())
         found = explore(pinned, wish, Policy())
 
@@ -323,20 +323,20 @@ class TestExploration:
 
     def test_where_nothing_can_be_planned_the_reason_is_the_error(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 2)
-        bench = Workbench(graph, cluster, constraints=Constraints(pins=(("second", 7),)))
+        planner = Planner(graph, cluster, constraints=Constraints(pins=(("second", 7),)))
         with pytest.raises(UsageError, match="--pin second=7"):
-            explore(bench, Wish.of(cluster, AUTO, 4, AUTO, Policy()), Policy())
+            explore(planner, Wish.of(cluster, AUTO, 4, AUTO, Policy()), Policy())
 
     def test_a_schedule_that_cannot_have_the_stages_is_refused(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
         wish = Wish.of(cluster, 3, AUTO, ScheduleKind.ZBV, Policy())
         with pytest.raises(PlanError, match="no such stages"):
-            explore(Workbench(graph, cluster), wish, Policy())
+            explore(Planner(graph, cluster), wish, Policy())
 
     def test_time_that_is_up_is_told(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
         wish = Wish.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, Policy())
-        found = explore(Workbench(graph, cluster), wish, Policy(), seconds=0.0)
+        found = explore(Planner(graph, cluster), wish, Policy(), seconds=0.0)
 
         assert sum(point.fate is Fate.PLANNED for point in found.frontier.points) == 1
         late = [p for p in found.frontier.points if p.fate is Fate.NOT_REACHED]
@@ -348,22 +348,22 @@ class TestExploration:
         self, graph: gpc.Graph, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sizes = []
-        costs = workbench.costs_by_kind
+        costs = planner.costs_by_kind
 
         def counted(described: gpc.Graph, *args: object, **kwargs: object) -> object:
             sizes.append((described.batch_size, described.precision))
             return costs(described, *args, **kwargs)
 
-        monkeypatch.setattr("gpipe_compiler.planner.workbench.costs_by_kind", counted)
+        monkeypatch.setattr("gpipe_compiler.planner.planner.costs_by_kind", counted)
         cluster = toy(ROOM, 2)
-        explore(Workbench(graph, cluster), wish_for(cluster), Policy())
+        explore(Planner(graph, cluster), wish_for(cluster), Policy())
         assert sorted(sizes) == [(size, Precision.FP32) for size in (1, 2, 4)]
 
     def test_replicas_share_the_batch(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 4)
         policy = Policy(data_parallel=2)
         wish = Wish.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, policy)
-        found = explore(Workbench(graph, cluster), wish, policy)
+        found = explore(Planner(graph, cluster), wish, policy)
 
         assert {point.choice.devices for point in found.frontier.points} == {1, 2}
         assert max(point.choice.microbatches for point in found.frontier.points) == BATCH // 2

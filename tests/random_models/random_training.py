@@ -22,8 +22,8 @@ from random_models import IGNORED, LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 from random_packages import Layout, device_counts, layouts
 from torch import Tensor, nn
 
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.mixing import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.comparison import flat_tensors
 from gpipe_compiler.runtime.pipeline import Pipeline

@@ -33,8 +33,8 @@ from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import problem_of
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.planning import setting_for
-from gpipe_compiler.planner.workbench import Workbench
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.spec import OptimizerKind, Remat, ScheduleKind
 from gpipe_compiler.simulate.step import StageTimes, recomputed
@@ -150,9 +150,9 @@ def askings(draw: st.DrawFn) -> Asked:
     )
 
 
-def constraints_for(bench: Workbench, bits: int, stages: int) -> Constraints:
+def constraints_for(planner: Planner, bits: int, stages: int) -> Constraints:
     """A pin, a pair of ops kept together, a split, as the bits say; names of the graph's own."""
-    names = [op.name for op in bench.graph.ops]
+    names = [op.name for op in planner.graph.ops]
     if bits == 1:
         return Constraints(pins=((names[len(names) // 2], stages // 2),))
     if bits == 2:
@@ -160,7 +160,7 @@ def constraints_for(bench: Workbench, bits: int, stages: int) -> Constraints:
     if bits == 3:
         return Constraints(pins=((names[0], 0), (names[-1], -1)))
     if bits == 4:
-        modules = [op.module for op in bench.graph.ops if op.module]
+        modules = [op.module for op in planner.graph.ops if op.module]
         return Constraints(together=tuple(modules[:1]))
     return Constraints()
 
@@ -236,29 +236,29 @@ def _held(plan: Plan, order: Sequence[Compute], split: bool) -> int:
 def hold(recipe: Recipe, asked: Asked) -> str:
     """Plans a model, and holds the plan against all others."""
     subject = subject_of(recipe, Layout(1, 12 * asked.policy.data_parallel, size=1))
-    bench = Workbench(trace(subject, Frontend.FX), asked.cluster)
+    planner = Planner(trace(subject, Frontend.FX), asked.cluster)
     policy = asked.policy
     free = dataclasses.replace(policy, remat=RematChoice.NONE)
     try:
-        choice = bench.choose(asked.stages, asked.microbatches, free)
-        roomy = bench.plan(choice, free, exact_memory=False)
+        choice = planner.choose(asked.stages, asked.microbatches, free)
+        roomy = planner.plan(choice, free, exact_memory=False)
     except (PlanError, UsageError) as error:
         return f"refused: {str(error)[:30]}"
-    constraints = constraints_for(bench, asked.constrained, asked.stages)
+    constraints = constraints_for(planner, asked.constrained, asked.stages)
     cluster = asked.cluster
     if asked.tightness is not None:
         memory = max(1, int(max(roomy.prediction.device_bytes) * asked.tightness))
         cluster = cluster.with_memory(memory)
-    bench = Workbench(bench.graph, cluster, constraints=constraints)
-    choice = bench.choose(asked.stages, asked.microbatches, policy)
-    prepared = bench.prepare(asked.microbatches, policy)
+    planner = Planner(planner.graph, cluster, constraints=constraints)
+    choice = planner.choose(asked.stages, asked.microbatches, policy)
+    prepared = planner.prepare(asked.microbatches, policy)
     problem = problem_of(prepared.facts, prepared.costs[1:], policy.optimizer)
     setting = setting_for(
         cluster, asked.stages, asked.microbatches, policy, training=True, devices=choice.devices
     )
     try:
         problem = constrain(problem, prepared.facts, constraints, asked.stages)
-        plan = bench.plan(choice, policy, exact_memory=False)
+        plan = planner.plan(choice, policy, exact_memory=False)
     except (UsageError, PlanError) as error:
         refusal = error
     else:

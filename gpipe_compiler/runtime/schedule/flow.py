@@ -15,7 +15,7 @@ Numbers = set[int]
 Kind = tuple[int, Phase]
 """Stage and phase."""
 
-Way = tuple[str, int, int, bool]
+RematOption = tuple[str, int, int, bool]
 """What transfers of different micro-batches have in common: value, source, target, gradient."""
 
 Check = tuple[tuple[Numbers, ...], str | Kind]
@@ -33,9 +33,9 @@ class Flow:
         kinds = [(stage, phase) for stage in range(len(placement)) for phase in Phase]
         self._run: dict[Kind, Numbers] = {kind: set() for kind in kinds}
         self._made: dict[Kind, Numbers] = {kind: set() for kind in kinds}
-        self._came: dict[Way, Numbers] = {}
+        self._came: dict[RematOption, Numbers] = {}
         self._summed: dict[int, SharedSum] = {}
-        self._before_send: dict[Way, list[Numbers]] = {}
+        self._before_send: dict[RematOption, list[Numbers]] = {}
         self._before: dict[Kind, list[Check]] = {kind: [] for kind in kinds}
         for stage in range(len(placement)):
             forward, backward = (stage, Phase.FORWARD), (stage, Phase.BACKWARD)
@@ -75,7 +75,7 @@ class Flow:
             missing = f"the gradient of {crossing.value} from device {device}"
             checks.append((self._expect(ways, made), missing))
 
-    def _expect(self, ways: Sequence[Way], made: list[Numbers]) -> tuple[Numbers, ...]:
+    def _expect(self, ways: Sequence[RematOption], made: list[Numbers]) -> tuple[Numbers, ...]:
         """What comes by one of the ways, when all of `made` has been."""
         for way in ways:
             self._came[way] = set()
@@ -152,5 +152,5 @@ class Flow:
                 raise ScheduleError(f"{Compute(*kind, min(microbatches - run))} is missing")
 
 
-def _way(transfer: Transfer) -> Way:
+def _way(transfer: Transfer) -> RematOption:
     return transfer.value, transfer.source, transfer.target, transfer.gradient

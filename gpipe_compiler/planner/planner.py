@@ -53,7 +53,7 @@ Analysis: TypeAlias = Callable[[int, Precision], Prepared]
 
 
 @dataclass
-class Workbench:
+class Planner:
     """A graph to be planned, and what is known of it so far.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut.lineup import Lineup
+from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import (
@@ -25,7 +25,7 @@ from gpipe_compiler.simulate.step import StageTimes, Steps
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CutScore:
     """What is known of one cut on one order of devices.
 
     Attributes:
@@ -45,7 +45,7 @@ class Verdict:
         return max(self.excess), value
 
 
-class Judge:
+class CutEvaluator:
     """Judges cuts of one problem in one setting.
 
     Args:
@@ -84,7 +84,7 @@ class Judge:
             and all(stage_of[one] != stage_of[other] for one, other in problem.apart)
         )
 
-    def judge(self, lineup: Lineup, stage_of: Sequence[int]) -> Verdict:
+    def judge(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> CutScore:
         """Everything about a cut."""
         stages = lineup.stages
         seconds = [[0.0, 0.0, 0.0] for _ in range(stages)]
@@ -126,7 +126,7 @@ class Judge:
                     update,
                 )
             )
-        return Verdict(
+        return CutScore(
             tuple(stage_of),
             lineup.seats,
             tuple(times),
@@ -139,7 +139,7 @@ class Judge:
         )
 
     def _held(
-        self, lineup: Lineup, stage_of: Sequence[int], taken: Sequence[float]
+        self, lineup: DeviceOrder, stage_of: Sequence[int], taken: Sequence[float]
     ) -> tuple[tuple[int, ...], list[float]]:
         """The excess of every device, and what every stage updates."""
         stages = lineup.stages
@@ -157,7 +157,7 @@ class Judge:
                 excess[device] = max(0, int(np.ceil(over))) if np.isfinite(over) else 0
         return tuple(excess), updated
 
-    def score(self, lineup: Lineup, times: Floats, held: Floats) -> tuple[Floats, Floats]:
+    def score(self, lineup: DeviceOrder, times: Floats, held: Floats) -> tuple[Floats, Floats]:
         """The largest excess of a device, and the objective, of many pipelines.
 
         Args:
@@ -176,7 +176,7 @@ class Judge:
         return excess_of(lineup, held), value
 
 
-def excess_of(lineup: Lineup, held: Floats, stages: int | None = None) -> Floats:
+def excess_of(lineup: DeviceOrder, held: Floats, stages: int | None = None) -> Floats:
     """The largest excess of a device, of many pipelines, at least 0.
 
     Args:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from gpipe_compiler.memory.cycles import Cycles, cycles_of
-from gpipe_compiler.memory.job import DeviceJob, Flight, Played, StageMemory
-from gpipe_compiler.memory.ledger import Held, Ledger, Own, Told, gradient_of
-from gpipe_compiler.memory.marks import Marks, counted, is_counted
+from gpipe_compiler.memory.job import DeviceJob, InFlight, Played, StageMemory
+from gpipe_compiler.memory.peak_tracker import PeakTracker, counted, is_counted
+from gpipe_compiler.memory.ref_counts import Own, RefCounts, SharedBuffer, Told, gradient_of
 from gpipe_compiler.memory.script import Move, Script, Scripts
 from gpipe_compiler.memory.tables import Tables, posted
-from gpipe_compiler.passes.tapes import BlockKind, Tape
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Curve
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,
@@ -37,7 +37,7 @@ _WITHOUT_CASTS = {_NO_KINDS: frozenset({BlockKind.CAST}), _BUFFERS: _NEITHER}
 _NO_BLOCKS: frozenset[int] = frozenset()
 
 
-class Player:
+class MemorySimulator:
     """Plays the program of a device once.
 
     Args:
@@ -46,11 +46,11 @@ class Player:
 
     def __init__(self, job: DeviceJob, told: Told | None = None) -> None:
         self.job = job
-        self.ledger = Ledger(job.stages, told)
+        self.ledger = RefCounts(job.stages, told)
         self._told = told
         self._tables = Tables()
         self._last = job.last_backwards() if job.row_bytes else {}
-        self._marks = Marks(self.ledger, job.stages)
+        self._marks = PeakTracker(self.ledger, job.stages)
         self._next = 0
         self._backwards = sorted(job.stages, reverse=True)
 
@@ -147,7 +147,7 @@ class Player:
         stage = self.job.stages[action.stage]
         tapes = stage.scripts.tapes
         microbatches = self._microbatches(stage, action)
-        flight = Flight(stage.index)
+        flight = InFlight(stage.index)
         flight.again = stage.trains and stage.remat is Remat.FULL and step.waits
         if not (step.waits or stage.wiring.split):
             flight.without = _BUFFERS
@@ -223,7 +223,7 @@ class Player:
         del tables.flights[stage.index, action.microbatch]
 
     def _send(self, transfer: Transfer) -> None:
-        held: Held | None = None
+        held: SharedBuffer | None = None
         gradients = self._tables.gradients
         if not transfer.gradient:
             held = self._tables.values.get((transfer.value, transfer.microbatch))
@@ -270,7 +270,7 @@ class Player:
         self._tables.under_way.clear()
 
     def _read(
-        self, stage: StageMemory, need: Need, microbatches: Sequence[int], flight: Flight
+        self, stage: StageMemory, need: Need, microbatches: Sequence[int], flight: InFlight
     ) -> None:
         """A stage holds a value that it reads."""
         values = self._tables.values
@@ -295,12 +295,12 @@ class Player:
 
     def _gradient(
         self, stage: StageMemory, value: str, parts: Sequence[Part], microbatches: Sequence[int]
-    ) -> Held | None:
+    ) -> SharedBuffer | None:
         """What has come for a value, summed; for a joint stage put together."""
         pieces = []
         tables = self._tables
         for m in microbatches:
-            total: Held | None = None
+            total: SharedBuffer | None = None
             for part in parts:
                 if part.remote:
                     self._arrive()
@@ -319,7 +319,9 @@ class Player:
             self.ledger.let_go(piece)
         return joined
 
-    def _summed(self, total: Held | None, summand: Held | None) -> Held | None:
+    def _summed(
+        self, total: SharedBuffer | None, summand: SharedBuffer | None
+    ) -> SharedBuffer | None:
         """The sum of two gradients, of which None is zeros."""
         if total is None or summand is None:
             return summand if total is None else total
@@ -329,7 +331,7 @@ class Player:
         self.ledger.let_go(summand)
         return found
 
-    def _let_go(self, flight: Flight, blocks: Iterable[int]) -> None:
+    def _let_go(self, flight: InFlight, blocks: Iterable[int]) -> None:
         """A stage lets go of shared blocks."""
         for block in blocks:
             self.ledger.let_go(flight.blocks.pop(block, None))
@@ -339,8 +341,8 @@ class Player:
     def _play(
         self,
         action: Compute,
-        flight: Flight,
-        tape: Tape,
+        flight: InFlight,
+        tape: AllocationTrace,
         handed: frozenset[int],
         without: frozenset[BlockKind],
     ) -> tuple[int, ...]:
@@ -363,7 +365,7 @@ class Player:
                 self._move(scripts, flight, move)
         return left
 
-    def _stays(self, scripts: Scripts, flight: Flight, block: int) -> bool:
+    def _stays(self, scripts: Scripts, flight: InFlight, block: int) -> bool:
         """Whether a storage remains when the stage lets go of it."""
         if block not in flight.blocks:
             return False
@@ -376,7 +378,7 @@ class Player:
             scripts.category[block],
         )
 
-    def _move(self, scripts: Scripts, flight: Flight, move: Move) -> None:
+    def _move(self, scripts: Scripts, flight: InFlight, move: Move) -> None:
         """A shared block comes to life, or ends; its bytes are counted with its script."""
         if not move.alive:
             self.ledger.end_in(flight.stage, flight.blocks.pop(move.block, None))
@@ -389,7 +391,7 @@ class Player:
             counted=False,
         )
 
-    def _follow(self, scripts: Scripts, flight: Flight, script: Script) -> None:
+    def _follow(self, scripts: Scripts, flight: InFlight, script: Script) -> None:
         """The moves one by one, told."""
         assert self._told is not None
         for move in script.moves:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.ir import ByMode, Ref
-from gpipe_compiler.passes.mixing import mixing_ops
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.shapes import annotate
 
 BATCH = 4

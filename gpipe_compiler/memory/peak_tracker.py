@@ -6,13 +6,13 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from gpipe_compiler.memory.job import Peak
-from gpipe_compiler.memory.ledger import Ledger
+from gpipe_compiler.memory.ref_counts import RefCounts
 from gpipe_compiler.memory.script import Script
 from gpipe_compiler.runtime.schedule.actions import Action, Compute, SharedSum
 from gpipe_compiler.runtime.wiring import Step
 
 
-class Marks:
+class PeakTracker:
     """Takes note of what a ledger comes to.
 
     Attributes:
@@ -22,7 +22,7 @@ class Marks:
         peaks, afters: of the steps that are points of the curve.
     """
 
-    def __init__(self, ledger: Ledger, stages: Iterable[int]) -> None:
+    def __init__(self, ledger: RefCounts, stages: Iterable[int]) -> None:
         self.position = 0
         self.peak = Peak(0, "", 0, ledger.sizes)
         self.stage_peaks = dict.fromkeys(stages, 0)

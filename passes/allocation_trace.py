@@ -69,7 +69,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Tape:
+class AllocationTrace:
     """What one action takes and gives back, in order.
 
     Attributes:
@@ -128,13 +128,13 @@ class StageTapes:
     returned: Mapping[str, int]
     arriving: Mapping[str, int]
     sent_back: Mapping[str, int]
-    forward: Tape
+    forward: AllocationTrace
     kept: frozenset[int]
-    forward_again: Tape
-    first_backward: Tape
-    backward: Tape
-    first_weight: Tape | None = None
-    weight: Tape | None = None
+    forward_again: AllocationTrace
+    first_backward: AllocationTrace
+    backward: AllocationTrace
+    first_weight: AllocationTrace | None = None
+    weight: AllocationTrace | None = None
     growth: Growth | None = None
 
     def op(self, position: int) -> str:
@@ -142,11 +142,13 @@ class StageTapes:
         return "" if position == NO_OP else self.ops[position]
 
 
-def forward_alone(forward: Tape, kept: Iterable[int], blocks: Mapping[int, Block]) -> Tape:
+def forward_alone(
+    forward: AllocationTrace, kept: Iterable[int], blocks: Mapping[int, Block]
+) -> AllocationTrace:
     """A forward of which nothing is kept, from one of which something is."""
     again = [
         Event(number, False, NO_OP)
         for number in sorted(kept)
         if blocks[number].kind is BlockKind.ACTIVATION
     ]
-    return Tape((*forward.events, *again))
+    return AllocationTrace((*forward.events, *again))

@@ -9,7 +9,7 @@ from gpipe_compiler.plan.memory_curve import CATEGORIES, NOTHING, Category, Size
 
 
 @dataclass(slots=True)
-class Held:
+class SharedBuffer:
     """A storage that several may hold.
 
     Attributes:
@@ -38,12 +38,12 @@ class Own:
 PLACE = {category: place for place, category in enumerate(CATEGORIES)}
 """Where each category stands among them."""
 
-Told = Callable[[int, int, Held | Own], None]
+Told = Callable[[int, int, SharedBuffer | Own], None]
 """Called with the number of a storage, its bytes where it comes to life and -1 where it ends, and
 what it is."""
 
 
-class Ledger:
+class RefCounts:
     """The storages of a device that several may hold, and the sum of all of them.
 
     Args:
@@ -70,18 +70,18 @@ class Ledger:
 
     def take(
         self, size: int, category: Category, name: str, stage: int = -1, *, counted: bool = True
-    ) -> Held:
+    ) -> SharedBuffer:
         """A storage comes to life, with one holder.
 
         Args:
             counted: False where its bytes have been added already.
         """
-        held = Held(size, category, name, stage, self.number())
+        held = SharedBuffer(size, category, name, stage, self.number())
         if counted:
             self._add(held, size)
         return held
 
-    def let_go(self, held: Held | None) -> None:
+    def let_go(self, held: SharedBuffer | None) -> None:
         """A holder lets go; the last one ends the storage."""
         if held is None:
             return
@@ -89,7 +89,7 @@ class Ledger:
         if held.holders == 0:
             self._add(held, -held.bytes)
 
-    def end_in(self, stage: int, held: Held | None) -> None:
+    def end_in(self, stage: int, held: SharedBuffer | None) -> None:
         """The last holder lets go within an action of a stage, which has taken the bytes off.
 
         They were not the stage's own where another has made them.
@@ -115,7 +115,7 @@ class Ledger:
         self.total += change
         self.of_stage[stage] += change
 
-    def _add(self, held: Held, change: int) -> None:
+    def _add(self, held: SharedBuffer, change: int) -> None:
         self.now[PLACE[held.category]] += change
         self.total += change
         if held.stage in self.of_stage:

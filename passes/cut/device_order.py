@@ -19,7 +19,7 @@ Booleans = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StageRates:
     """What the seconds of a stage follow from, beside the nodes in it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Pace:
 
 
 @dataclass(frozen=True, eq=False)
-class Lineup:
+class DeviceOrder:
     """One order of devices.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lineup:
     @classmethod
     def of(
         cls, setting: Setting, seats: Sequence[int], loads: tuple[Load, ...], again: Floats
-    ) -> Lineup:
+    ) -> DeviceOrder:
         """The pipeline on these seats."""
         return cls(
             tuple(seats),
@@ -111,10 +111,10 @@ class Lineup:
         )
 
     @cached_property
-    def paces(self) -> tuple[Pace, ...]:
+    def paces(self) -> tuple[StageRates, ...]:
         """Of every stage."""
-        found: list[Pace] = []
-        known: dict[Pace, Pace] = {}
+        found: list[StageRates] = []
+        known: dict[StageRates, StageRates] = {}
         for stage, device in enumerate(self.placement):
             seat = self.devices[device]
             if self._uniform:
@@ -123,14 +123,16 @@ class Lineup:
             else:
                 receives = _fastest([self.between(s, stage) for s in range(stage)])
                 sends = _fastest([self.between(stage, s) for s in range(stage + 1, self.stages)])
-            pace = Pace(seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s)
+            pace = StageRates(
+                seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s
+            )
             found.append(known.setdefault(pace, pace))
         return tuple(found)
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, Pace], ...]:
+    def runs(self) -> tuple[tuple[int, int, StageRates], ...]:
         """First stage, last stage and one, and pace of all runs of stages of equal pace."""
-        found: list[tuple[int, int, Pace]] = []
+        found: list[tuple[int, int, StageRates]] = []
         for stage, pace in enumerate(self.paces):
             if found and found[-1][2] == pace:
                 found[-1] = (found[-1][0], stage + 1, found[-1][2])
@@ -176,7 +178,7 @@ class Lineup:
         peak -= limits[:, None]
         return np.asarray(peak)
 
-    def roomier(self, excess: float) -> Lineup:
+    def roomier(self, excess: float) -> DeviceOrder:
         """The same with so many bytes more on every device."""
         if not excess:
             return self
@@ -193,7 +195,7 @@ def _fastest(links: Sequence[Link]) -> Link:
     return Link(max(link.bandwidth for link in links), min(link.latency_s for link in links))
 
 
-def ideal(setting: Setting, loads: tuple[Load, ...], again: Floats) -> Lineup:
+def ideal(setting: Setting, loads: tuple[Load, ...], again: Floats) -> DeviceOrder:
     """The best there is in every place: a lower bound of every order of devices.
 
     Its kind is -1, for the fastest of all kinds.
@@ -211,4 +213,4 @@ def ideal(setting: Setting, loads: tuple[Load, ...], again: Floats) -> Lineup:
     link = _fastest(list(links))
     rows = tuple(tuple(NO_LINK if a == b else link for b in range(count)) for a in range(count))
     devices = (best,) * count
-    return Lineup((), devices, setting.placement, rows, loads, again, setting.splits_backward)
+    return DeviceOrder((), devices, setting.placement, rows, loads, again, setting.splits_backward)

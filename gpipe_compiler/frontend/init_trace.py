@@ -115,7 +115,7 @@ class Event:
 
 
 @dataclass
-class Tape:
+class InitTrace:
     """All events, in order."""
 
     events: list[Event] = field(default_factory=list)

@@ -11,8 +11,8 @@ from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, player
 
 from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.job import Played
-from gpipe_compiler.memory.ledger import Held, Own
-from gpipe_compiler.memory.replay import Player
+from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
+from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
@@ -86,7 +86,7 @@ def test_what_is_told_one_by_one_comes_to_the_same(schedule: ScheduleKind, remat
         now = most = 0
         alive: dict[int, int] = {}
 
-        def hear(number: int, size: int, _: Held | Own) -> None:
+        def hear(number: int, size: int, _: SharedBuffer | Own) -> None:
             nonlocal now, most
             if size < 0:
                 now -= alive.pop(number)  # noqa: B023  # called within this turn of the loop
@@ -96,7 +96,7 @@ def test_what_is_told_one_by_one_comes_to_the_same(schedule: ScheduleKind, remat
                 now += size
                 most = max(most, now)
 
-        Player(player.job, hear).play()
+        MemorySimulator(player.job, hear).play()
         assert most == player.play().peak
         assert sum(alive.values()) == WEIGHT_GRADIENT, stage
 
@@ -107,7 +107,7 @@ def test_devices_that_are_alike_are_played_once(schedule: ScheduleKind, remat: R
     orders = orders_for(schedule, range(6), 7, ())
     jobs = [player.job for player in players(orders, 7, remat)]
 
-    assert play_all(jobs) == [Player(job).play() for job in jobs]
+    assert play_all(jobs) == [MemorySimulator(job).play() for job in jobs]
 
 
 def test_a_device_goes_to_json_and_back() -> None:
