@@ -31,6 +31,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "DynamicOutputShapeException",
         "FakeTensor",
         "FakeTensorMode",
+        "in_kernel_invocation_manager",
     ),
     "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
