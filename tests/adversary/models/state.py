@@ -262,7 +262,6 @@ CASES = (
         reference="micro-batches",
         sizes=(8, 5),
         manners=({}, {"schedule": "1f1b", "remat": "full"}),
-        quick=True,
     ),
     simple(
         "batchnorm_one_by_one",
