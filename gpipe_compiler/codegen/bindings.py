@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_compiler.codegen.comments import shape_text
 from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.functions import AUGMENTED, BINARY
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.letting_go import LettingGo
+from gpipe_compiler.codegen.segments import runs_segment
 from gpipe_compiler.codegen.sources import statement_at
-from gpipe_compiler.codegen.uses import Uses
+from gpipe_compiler.codegen.uses import Uses, is_in_place
 from gpipe_compiler.codegen.variables import (
     Run,
     Variables,
@@ -20,7 +22,17 @@ from gpipe_compiler.codegen.variables import (
     plain_name,
     wishes,
 )
-from gpipe_compiler.ir import Graph, Mode, Op, Result, ValueKind
+from gpipe_compiler.ir import (
+    FunctionCall,
+    Graph,
+    Mode,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    Result,
+    ValueKind,
+)
 from gpipe_compiler.ir.ops import result_names
 
 
@@ -79,6 +91,40 @@ class Bindings:
         result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
+
+    def nests(self, op: Op, position: int, ops: Sequence[Op], runs: Mapping[str, Run]) -> bool:
+        """Whether the result of an op has no name, as its only reader spells what makes it.
+
+        So it is where the user wrote it so, and for calls of blocks as `_is_part` has it.
+
+        Args:
+            ops: all ops of the method.
+        """
+        value = op.result
+        if not isinstance(value, str) or self.uses.count.get(value) != 1:
+            return False
+        reader = self.uses.reader.get(value)
+        if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
+            return False
+        if isinstance(reader.call, RegionCall) or runs_segment(op.call):
+            return False
+        if value in self.letting_go.releases.asked or self.letting_go.ending(position):
+            return False
+        if is_in_place(reader.call) and reader.call.args[0] == Ref(value):
+            return False
+        if isinstance(op.call, ModuleCall) and op.name not in self.graph.op_of:
+            if isinstance(reader.call, ModuleCall) and reader.call.module == op.call.module:
+                return False  # one module, two times
+            if reader is ops[position + 1] and self._is_part(value, reader, position):
+                return True
+        run = runs[op.name]
+        return run.nested and runs[reader.name] is run
+
+    def _is_part(self, value: str, reader: Op, position: int) -> bool:
+        """Whether what a block makes needs no name for the next op: `x + self.block(x)`."""
+        made, wish = reader.call, argument_name(self.graph, value)
+        adds = isinstance(made, FunctionCall) and made.function in (*BINARY, *AUGMENTED)
+        return adds or self.variables.is_numbered(value, wish, position)
 
     def named(self, op: Op, value: str, wish: str | None) -> str | None:
         """The user's name for a value; `batch` for a batch size that the user gave none."""

@@ -18,12 +18,11 @@ from gpipe_compiler.codegen.methods import Given, Method, drop_dead
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.releases import Releases
 from gpipe_compiler.codegen.returning import Body, with_type
-from gpipe_compiler.codegen.segments import runs_segment
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.templates import contains_batch, write_template
-from gpipe_compiler.codegen.uses import Uses, is_attribute
-from gpipe_compiler.codegen.variables import Run, Variables, argument_name, find_runs, plain_name
+from gpipe_compiler.codegen.uses import Uses, is_attribute, is_in_place
+from gpipe_compiler.codegen.variables import Variables, argument_name, find_runs, plain_name
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (
     Call,
@@ -42,6 +41,9 @@ from gpipe_compiler.ir.arguments import value_names
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
+
+_LONGEST_SUM = WIDTH - 24
+"""The same where the user has a name for what nests: it is to fit on a line."""
 
 
 def write_body(
@@ -96,6 +98,7 @@ class _Pending:
     """An op whose expression waits for its one reader."""
 
     op: Op
+    made: FunctionCall | MethodCall | ModuleCall
     position: int
     sources: tuple[SourceLocation | None, ...]
 
@@ -155,7 +158,7 @@ class _Scribe:
 
     def write(self, ops: Sequence[Op]) -> None:
         """Writes all ops."""
-        self.runs = find_runs(ops)
+        self.ops, self.runs = ops, find_runs(ops)
         self.letting_go.modes = {value: op.mode for op in ops for value in op.outputs}
         for position, op in enumerate(ops):
             try:
@@ -170,47 +173,51 @@ class _Scribe:
 
     def _op(self, op: Op, position: int) -> None:
         made = op.call
-        if isinstance(made, RegionCall):
-            self._flush()
-            self._region(op, made)
-            self.letting_go.after(op, position, self.statements)
-            return
-        if isinstance(made, FunctionCall) and made.function is repeat:
-            self._flush()
-            self._loop(op, made, position)
-            self.letting_go.after(op, position, self.statements)
-            return
-        if is_attribute(made) and self._inlines(op, made.args[0]):
+        if isinstance(made, FunctionCall) and self._inlines(op, made):
             assert isinstance(op.result, str)
             self.writer.variables[op.result] = self.writer.call(made)
             return
-        if isinstance(made, FunctionCall) and made.function is operator.setitem:
-            sources = self._take_only(op, made.args[2])
-            target = self.writer.subscript(*made.args[:2])
-            self._append(op, f"{target.flat} = ", self.writer.argument(made.args[2]), sources)
+        if self._statement(op, made, position):
             self.letting_go.after(op, position, self.statements)
             return
-        if self._in_place(op, made):
-            self.letting_go.after(op, position, self.statements)
-            return
+        assert not isinstance(made, RegionCall)
         taken = self._take(op)
         expression = self.writer.call(made)
-        if taken and len(expression.flat) > _LONGEST_NESTED:
+        named = any(self.runs[pending.op.name] is not self.runs[op.name] for pending in taken)
+        if taken and len(expression.flat) > (_LONGEST_SUM if named else _LONGEST_NESTED):
             self._write_out(taken)
             taken, expression = [], self.writer.call(made)
         sources = tuple(source for pending in taken for source in pending.sources)
-        if self._waits(op, position):
+        if self.bindings.nests(op, position, self.ops, self.runs):
             assert isinstance(op.result, str)
             self.writer.variables[op.result] = expression
-            self.pending.append(_Pending(op, position, (*sources, op.source)))
+            self.pending.append(_Pending(op, made, position, (*sources, op.source)))
             return
         self._flush()
         self._assign(op, expression, position, sources)
 
-    def _inlines(self, op: Op, argument: object) -> bool:
-        """Whether an attribute is written where it is used, of a variable or a state."""
-        if not isinstance(op.result, str) or op.result in self.releases.asked:
+    def _statement(self, op: Op, made: Call, position: int) -> bool:
+        """Writes a region, a loop or a write in place; False where the op is none of these."""
+        if isinstance(made, RegionCall):
+            self._flush()
+            self._region(op, made)
+        elif isinstance(made, FunctionCall) and made.function is repeat:
+            self._flush()
+            self._loop(op, made, position)
+        elif isinstance(made, FunctionCall) and made.function is operator.setitem:
+            sources = self._take_only(op, made.args[2])
+            target = self.writer.subscript(*made.args[:2])
+            self._append(op, f"{target.flat} = ", self.writer.argument(made.args[2]), sources)
+        else:
+            return self._in_place(op, made)
+        return True
+
+    def _inlines(self, op: Op, made: FunctionCall) -> bool:
+        """Whether it is an attribute of a variable or a state, written where it is used."""
+        known = isinstance(op.result, str) and op.result not in self.releases.asked
+        if not known or not is_attribute(made):
             return False
+        argument = made.args[0]
         if isinstance(argument, Ref):
             return self.writer.variables[argument.name].flat.isidentifier()
         return True
@@ -244,33 +251,16 @@ class _Scribe:
         self.pending.extend(taken)
         self._flush()
 
-    def _waits(self, op: Op, position: int) -> bool:
-        """Whether an op nests into its reader, as the user wrote it."""
-        value = op.result
-        if not isinstance(value, str) or self.uses.count.get(value) != 1:
-            return False
-        reader = self.uses.reader.get(value)
-        if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
-            return False
-        if isinstance(reader.call, RegionCall) or runs_segment(op.call):
-            return False
-        if value in self.releases.asked or self.letting_go.ending(position):
-            return False
-        if _in_place_call(reader.call) and reader.call.args[0] == Ref(value):
-            return False
-        run: Run = self.runs[op.name]
-        return run.nested and self.runs[reader.name] is run
-
     def _flush(self) -> None:
         """Writes what is pending as statements of their own."""
         pending, self.pending = self.pending, []
         for waiting in pending:
-            expression = self.writer.call(_call_of(waiting.op))
+            expression = self.writer.call(waiting.made)
             self._assign(waiting.op, expression, waiting.position, waiting.sources[:-1])
 
     def _in_place(self, op: Op, made: Call) -> bool:
         """Writes `x += y` or `x.add_(y)`; False where the op is no such thing."""
-        if not _in_place_call(made) or not isinstance(op.result, str | None):
+        if not is_in_place(made) or not isinstance(op.result, str | None):
             return False
         changed = made.args[0]
         if isinstance(changed, Ref) and _kind(self.graph, changed.name) is not ValueKind.TENSOR:
@@ -379,11 +369,6 @@ class _Scribe:
         )
 
 
-def _call_of(op: Op) -> FunctionCall | MethodCall | ModuleCall:
-    assert not isinstance(op.call, RegionCall)
-    return op.call
-
-
 def _sign(made: Call) -> str:
     """The sign of an assignment that changes its target, `+=`; "" for methods without one."""
     match made:
@@ -393,14 +378,3 @@ def _sign(made: Call) -> str:
             return SIGNS.get(method, "")
         case _:
             return ""
-
-
-def _in_place_call(made: Call) -> bool:
-    """`x += y`, or a method that ends in one underscore and returns its receiver."""
-    match made:
-        case FunctionCall(function=function, args=(_, _)):
-            return function in AUGMENTED and not made.kwargs
-        case MethodCall(method=method):
-            return method.endswith("_") and not method.endswith("__")
-        case _:
-            return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from gpipe_compiler.codegen.functions import AUGMENTED
 from gpipe_compiler.codegen.variables import END
-from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref
+from gpipe_compiler.ir import ByMode, Call, FunctionCall, MethodCall, Mode, Op, Ref
 from gpipe_compiler.ir.arguments import choices, value_names
 
 
@@ -66,3 +67,14 @@ class Uses:
 def is_attribute(made: Call) -> bool:
     """`x.shape` and the like: written wherever it is used."""
     return isinstance(made, FunctionCall) and made.function is getattr and len(made.args) == 2
+
+
+def is_in_place(made: Call) -> bool:
+    """`x += y`, or a method that ends in one underscore and returns its receiver."""
+    match made:
+        case FunctionCall(function=function, args=(_, _)):
+            return function in AUGMENTED and not made.kwargs
+        case MethodCall(method=method):
+            return method.endswith("_") and not method.endswith("__")
+        case _:
+            return False

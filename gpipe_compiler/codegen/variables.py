@@ -58,12 +58,15 @@ class Variables:
 
     def assign(self, value: str, wish: str, position: int) -> str:
         """The variable for a value made at `position`, -1 for what the method is given."""
-        for variable in self._like.get(wish, ()):
-            held = self._holds[variable]
-            if all(self._dead(value, old, position) for old in held):
-                held.clear()
-                return self._bind(value, variable)
-        return self.fresh(value, wish)
+        variable = self._reused(value, wish, position)
+        if variable is None:
+            return self.fresh(value, wish)
+        self._holds[variable].clear()
+        return self._bind(value, variable)
+
+    def is_numbered(self, value: str, wish: str, position: int) -> bool:
+        """Whether a value that asks for a name would get one with a number behind it."""
+        return wish in self._like and self._reused(value, wish, position) is None
 
     def dead(self, position: int) -> Iterator[tuple[str, frozenset[str]]]:
         """The variables of which nothing is read after a position, and what they hold."""
@@ -86,7 +89,8 @@ class Variables:
     def fresh(self, value: str, wish: str) -> str:
         """A variable that holds nothing yet."""
         variable = self._names.take(wish)
-        self._like.setdefault(wish, []).append(variable)
+        for asked in {wish, variable}:
+            self._like.setdefault(asked, []).append(variable)
         return self._bind(value, variable)
 
     def alias(self, value: str, of: str) -> str | None:
@@ -102,6 +106,13 @@ class Variables:
     def free(self, variable: str, position: int) -> bool:
         """Whether nothing that a variable holds is read after a position."""
         return all(self._last_use.get(old, -1) <= position for old in self._holds[variable])
+
+    def _reused(self, value: str, wish: str, position: int) -> str | None:
+        """A variable of that name, or of it with a number, that holds nothing of use any more."""
+        for variable in self._like.get(wish, ()):
+            if all(self._dead(value, old, position) for old in self._holds[variable]):
+                return variable
+        return None
 
     def _bind(self, value: str, variable: str) -> str:
         self._holds.setdefault(variable, set()).add(value)

@@ -54,8 +54,6 @@ class Stage1(nn.Module):
             transpose: (B, 2, 4, 6) float32, for stage 2.
         """
         # models.py:84
-        out = self.attentions["0"](x, softmax, v)  # (B, 6, 8)
-        x = x + out
-        del out
+        x = x + self.attentions["0"](x, softmax, v)  # (B, 6, 8)
         q, v, transpose = self.attentions["1"](x)
         return x, q, v, transpose

@@ -46,9 +46,7 @@ class Stage2(nn.Module):
             lm_head_out: (B, 6, 11) float32, for the caller.
         """
         # models.py:84-85
-        out = self.attentions["1"](x, q, transpose, v)  # (B, 6, 8)
-        x = x + out
-        del out
+        x = x + self.attentions["1"](x, q, transpose, v)  # (B, 6, 8)
         lm_head_out: Tensor = self.lm_head(self.norm(x))  # (B, 6, 11)
         return lm_head_out
 

@@ -44,8 +44,7 @@ class LlamaDecoderLayerPart(nn.Module):
     def forward(self, inputs_embeds: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_llama.py:306-312
         hidden_states: Tensor = inputs_embeds + attn_output  # (B, 16, 32)
-        down_proj = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + down_proj
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 

@@ -97,9 +97,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:306
-        attn_output = self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
-        hidden_states = hidden_states + attn_output
-        del attn_output
+        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
         post_attention_layernorm_out = self.post_attention_layernorm(hidden_states)
         return hidden_states, post_attention_layernorm_out
 

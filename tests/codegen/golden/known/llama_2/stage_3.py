@@ -38,8 +38,7 @@ class LlamaDecoderLayerPart(nn.Module):
 
     def forward(self, post_attention_layernorm_out: Tensor, hidden_states: Tensor) -> Tensor:
         # modeling_llama.py:312
-        down_proj = self.mlp(post_attention_layernorm_out)  # (B, 16, 32)
-        hidden_states = hidden_states + down_proj
+        hidden_states = hidden_states + self.mlp(post_attention_layernorm_out)  # (B, 16, 32)
         return hidden_states
 
 

@@ -43,8 +43,7 @@ class BottleneckWithShortcut(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))  # (B, 16, 16, 16)
         out = self.relu(self.bn2(self.conv2(out)))  # (B, 16, 8, 8)
         out = self.bn3(self.conv3(out))  # (B, 64, 8, 8)
-        out_2 = self.shortcut(x)
-        out += out_2
+        out += self.shortcut(x)
         relu_out: Tensor = self.relu(out)
         return relu_out
 

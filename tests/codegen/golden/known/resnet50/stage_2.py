@@ -43,8 +43,7 @@ class BottleneckWithShortcut(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))  # (B, 32, 8, 8)
         out = self.relu(self.bn2(self.conv2(out)))  # (B, 32, 4, 4)
         out = self.bn3(self.conv3(out))  # (B, 128, 4, 4)
-        out_2 = self.shortcut(x)
-        out += out_2
+        out += self.shortcut(x)
         relu_out: Tensor = self.relu(out)
         return relu_out
 

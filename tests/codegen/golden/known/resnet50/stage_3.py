@@ -44,8 +44,7 @@ class BottleneckWithShortcut(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))  # (B, 64, 4, 4)
         out = self.relu(self.bn2(self.conv2(out)))  # (B, 64, 2, 2)
         out = self.bn3(self.conv3(out))  # (B, 256, 2, 2)
-        out_2 = self.shortcut(x)
-        out += out_2
+        out += self.shortcut(x)
         relu_out: Tensor = self.relu(out)
         return relu_out
 
