@@ -95,12 +95,17 @@ def _kind(graph: Graph, value: str) -> ValueKind:
 
 @dataclass(slots=True)
 class _Pending:
-    """An op whose expression waits for its one reader."""
+    """An op whose expression waits for its one reader.
+
+    Attributes:
+        named: whether the user has a name for something that nests in it.
+    """
 
     op: Op
     made: FunctionCall | MethodCall | ModuleCall
     position: int
     sources: tuple[SourceLocation | None, ...]
+    named: bool
 
 
 @dataclass
@@ -183,15 +188,16 @@ class _Scribe:
         assert not isinstance(made, RegionCall)
         taken = self._take(op)
         expression = self.writer.call(made)
-        named = any(self.runs[pending.op.name] is not self.runs[op.name] for pending in taken)
+        run = self.runs[op.name]
+        named = any(pending.named or self.runs[pending.op.name] is not run for pending in taken)
         if taken and len(expression.flat) > (_LONGEST_SUM if named else _LONGEST_NESTED):
             self._write_out(taken)
-            taken, expression = [], self.writer.call(made)
+            taken, expression, named = [], self.writer.call(made), False
         sources = tuple(source for pending in taken for source in pending.sources)
         if self.bindings.nests(op, position, self.ops, self.runs):
             assert isinstance(op.result, str)
             self.writer.variables[op.result] = expression
-            self.pending.append(_Pending(op, made, position, (*sources, op.source)))
+            self.pending.append(_Pending(op, made, position, (*sources, op.source), named))
             return
         self._flush()
         self._assign(op, expression, position, sources)

@@ -113,7 +113,7 @@ QUICK: dict[str, Callable[[], Known]] = {
 SLOW: dict[str, Callable[[], Known]] = {
     "inception": _inception,
     "llama_8": lambda: _language("Llama", 8),
-    "llama_32": lambda: _language("Llama", 32, 160),
+    "llama_32": lambda: _language("Llama", 32, 159),
     "mixtral": lambda: _language("Mixtral", 4, num_local_experts=4),
     "swin": _swin,
     "t5": _t5,

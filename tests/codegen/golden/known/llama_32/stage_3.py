@@ -102,8 +102,7 @@ class LlamaDecoderLayer(nn.Module):
         # modeling_llama.py:306-312
         attn_output = self.self_attn(self.input_layernorm(hidden_states), cos, sin)  # (B, 16, 32)
         hidden_states = hidden_states + attn_output
-        down_proj = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + down_proj
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 

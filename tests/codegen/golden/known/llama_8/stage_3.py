@@ -101,10 +101,8 @@ class LlamaDecoderLayerPart(nn.Module):
         self, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor, hidden_states: Tensor
     ) -> Tensor:
         # modeling_llama.py:306-312
-        attn_output = self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
-        hidden_states = hidden_states + attn_output
-        down_proj = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + down_proj
+        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 
@@ -120,8 +118,7 @@ class LlamaDecoderLayer(nn.Module):
         # modeling_llama.py:306-312
         attn_output = self.self_attn(self.input_layernorm(hidden_states), cos, sin)  # (B, 16, 32)
         hidden_states = hidden_states + attn_output
-        down_proj = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + down_proj
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 

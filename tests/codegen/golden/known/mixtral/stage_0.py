@@ -173,8 +173,7 @@ class MixtralDecoderLayer(nn.Module):
         attn_output = self.self_attn(self.input_layernorm(hidden_states), cos, sin)  # (B, 16, 32)
         hidden_states = hidden_states + attn_output
         del attn_output
-        hidden_states_2 = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + hidden_states_2
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 

@@ -129,9 +129,9 @@ class MixtralExperts(nn.Module):
         inv_perm = torch.empty_like(perm)  # (32*B,)
         inv_perm.index_put_([perm], torch.arange(mul_13, device=top_k_weights.device))
         weighted_out = weighted_out[inv_perm]  # (32*B, 32)
-        final_hidden_states_2 = weighted_out.view(final_hidden_states, 2, 32).sum(1)  # (16*B, 32)
-        final_hidden_states_2_2: Tensor = final_hidden_states_2.to(torch.float32)
-        return final_hidden_states_2_2
+        final_hidden_states_2: Tensor = weighted_out.view(final_hidden_states, 2, 32).sum(1)
+        final_hidden_states_2 = final_hidden_states_2.to(torch.float32)
+        return final_hidden_states_2
 
 
 class MixtralSparseMoeBlock(nn.Module):
@@ -163,11 +163,8 @@ class MixtralDecoderLayerPart(nn.Module):
         self, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor, hidden_states: Tensor
     ) -> Tensor:
         # modeling_mixtral.py:360-364
-        attn_output = self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
-        hidden_states = hidden_states + attn_output
-        del attn_output
-        hidden_states_2 = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + hidden_states_2
+        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 

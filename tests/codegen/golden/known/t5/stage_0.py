@@ -141,8 +141,8 @@ class T5LayerFF(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:140
-        hidden_states_2 = self.DenseReluDense(self.layer_norm(hidden_states))  # (B, 16, 32)
-        hidden_states = hidden_states + self.dropout(hidden_states_2)
+        dropout_out = self.dropout(self.DenseReluDense(self.layer_norm(hidden_states)))
+        hidden_states = hidden_states + dropout_out
         return hidden_states
 
 
