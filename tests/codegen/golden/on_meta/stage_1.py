@@ -60,8 +60,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:58
         norm_out = self.norm(x)  # (B, 8, 32)
-        out = self.attention(norm_out)
-        add: Tensor = x + self.scale * self.narrow(F.gelu(out + self.noise))
+        add: Tensor = x + self.scale * self.narrow(F.gelu(self.attention(norm_out) + self.noise))
         return add
 
 
