@@ -83,9 +83,6 @@ PLAIN_OF_AUGMENTED: Mapping[Callable[..., Any], Callable[..., Any]] = {
 """`operator.iadd` to `operator.add`: what `x += y` means for a number."""
 
 
-_TORCH_NAMESPACES = frozenset({"aten", "prims", "prim", "quantized", "mkldnn", "_c10d_functional"})
-
-
 @dataclass(frozen=True, slots=True)
 class Spelling:
     """An expression for an object, and what must be imported for it."""

@@ -18,14 +18,15 @@ import safetensors
 import safetensors.torch
 import torch
 
-from .comparison import Kind, Row, Tensors, compare, flat_tensors, unpack, worst_of
+from .comparison import Kind, Row, Tensors, compare, flat_tensors, path_name, unpack, worst_of
 from .data import call_of
 from .errors import UsageError
 from .inputs import Inputs
+from .nest import items_of
 from .pipeline import Pipeline
 from .precision import lower_dtype
 from .shared import owners_of
-from .spec import BatchNorm, Joined, Leaf, Structure
+from .spec import BatchNorm, Joined, Leaf
 from .stages_in_a_row import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
 INPUT = "input/"
@@ -102,22 +103,11 @@ def _summed_in(pipe: Pipeline) -> dict[Kind, dict[str, torch.dtype]]:
     names: set[str] = set(owners_of(pipe.spec))
     if pipe.manner.batchnorm is BatchNorm.EXACT:
         names.update(name for stage in pipe.spec.stages for name in stage.state.values())
-    outputs = dict.fromkeys(_means(pipe.spec.outputs), dtype)
+    leaves = items_of(pipe.spec.outputs, Leaf)
+    means = [path for path, leaf in leaves if leaf.joined in (Joined.MEAN, Joined.SUM)]
+    outputs = dict.fromkeys(map(path_name, means), dtype)
     gradients = dict.fromkeys(names, dtype)
     return {Kind.OUTPUT: outputs, Kind.GRADIENT: gradients, Kind.WEIGHT: gradients}
-
-
-def _means(outputs: Structure, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """The outputs that are means or sums over the batch, named as `flat_tensors` does."""
-    if isinstance(outputs, Leaf):
-        if outputs.joined in (Joined.MEAN, Joined.SUM):
-            yield ".".join(path) or "output"
-    elif isinstance(outputs, Mapping):
-        for key, item in outputs.items():
-            yield from _means(item, (*path, str(key)))
-    elif isinstance(outputs, tuple | list):
-        for place, item in enumerate(outputs):
-            yield from _means(item, (*path, str(place)))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from enum import Enum
 
 import torch
 
-from .nest import tensors_of
+from .nest import Path, tensors_of
 
 RELATIVE = 1e-4
 FLOOR = 1e-6
@@ -147,7 +147,12 @@ def flat_tensors(structure: object) -> dict[str, torch.Tensor]:
     A structure that is itself a tensor is named `output`.
     """
     found = tensors_of(structure, objects=True)
-    return {".".join(map(str, path)) or "output": tensor for path, tensor in found}
+    return {path_name(path): tensor for path, tensor in found}
+
+
+def path_name(path: Path) -> str:
+    """The name of what the way through a nest leads to."""
+    return ".".join(map(str, path)) or "output"
 
 
 def pack(tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .job import Work
 from .joint import BatchDims, batch_dims
+from .nest import items_of
 from .schedule.actions import Action, Compute, Phase, Send
 from .schedule.lowering import first_targets
 from .schedule.together import Joint
@@ -168,18 +169,8 @@ def inputs_for(spec: PipelineSpec, work: Work) -> frozenset[str]:
 def output_leaves(structure: Structure) -> tuple[Leaf, ...]:
     """Every leaf of the structure that the pipeline returns, each value once."""
     found: dict[str, Leaf] = {}
-
-    def walk(item: Structure) -> None:
-        if isinstance(item, Leaf):
-            found.setdefault(item.value, item)
-        elif isinstance(item, dict):
-            for value in item.values():
-                walk(value)
-        elif isinstance(item, tuple | list):
-            for value in item:
-                walk(value)
-
-    walk(structure)
+    for _, leaf in items_of(structure, Leaf):
+        found.setdefault(leaf.value, leaf)
     return tuple(found.values())
 
 
