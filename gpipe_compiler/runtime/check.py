@@ -18,7 +18,16 @@ import safetensors
 import safetensors.torch
 import torch
 
-from .comparison import Kind, Row, Tensors, compare, flat_tensors, path_name, unpack, worst_of
+from .comparison import (
+    Kind,
+    Row,
+    Tensors,
+    compare,
+    flat_tensors,
+    path_name,
+    unpack,
+    worst_of,
+)
 from .data import call_of
 from .errors import UsageError
 from .inputs import Inputs
