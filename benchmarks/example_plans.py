@@ -29,7 +29,8 @@ from pathlib import Path
 from baselines import Row, best_in_a_row, score
 from tables import machine, markdown
 
-from gpipe_compiler.cluster import PCIE3, Link, built_in
+from gpipe_compiler.cluster import Link, built_in
+from gpipe_compiler.cluster.catalogue import PCIE3
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.frontend.source import load

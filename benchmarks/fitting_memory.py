@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gpipe_compiler.cluster import PCIE3, Cluster, Device
+from gpipe_compiler.cluster import Cluster, Device
+from gpipe_compiler.cluster.catalogue import PCIE3
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from gpipe_compiler.cluster import PCIE3, Device, Link, built_in
+from gpipe_compiler.cluster import Device, Link, built_in
+from gpipe_compiler.cluster.catalogue import PCIE3
 from gpipe_compiler.frontend.subject import Subject
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from gpipe_compiler import emit, plan
 from gpipe_compiler import trace as trace_call
 from gpipe_compiler.cli.arguments import compile_parser, inspect_parser, memory_parser
-from gpipe_compiler.cluster import NVLINK3, Link, read_cluster
+from gpipe_compiler.cluster import Link, read_cluster
+from gpipe_compiler.cluster.catalogue import NVLINK3
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ModuleCall

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeGuard, TypeVar
 
 from gpipe_compiler.cluster.catalogue import LINKS, Card, built_in, known_devices, plain
-from gpipe_compiler.cluster.hosts import Host, cluster_of
+from gpipe_compiler.cluster.hosts import LOCAL, Group, Host, cluster_of
 from gpipe_compiler.cluster.machines import MOST_DEVICES, Arithmetic, Cluster, Device, Link
-from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, SPEED, TIME
-from gpipe_compiler.cluster.tables import Faults, Table
-from gpipe_compiler.cluster.words import LOCAL, Group
+from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, SPEED, TIME, Quantity
 from gpipe_compiler.errors import UsageError
+
+T = TypeVar("T")
 
 _DEFAULT_LATENCY_S = 1e-5
 _DEFAULT_LAUNCH_S = 5e-6
+_DEVICES = 'devices = "4xH100" or ["2xV100", "2xP40"]'
+_PAIRS = "pairs = [[0, 1], [2, 3]]"
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -64,7 +70,13 @@ class _Reader:
         hosts = [host for table in file.tables("hosts") for host in self._hosts(table)]
         if not file.has("hosts"):
             self._faults.add("hosts", "is missing: at least one host with devices is needed")
-        network = self._network(file, len(hosts))
+        network = _link(file, "network")
+        if len(hosts) > 1 and not file.has("network"):
+            self._faults.add(
+                "network",
+                "is missing: say what joins the hosts, such as network = { bandwidth = "
+                '"400Gb/s", latency = "5us" }',
+            )
         count = sum(len(host.cards) for host in hosts)
         if count > MOST_DEVICES:
             self._faults.add("hosts", f"has {count:,} devices, more than {MOST_DEVICES:,}")
@@ -83,24 +95,22 @@ class _Reader:
     def _device(self, name: str, table: Table) -> Card | None:
         """A device as described; None when something is wrong with it."""
         before = len(self._faults)
-        base: Card | None = None
-        like = table.text("like")
-        if like is not None:
-            base = self._card(like, table, "like", own=False)
         needed = not table.has("like")
+        base = table.value("like", self._known)
         old = base.device if base else Device("", 1.0, 1.0, 1, _DEFAULT_LAUNCH_S)
         speeds = self._speeds(table, needed=needed)
+        launch_s = table.quantity("launch", TIME)
         device = Device(
             name,
             speeds.get(Arithmetic.FP32, old.flops),
             table.quantity("memory_bandwidth", BANDWIDTH, needed=needed) or old.memory_bandwidth,
             int(table.quantity("memory", SIZE, needed=needed) or old.memory),
-            table.quantity("launch", TIME, default=old.launch_s) or 0.0,
+            old.launch_s if launch_s is None else launch_s,
             half_flops=speeds.get(Arithmetic.FP16, old.half_flops),
             tf32_flops=speeds.get(Arithmetic.TF32, old.tf32_flops),
             bf16_flops=speeds.get(Arithmetic.BF16, old.bf16_flops),
         )
-        link = self._link(table, "link")
+        link = _link(table, "link")
         if len(self._faults) > before:
             return None
         if link is not None:
@@ -125,14 +135,12 @@ class _Reader:
         return found
 
     def _hosts(self, table: Table) -> list[Host]:
-        """So many equal hosts as a table says."""
-        count = table.count("count", default=1)
-        texts = table.texts("devices")
-        cards = [card for text in texts for card in self._cards(text, table)]
-        link = self._link(table, "link")
+        """The equal hosts that a table describes."""
+        count = table.value("count", _count) or 1
+        cards = table.value("devices", self._cards, _DEVICES) or ()
+        host = Host(cards, _link(table, "link"))
         table.refuse_others()
-        host = Host(tuple(cards), link)
-        if cards and not host.is_joined:
+        if not host.is_joined:
             table.wrong(
                 "link",
                 'is missing: say what joins its devices, such as link = "NVLink4" or '
@@ -145,68 +153,42 @@ class _Reader:
             return [host]
         return [host] * count
 
-    def _cards(self, text: str, table: Table) -> list[Card]:
+    def _cards(self, written: object) -> tuple[Card, ...]:
+        """The devices of `"4xH100"` or of `["2xV100", "2xP40"]`; none of one that is wrong."""
+        texts = written if isinstance(written, list) else [written]
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"{written!r} names no devices: write {_DEVICES}")
         try:
-            groups = [Group.parse(part) for part in text.split(",")]
+            groups = [Group.parse(part) for text in texts for part in str(text).split(",")]
         except UsageError as error:
-            table.wrong("devices", f"{error.problem}: {error.hint}")
-            return []
-        cards = []
+            raise ValueError(f"{error.problem}: {error.hint}") from error
+        cards: list[Card] = []
         for group in groups:
-            card = self._card(group.name, table, "devices", own=True)
+            name = plain(group.name)
+            card = self._own[name] if name in self._own else self._known(group.name)
             cards += [card] * (group.count or 1) if card else []
-        return cards
+        return tuple(cards)
 
-    def _card(self, name: str, table: Table, key: str, *, own: bool) -> Card | None:
-        """A device by its name: one of the file's own where allowed, this machine, a built-in."""
-        if own and plain(name) in self._own:
-            return self._own[plain(name)]
-        if plain(name) == LOCAL:
+    def _known(self, written: object) -> Card:
+        """A device that is not of the file: this machine, or a built-in one."""
+        if plain(str(written)) == LOCAL:
             from gpipe_compiler.cluster.local import local_card  # needs torch: seconds to import
 
             # Measured once: a second measurement would be another kind of device.
             self._local = self._local or local_card()
             return self._local
         try:
-            return built_in(name)
+            return built_in(str(written))
         except UsageError as error:
-            table.wrong(key, f"{error.problem}: {known_devices()}, under [devices.<name>]")
-            return None
-
-    def _network(self, file: Table, hosts: int) -> Link | None:
-        network = self._link(file, "network")
-        if network is None and hosts > 1 and not file.has("network"):
-            self._faults.add(
-                "network",
-                "is missing: say what joins the hosts, such as network = { bandwidth = "
-                '"400Gb/s", latency = "5us" }',
-            )
-        return network
-
-    def _link(self, table: Table, key: str) -> Link | None:
-        """A link by name, or as described; None where there is none or it is wrong."""
-        if table.is_table(key):
-            inner = table.inner(key)
-            link = _described(inner)
-            inner.refuse_others()
-            return link
-        name = table.text(key)
-        if name is None:
-            return None
-        link = LINKS.get(plain(name))
-        if link is None:
-            table.wrong(
-                key,
-                f"{name!r} is no link: known are {', '.join(LINKS)}; or give "
-                "{ bandwidth = ..., latency = ... }",
-            )
-        return link
+            raise ValueError(
+                f"{written!r} is no device: {known_devices()}, under [devices.<name>]"
+            ) from error
 
     def _exceptions(self, file: Table, count: int | None) -> Mapping[tuple[int, int], Link]:
         found: dict[tuple[int, int], Link] = {}
         for table in file.tables("exceptions"):
             link = _described(table)
-            for pair in table.pairs("pairs"):
+            for pair in table.value("pairs", _pairs, _PAIRS) or ():
                 one, other = sorted(pair)
                 if count is not None and other >= count:
                     table.wrong(
@@ -223,10 +205,205 @@ class _Reader:
         return found
 
 
+def _link(table: Table, key: str) -> Link | None:
+    """A link by name, or as described; None where there is none or it is wrong."""
+    if not table.is_table(key):
+        return table.value(key, _named_link)
+    inner = table.inner(key)
+    link = _described(inner)
+    inner.refuse_others()
+    return link
+
+
+def _named_link(written: object) -> Link:
+    found = LINKS.get(plain(str(written)))
+    if found is None:
+        raise ValueError(
+            f"{written!r} is no link: known are {', '.join(LINKS)}; or give "
+            "{ bandwidth = ..., latency = ... }"
+        )
+    return found
+
+
 def _described(table: Table) -> Link | None:
     bandwidth = table.quantity("bandwidth", BANDWIDTH, needed=True)
-    latency = table.quantity("latency", TIME, default=_DEFAULT_LATENCY_S)
-    name = table.text("name")
-    if bandwidth is None or latency is None:
+    latency_s = table.quantity("latency", TIME)
+    name = table.value("name", _name) or ""
+    if bandwidth is None:
         return None
-    return Link(bandwidth, latency, name or "")
+    return Link(bandwidth, _DEFAULT_LATENCY_S if latency_s is None else latency_s, name)
+
+
+def _name(written: object) -> str:
+    if isinstance(written, str) and written.strip():
+        return written
+    raise ValueError(f"{written!r} is no name")
+
+
+def _count(written: object) -> int:
+    if _is_whole(written, 1):
+        return written
+    raise ValueError(f"{written!r} is not a whole number of at least 1")
+
+
+def _pairs(written: object) -> list[list[int]]:
+    if isinstance(written, list) and written and all(map(_is_pair, written)):
+        return written
+    raise ValueError(f"{written!r} is no list of pairs: write {_PAIRS}")
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, list) and len(item) == 2 and all(_is_whole(n, 0) for n in item)
+
+
+def _is_whole(item: object, least: int) -> TypeGuard[int]:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= least
+
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
+
+
+class Faults:
+    """What is wrong with a file.
+
+    Args:
+        text: of the file, in which lines are looked up.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self._found: list[tuple[int, str]] = []
+
+    def add(self, where: str, problem: str) -> None:
+        """Notes a fault of the value at a place such as `hosts[1].link.bandwidth`."""
+        line = self._line(where)
+        self._found.append((line, f"{f'line {line}: ' if line else ''}{where} {problem}"))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def listing(self) -> str:
+        """A line for every fault, from the top of the file; what is missing in it last."""
+        ordered = sorted(self._found, key=lambda fault: fault[0] or math.inf)
+        return "".join(f"\n  - {text}" for _, text in ordered)
+
+    def _line(self, where: str) -> int:
+        """The line of a place, or the closest above it that can be told; 0 for none.
+
+        TOML's reader says nothing of lines, so headers and keys are looked for as they are mostly
+        written.
+        """
+        names = re.findall(r"[^.\[\]]+|\[\d+\]", where)
+        seen: dict[str, int] = {}
+        header, best, matched = "", 0, 0
+        for number, text in enumerate(self._lines, start=1):
+            match = _HEADER.fullmatch(text)
+            if match:
+                header = re.sub(r"[\s\"']", "", match[2])
+                if match[1] == "[[":
+                    index = seen.get(header, 0)
+                    seen[header] = index + 1
+                    header += f"[{index}]"
+            else:
+                key = text.split("=")[0].strip().strip("\"'") if "=" in text else ""
+                if not key or key.startswith("#"):
+                    continue
+            place = header if match else ".".join(filter(None, (header, key)))
+            parts = re.findall(r"[^.\[\]]+|\[\d+\]", place)
+            if parts == names[: len(parts)] and len(parts) > matched:
+                best, matched = number, len(parts)
+        return best
+
+
+class Table:
+    """A table, whose keys are taken one by one; what is left over is a fault.
+
+    Args:
+        path: where in the file it stands; empty for the whole of it.
+    """
+
+    def __init__(self, content: Mapping[str, object], path: str, faults: Faults) -> None:
+        self._content = content
+        self._path = path
+        self._faults = faults
+        self._known: list[str] = []
+
+    def wrong(self, key: str, problem: str) -> None:
+        """Notes what is wrong with a key; with the table itself where the key is empty."""
+        self._faults.add(self._where(key), problem)
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        return key in self._content
+
+    def is_table(self, key: str) -> bool:
+        """Whether a table stands there."""
+        return isinstance(self._content.get(key), dict)
+
+    def inner(self, key: str) -> Table:
+        """The table that stands there."""
+        content = self._taken(key)
+        return Table(content if isinstance(content, dict) else {}, self._where(key), self._faults)
+
+    def tables(self, key: str) -> list[Table]:
+        """The tables of an array such as `[[hosts]]`."""
+        content = self._taken(key)
+        if content is None:
+            return []
+        if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+            self.wrong(key, f"has to be tables, each under [[{key}]]")
+            return []
+        where = self._where(key)
+        return [Table(item, f"{where}[{i}]", self._faults) for i, item in enumerate(content)]
+
+    def named_tables(self, key: str) -> Iterator[tuple[str, Table]]:
+        """The tables under names of the user's own, such as `[devices.mine]`."""
+        content = self._taken(key)
+        if content is None:
+            return
+        if not isinstance(content, dict):
+            self.wrong(key, f"has to be tables, each under [{key}.<name>]")
+            return
+        for name, item in content.items():
+            if isinstance(item, dict):
+                yield name, Table(item, f"{self._where(key)}.{name}", self._faults)
+            else:
+                self.wrong(f"{key}.{name}", f"= {item!r} is no table: write [{key}.{name}]")
+
+    def value(self, key: str, read: Callable[[object], T], example: str = "") -> T | None:
+        """What is made of the value that stands there; None where it is missing or wrong.
+
+        Args:
+            read: raises ValueError for a wrong value, saying what is wrong and how to write it.
+            example: how to write one that is needed; "" for one that may be missing.
+        """
+        written = self._taken(key)
+        if written is None:
+            if example:
+                self.wrong(key, f"is missing: write {example}")
+            return None
+        try:
+            return read(written)
+        except ValueError as error:
+            self.wrong(key, f"= {error}")
+            return None
+
+    def quantity(self, key: str, quantity: Quantity, *, needed: bool = False) -> float | None:
+        """The quantity that stands there."""
+        return self.value(key, quantity.read, quantity.example if needed else "")
+
+    def refuse_others(self) -> None:
+        """Notes the keys that nobody has asked for."""
+        for key in self._content:
+            if key not in self._known:
+                near = get_close_matches(key, self._known, n=1)
+                advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(self._known)}"
+                self.wrong(key, f"means nothing here; {advice}")
+
+    def _taken(self, key: str) -> object:
+        self._known.append(key)
+        return self._content.get(key)
+
+    def _where(self, key: str) -> str:
+        return ".".join(filter(None, (self._path, key)))

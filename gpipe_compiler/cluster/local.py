@@ -1,20 +1,36 @@
-"""This machine as a cluster, its speed measured in well under a second."""
+"""This machine as a cluster, measured: its speed in well under a second, its links in a few.
+
+`python -m gpipe_compiler.cluster.local STORE TIMEOUT RANK` is one of the two processes between
+which a link is measured.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from gpipe_compiler.cluster.catalogue import BUILT_IN, GLOO, PCIE4, Card
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.runtime.distributed import Network
 from gpipe_compiler.runtime.gpus import gpu_count
 
 _HOST = f"{platform.machine()} host"
+SMALL, LARGE = 4 * 2**10, 16 * 2**20
+"""Bytes that latency and bandwidth are measured with."""
+
+_TIMEOUT_S = 60.0
 
 
 def local_cluster(link: Link | None = None) -> Cluster:
@@ -169,3 +185,117 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def timed_link(timeout_s: float = _TIMEOUT_S) -> Link:
+    """The link between two devices of this machine, as packages under torchrun use it.
+
+    Between GPUs, copies from the first to the second; with one GPU there is nothing to measure.
+    Without GPUs, messages between two processes over gloo.
+
+    Raises:
+        UsageError: when there is only one GPU, or the processes do not find each other.
+    """
+    gpus = gpu_count()
+    if gpus == 1:
+        raise UsageError(
+            "this machine has one GPU: there is no link to measure",
+            hint="name devices and links, such as --devices 4xH200, or say --devices local",
+        )
+    small_s, large_s = _between_gpus() if gpus else _between_processes(timeout_s)
+    return link_of(small_s, large_s, "copies" if gpus else "gloo")
+
+
+def link_of(small_s: float, large_s: float, name: str) -> Link:
+    """The link that moves `SMALL` and `LARGE` bytes in these times."""
+    # A machine that was disturbed in between may have moved the small ones more slowly.
+    bandwidth = (LARGE - SMALL) / max(large_s - small_s, large_s / 10)
+    return Link(bandwidth, max(0.0, small_s - SMALL / bandwidth), name)
+
+
+def _between_gpus() -> tuple[float, float]:
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+
+    def seconds(size: int) -> float:
+        source = torch.ones(size, dtype=torch.uint8, device=one)
+        target = torch.empty(size, dtype=torch.uint8, device=other)
+
+        def copy() -> None:
+            target.copy_(source)
+            torch.cuda.synchronize(other)
+
+        return best_seconds(copy, one, tries=10)
+
+    return seconds(SMALL), seconds(LARGE)
+
+
+def _between_processes(timeout_s: float) -> tuple[float, float]:
+    """Seconds that two processes take for `SMALL` and `LARGE` bytes, one way."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "gpipe_compiler.cluster.local",
+            str(Path(folder, "store")),
+            str(timeout_s),
+        ]
+        pipe = subprocess.PIPE
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=pipe, stderr=pipe, text=True)
+            for rank in range(2)
+        ]
+        try:
+            said = [rank.communicate(timeout=timeout_s) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            said = []
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    if not said or any(rank.returncode for rank in ranks):
+        complaints = [complaint.strip().splitlines()[-1:] for _, complaint in said]
+        why = next((lines[0] for lines in complaints if lines), f"nothing within {timeout_s:.0f} s")
+        raise UsageError(
+            f"the link between two processes cannot be measured: {why}",
+            hint="say --devices local, with --bandwidth and --latency where they are known",
+        )
+    small_s, large_s = map(float, said[0][0].split())
+    return small_s, large_s
+
+
+def _time_messages(store: Path, timeout_s: float, rank: int) -> None:
+    """One of two processes that send each other messages as the runtime does; rank 0 prints."""
+    dist.init_process_group(
+        "gloo",
+        init_method=store.as_uri(),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    network = Network.of_all(torch.device("cpu"), timeout_s)
+    seconds = [_one_way(network, SMALL, tries=200), _one_way(network, LARGE, tries=8)]
+    if rank == 0:
+        print(*seconds)
+    dist.destroy_process_group()
+
+
+def _one_way(network: Network, size: int, tries: int) -> float:
+    """Half the shortest time in which a message went there and back."""
+    other = 1 - network.rank
+    payload = torch.ones(size, dtype=torch.uint8)
+    best = float("inf")
+    for tag in range(tries):
+        buffer = torch.empty(size, dtype=torch.uint8)
+        expected = network.receive(buffer, other, tag)
+        start = time.perf_counter()
+        if network.rank == 1:
+            network.finish(expected, "at the first half")
+        network.finish(network.send(payload, other, tag), "sending")
+        if network.rank == 0:
+            network.finish(expected, "at the second half")
+        best = min(best, time.perf_counter() - start)
+    return best / 2
+
+
+if __name__ == "__main__":
+    _time_messages(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -15,10 +15,6 @@ from gpipe_compiler.cluster import (
     DEFAULT_HOST,
     GLOO,
     NO_LINK,
-    NVLINK2,
-    NVLINK4,
-    PCIE3,
-    PCIE4,
     Arithmetic,
     Cluster,
     Device,
@@ -30,9 +26,8 @@ from gpipe_compiler.cluster import (
     local,
     local_cluster,
     this_machine,
-    timing,
 )
-from gpipe_compiler.cluster.catalogue import plain
+from gpipe_compiler.cluster.catalogue import NVLINK2, NVLINK4, PCIE3, PCIE4, plain
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.runtime.schedule.actions import parse_order
@@ -272,7 +267,7 @@ class TestThisMachine:
 
 class TestLinks:
     def test_two_processes_are_timed(self) -> None:
-        link = timing.timed_link()
+        link = local.timed_link()
 
         assert link.name == "gloo"
         assert 1e6 < link.bandwidth < 1e12
@@ -280,27 +275,27 @@ class TestLinks:
 
     def test_processes_that_do_not_answer_are_given_up(self) -> None:
         with pytest.raises(UsageError, match=r"cannot be measured: nothing within 0 s"):
-            timing.timed_link(timeout_s=0.01)
+            local.timed_link(timeout_s=0.01)
 
     def test_a_lone_gpu_has_no_link(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
         with pytest.raises(UsageError, match="one GPU"):
-            timing.timed_link()
+            local.timed_link()
 
     @pytest.mark.parametrize(("bandwidth", "latency"), [(1e9, 1e-4), (3e11, 1e-6), (1e7, 0.0)])
     def test_two_times_give_bandwidth_and_latency(self, bandwidth: float, latency: float) -> None:
         true = Link(bandwidth, latency)
-        times = (true.seconds(size) for size in (timing.SMALL, timing.LARGE))
+        times = (true.seconds(size) for size in (local.SMALL, local.LARGE))
 
-        found = timing.link_of(*times, "found")
+        found = local.link_of(*times, "found")
 
         assert found.bandwidth == pytest.approx(bandwidth)
         assert found.latency_s == pytest.approx(latency, rel=1e-6, abs=1e-9)
 
     def test_small_messages_that_took_longer_than_large_ones_make_a_link_too(self) -> None:
-        found = timing.link_of(2.0, 1.0, "disturbed")
+        found = local.link_of(2.0, 1.0, "disturbed")
 
         assert 0 < found.bandwidth < math.inf
         assert found.latency_s >= 0
