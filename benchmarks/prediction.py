@@ -50,9 +50,9 @@ from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.measured import Start, start_command, step_seconds
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.runtime.clocked import Clocked
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.train.clocked import Clocked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = 2
@@ -165,7 +165,7 @@ def worker(words: Sequence[str], rounds: int, report: Path) -> None:
     found: list[list[dict[str, Any]]] = [[] for _ in opened]
     for _ in range(rounds):
         for row, package in zip(found, opened, strict=True):
-            row.append({"clock": package.clock(), "seconds": package.planner()})
+            row.append({"clock": package.clock(), "seconds": package.bench()})
     if opened[0].pipe.rank == 0:
         report.write_text(json.dumps(found))
     for package in opened:
@@ -180,7 +180,7 @@ class Opened:
     steps: int
     pipe: Any
     part: Any
-    """Gives a module of the package's runtime by name."""
+    """Imports a module of the package's `runtime.train` by name."""
 
     def clock(self) -> dict[str, Any]:
         """What `run.py clock` writes."""
@@ -188,12 +188,12 @@ class Opened:
         found = self.part("stage_clock").clock(self.pipe, inputs, target, PHASE_S)
         return dict(found.fields())
 
-    def planner(self) -> float:
+    def bench(self) -> float:
         """The median that `run.py bench` prints."""
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             choice = self.part("data").InputChoice()
-            self.part("inference").planner(self.pipe, self.folder, choice, self.steps)
+            self.part("inference").bench(self.pipe, self.folder, choice, self.steps)
         told = re.search(r"median (\S+) (ms|s)", said.getvalue())
         return float(told[1]) * {"s": 1.0, "ms": 1e-3}[told[2]] if told else 0.0
 
@@ -205,7 +205,7 @@ def _open(folder: str, steps: str) -> Opened:
     package = importlib.import_module(path.name)
 
     def part(name: str) -> Any:
-        return importlib.import_module(f"{path.name}.runtime.{name}")
+        return importlib.import_module(f"{path.name}.runtime.train.{name}")
 
     part("memory").keep_memory()
     return Opened(path, int(steps), package.Pipeline(), part)

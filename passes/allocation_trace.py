@@ -30,7 +30,7 @@ class BlockKind(Enum):
     """Becomes the gradient of a parameter: stays until the optimizer has used it."""
     BUFFER = "buffer"
     """Stands in for a buffer that the forward writes to, where another micro-batch comes before
-    the backward (`runtime.recompute.WrittenBuffers`). Where none does, there is no such block: the
+    the backward (`core.recompute.WrittenBuffers`). Where none does, there is no such block: the
     buffer itself is used. A stage that recomputes makes it in its first forward, and uses it up in
     the second."""
     CAST = "cast"

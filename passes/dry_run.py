@@ -24,7 +24,7 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.precision import autocast
+from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.wording import said
 
 RunOp = Callable[[], Any]

@@ -11,7 +11,7 @@ import torch
 
 from gpipe_compiler.passes.dry_run import storage_key, tensors_in
 from gpipe_compiler.passes.watch import DispatchWatch
-from gpipe_compiler.runtime.random import draws
+from gpipe_compiler.runtime.core.random import draws
 
 _UNDECLARED: Mapping[torch._ops.OpOverload, tuple[tuple[int, ...], int]] = {
     torch.ops.aten.native_batch_norm.default: ((3, 4), 5),

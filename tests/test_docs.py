@@ -29,9 +29,9 @@ from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.onnx.runtime import spec as onnx_spec
 from gpipe_compiler.onnx.runtime.command import parser_for as onnx_parser_for
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.arguments import parser_for
-from gpipe_compiler.runtime.hooks import UserHooks
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.train.arguments import parser_for
+from gpipe_compiler.runtime.train.hooks import UserHooks
 
 ROOT = Path(__file__).parents[1]
 RUNTIME = ROOT / "gpipe_compiler" / "runtime"

@@ -18,9 +18,11 @@ from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
+import grimp
 import pytest
 
-import gpipe_compiler
+import gpipe_compiler.runtime
+from gpipe_compiler.codegen.package import copy_runtime
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -266,3 +268,26 @@ def test_the_runtime_imports_torch_safetensors_and_the_standard_library_only() -
             wrong.extend(f"{file}: {n}" for n in names if n.split(".")[0] not in allowed)
 
     assert wrong == []
+
+
+def test_the_runtime_of_a_package_imports_one_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the contract that `make lint` holds the compiler's own to."""
+    (contract,) = (
+        found
+        for found in PYPROJECT["tool"]["importlinter"]["contracts"]
+        if "gpipe_compiler.runtime" in found["containers"]
+    )
+    (tmp_path / "copied_x2").mkdir()
+    (tmp_path / "copied_x2" / "__init__.py").touch()
+    copy_runtime(gpipe_compiler.runtime, tmp_path / "copied_x2" / "runtime")
+    monkeypatch.syspath_prepend(tmp_path)
+    imports = grimp.build_graph("copied_x2", exclude_type_checking_imports=True, cache_dir=None)
+    layers = [grimp.Layer(*layer.split(" | ")) for layer in contract["layers"]]
+
+    assert {module for layer in layers for module in layer.module_tails} == {
+        child.removeprefix("copied_x2.runtime.")
+        for child in imports.find_children("copied_x2.runtime")
+    }
+    assert not imports.find_illegal_dependencies_for_layers(layers, {"copied_x2.runtime"})

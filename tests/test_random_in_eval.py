@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.runtime.random import mix
+from gpipe_compiler.runtime.core.random import mix
 
 
 class AlwaysOn(nn.Module):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 
 MICROBATCHES = 3
 SAMPLES = 12

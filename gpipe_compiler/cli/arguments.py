@@ -14,8 +14,8 @@ from gpipe_compiler.options.choices import (
     Target,
 )
 from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.runtime.core.typed import natural, path, seed
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
-from gpipe_compiler.runtime.typed import natural, path, seed
 
 
 def compile_parser() -> argparse.ArgumentParser:

@@ -15,8 +15,8 @@ from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
 from gpipe_compiler.graph_json.setting import DEFAULT_LINK, BareSetting
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.runtime.core.typed import MOST_MICROBATCHES
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime.typed import MOST_MICROBATCHES
 from gpipe_compiler.runtime.wording import listed
 
 MICROBATCHES_PER_STAGE = 4

@@ -6,7 +6,7 @@ import argparse
 
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
-from gpipe_compiler.runtime.typed import path
+from gpipe_compiler.runtime.core.typed import path
 
 
 def machine_arguments(group: argparse._ArgumentGroup) -> None:

@@ -9,8 +9,8 @@ import re
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import CUT_INSIDE, Auto
+from gpipe_compiler.runtime.core.typed import shown
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
-from gpipe_compiler.runtime.typed import shown
 
 _DIGITS = 9
 """Of a number of things."""

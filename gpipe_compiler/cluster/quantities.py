@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from types import MappingProxyType
 
-from gpipe_compiler.runtime.typed import shown
+from gpipe_compiler.runtime.core.typed import shown
 
 _NUMBER = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*([a-zA-Zµμ/]*)")
 _DECIMAL: Mapping[str, float] = MappingProxyType(

@@ -27,7 +27,7 @@ from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
-from gpipe_compiler.runtime.storing import HeldError, locked
+from gpipe_compiler.runtime.core.storing import HeldError, locked
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""

@@ -11,7 +11,7 @@ import torch
 from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.runtime.weights import INDEX, save_file
+from gpipe_compiler.runtime.core.weights import INDEX, save_file
 
 EXAMPLE = "example.safetensors"
 

@@ -22,7 +22,7 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.comparison import Kind, Row, compare
+from gpipe_compiler.runtime.train.comparison import Kind, Row, compare
 
 Dims: TypeAlias = tuple[int | None, ...]
 """The batch dimension of every input, in their order; None where all samples share the input."""

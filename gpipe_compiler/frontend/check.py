@@ -32,9 +32,9 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.runtime.comparison import ROUNDINGS, dense
-from gpipe_compiler.runtime.nest import tensors_of
-from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.core.nest import tensors_of
+from gpipe_compiler.runtime.core.precision import lower_dtype
+from gpipe_compiler.runtime.train.comparison import ROUNDINGS, dense
 from gpipe_compiler.runtime.wording import text_of
 
 _SEED = 20260

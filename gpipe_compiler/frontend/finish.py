@@ -17,7 +17,7 @@ from gpipe_compiler.frontend.observe import Observed, observe
 from gpipe_compiler.frontend.rename import rename
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, RegionCall, Result
 from gpipe_compiler.ir.arguments import value_names
-from gpipe_compiler.runtime.random import draws
+from gpipe_compiler.runtime.core.random import draws
 
 _PURE = frozenset({operator.getitem, builtins.getattr, torch._assert})
 _PURE_METHODS = frozenset({"size", "dim", "numel", "stride", "is_contiguous"})

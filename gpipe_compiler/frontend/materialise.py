@@ -16,7 +16,7 @@ from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.steps import UNKNOWN
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.runtime.initial import replay, seed_of
+from gpipe_compiler.runtime.core.initial import replay, seed_of
 
 _SCALE = 0.02
 """Standard deviation of the parameters of which nobody knows how they begin."""

@@ -14,7 +14,7 @@ from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.runtime.random import draws
+from gpipe_compiler.runtime.core.random import draws
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.locate import location
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
 
 _LOWER = (Precision.BF16, Precision.FP16)

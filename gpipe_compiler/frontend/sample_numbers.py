@@ -8,7 +8,7 @@ import torch
 
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.structure import Slot, Template
-from gpipe_compiler.runtime.nest import Path
+from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import Samples
 
 

@@ -14,7 +14,7 @@ from gpipe_compiler.frontend.naming import Names, identifier
 from gpipe_compiler.frontend.structure import replace_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Input
-from gpipe_compiler.runtime.nest import Path, tensors_of
+from gpipe_compiler.runtime.core.nest import Path, tensors_of
 
 
 @dataclass(frozen=True)

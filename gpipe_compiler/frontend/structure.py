@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe_compiler.runtime.nest import Path
+from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import OutputClass
 
 Template: TypeAlias = Any

@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.runtime.precision import lower_dtype
+from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import said
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpipe_compiler.runtime.core.wiring import Step
 from gpipe_compiler.runtime.schedule.actions import Compute, SharedSum
-from gpipe_compiler.runtime.wiring import Step
 
 _FEWEST = 4
 """Cycles from which on it is worth while to look whether they come to the same."""

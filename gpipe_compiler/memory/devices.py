@@ -20,7 +20,8 @@ from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
-from gpipe_compiler.runtime.job import Work
+from gpipe_compiler.runtime.core.job import Work
+from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
 from gpipe_compiler.runtime.spec import (
@@ -31,7 +32,6 @@ from gpipe_compiler.runtime.spec import (
     ScheduleKind,
     StageSpec,
 )
-from gpipe_compiler.runtime.wiring import StageWiring, crossings_for, steps_of, wire
 
 MOST_TOLD = 8
 """Devices of which what holds the peak is found out: the fullest."""

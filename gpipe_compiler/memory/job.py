@@ -9,9 +9,9 @@ from gpipe_compiler.memory.ref_counts import SharedBuffer
 from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
+from gpipe_compiler.runtime.core.wiring import StageWiring, Step
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import Remat
-from gpipe_compiler.runtime.wiring import StageWiring, Step
 
 
 @dataclass(frozen=True)

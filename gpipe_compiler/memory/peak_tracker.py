@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from gpipe_compiler.memory.job import Peak
 from gpipe_compiler.memory.ref_counts import RefCounts
 from gpipe_compiler.memory.script import Script
+from gpipe_compiler.runtime.core.wiring import Step
 from gpipe_compiler.runtime.schedule.actions import Action, Compute, SharedSum
-from gpipe_compiler.runtime.wiring import Step
 
 
 class PeakTracker:

@@ -1,7 +1,7 @@
 """Plays the tapes of a device's stages in the order of its program.
 
-The engine's own holding is played with them (`runtime.engine`, `runtime.stage_run`,
-`runtime.distributed`): a value is held by the table of values until its last use here, by what is
+The engine's own holding is played with them (`runtime.core.engine`, `runtime.core.stage_run`,
+`runtime.core.distributed`): a value is held by the table until its last use here, by what is
 under way until it has left, and by autograd as the tapes tell. What is sent is taken to have left
 at the next transfer of its device, as it has where the receiver is not behind.
 """
@@ -18,6 +18,7 @@ from gpipe_compiler.memory.script import Move, Script, Scripts
 from gpipe_compiler.memory.tables import Tables, posted
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Curve
+from gpipe_compiler.runtime.core.wiring import Need, Part, Step
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,
     Phase,
@@ -27,7 +28,6 @@ from gpipe_compiler.runtime.schedule.actions import (
     Transfer,
 )
 from gpipe_compiler.runtime.spec import Remat
-from gpipe_compiler.runtime.wiring import Need, Part, Step
 
 _NO_KINDS: frozenset[BlockKind] = frozenset()
 _BUFFERS = frozenset({BlockKind.BUFFER})

@@ -29,7 +29,7 @@ from gpipe_compiler.onnx.runtime.check import Closeness, compare
 from gpipe_compiler.onnx.runtime.errors import StageError
 from gpipe_compiler.onnx.runtime.whole import Whole
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import Row
+from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.package import Validation, run_check
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]

@@ -21,7 +21,7 @@ from gpipe_compiler.onnx.codegen.traits import closeness
 from gpipe_compiler.onnx.runtime.arrays import write_arrays
 from gpipe_compiler.onnx.validate import Arrays, held, refuse_apart
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import flat_tensors
+from gpipe_compiler.runtime.train.comparison import flat_tensors
 from gpipe_compiler.validate.package import Validation
 
 

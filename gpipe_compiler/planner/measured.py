@@ -2,7 +2,7 @@
 
 The times of single ops leave out what happens between them and beside them: autograd's own work,
 Python's, the engine's, another device that uses the same memory, caches and interpreter. So the
-package times its stages (`runtime/stage_clock.py`), without waiting for one another, and between
+package times its stages (`runtime/train/stage_clock.py`), none waiting for another, and between
 that messages, as they are sent in training; the schedule is simulated with these times. Nothing is
 fitted to how long a step takes.
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 from gpipe_compiler.cluster import core_count
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
-from gpipe_compiler.runtime.gpus import gpu_count
+from gpipe_compiler.runtime.core.gpus import gpu_count
+from gpipe_compiler.runtime.train.clocked import Clocked, StageSeconds
 from gpipe_compiler.simulate.contention import simulate_sharing
 from gpipe_compiler.simulate.step import StageTimes
 

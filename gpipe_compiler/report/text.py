@@ -25,8 +25,8 @@ from gpipe_compiler.report.facts import (
 from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.remat import remat_table
 from gpipe_compiler.report.tables import add_rows, figure_table, pairs_table
-from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import (
     format_bytes,

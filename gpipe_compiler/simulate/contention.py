@@ -2,7 +2,7 @@
 
 Processor cores share memory, caches and, as threads of one process, the interpreter's lock. So a
 stage takes longer while other devices compute than while they wait: by how much is measured
-(`runtime/stage_clock.py`), and how often it happens follows from the schedule.
+(`runtime/train/stage_clock.py`), and how often it happens follows from the schedule.
 """
 
 from __future__ import annotations

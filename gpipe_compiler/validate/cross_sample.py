@@ -16,8 +16,8 @@ from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.comparison import Kind, compare
-from gpipe_compiler.runtime.data import resized
+from gpipe_compiler.runtime.train.comparison import Kind, compare
+from gpipe_compiler.runtime.train.data import resized
 
 _SAMPLES, _PART = 4, (3, 0)
 """How many the op at fault is looked for with, and which of them the others are held against."""

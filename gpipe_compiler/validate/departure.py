@@ -13,7 +13,7 @@ from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.runtime.comparison import RELATIVE, flat_tensors
+from gpipe_compiler.runtime.train.comparison import RELATIVE, flat_tensors
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.plain_run import Batch, all_at_once, one_by_one
 

@@ -12,7 +12,7 @@ from gpipe_compiler.passes.random_ops import (
     random_ops,
     shared_draws,
 )
-from gpipe_compiler.runtime.random import SeededRandom, seed_in_eval
+from gpipe_compiler.runtime.core.random import SeededRandom, seed_in_eval
 
 
 @dataclass(frozen=True, slots=True)

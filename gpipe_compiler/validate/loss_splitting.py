@@ -20,7 +20,7 @@ from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.loss_additivity import never_additive
 from gpipe_compiler.passes.loss_weight import different_means
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import RELATIVE, ROUNDINGS
+from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
 
 _HINT = (
     "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch has a "

@@ -3,7 +3,7 @@
 The model runs here, in plain PyTorch (`validate/reference.py`); the package runs in a process
 of its own in which this compiler cannot be imported. Compared are the outputs in eval mode, and of
 one training step the loss, every gradient, every buffer and the weights after an optimizer step.
-How close is close enough stands in `runtime/comparison.py`.
+How close is close enough stands in `runtime/train/comparison.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.check import INPUT, intra_op_threads
-from gpipe_compiler.runtime.comparison import Row, dense, pack
-from gpipe_compiler.runtime.weights import save_file as save_weights
+from gpipe_compiler.runtime.core.weights import save_file as save_weights
+from gpipe_compiler.runtime.train.check import INPUT, intra_op_threads
+from gpipe_compiler.runtime.train.comparison import Row, dense, pack
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of

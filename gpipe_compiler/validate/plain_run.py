@@ -20,10 +20,10 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import Kind, Tensors, flat_tensors
-from gpipe_compiler.runtime.inputs import even_sizes
+from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
+from gpipe_compiler.runtime.train.comparison import Kind, Tensors, flat_tensors
+from gpipe_compiler.runtime.train.stages_in_a_row import LOSS_SCALE
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.whole_draws import DrawsOfAll, DrawsOfOne

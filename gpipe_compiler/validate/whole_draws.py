@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpipe_compiler.passes.dry_run import like_strides
-from gpipe_compiler.runtime.random import SeededRandom, seeded
+from gpipe_compiler.runtime.core.random import SeededRandom, seeded
 from gpipe_compiler.validate.draws import Draws
 
 _Described: TypeAlias = tuple[Any, tuple[object, ...]]

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter, bind
-from gpipe_compiler.runtime.choices import Manner
-from gpipe_compiler.runtime.job import Job, RandomKey, Work
+from gpipe_compiler.runtime.core.choices import Manner
+from gpipe_compiler.runtime.core.job import Job, RandomKey, Work
+from gpipe_compiler.runtime.core.stage_run import StageRun
+from gpipe_compiler.runtime.core.wiring import Need, StageWiring
 from gpipe_compiler.runtime.spec import BatchNorm, Remat, StageSpec
-from gpipe_compiler.runtime.stage_run import StageRun
-from gpipe_compiler.runtime.wiring import Need, StageWiring
 
 Started = Callable[[int | None], None]
 """Told the position of each op before it runs; None after the last of a recomputed segment."""

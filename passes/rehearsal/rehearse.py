@@ -22,8 +22,8 @@ from gpipe_compiler.passes.rehearsal.sparse import parts
 from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
 from gpipe_compiler.passes.rehearsal.watch import StorageWatch
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
-from gpipe_compiler.runtime.stage_run import StageRun
+from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices
+from gpipe_compiler.runtime.core.stage_run import StageRun
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Stage:
         return heard
 
     def _backward(self, run: StageRun, heard: _Round, forms: Mapping[str, torch.Tensor]) -> None:
-        """As `runtime.engine` asks for it.
+        """As `runtime.core.engine` asks for it.
 
         Args:
             forms: tensors like the outputs.

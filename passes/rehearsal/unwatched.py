@@ -33,7 +33,7 @@ _ADDS: frozenset[object] = frozenset(
 """Ops that add a bias or mask in place to a product that they have just made."""
 
 _UNDER_MODE: frozenset[object] = frozenset({F.multi_head_attention_forward, nn.MultiheadAttention})
-"""Those of them around which a stage that draws has a dispatch mode (`runtime.random`)."""
+"""Those of them around which a stage that draws has a dispatch mode (`runtime.core.random`)."""
 
 _INTO_ZEROS: Mapping[object, Any] = {
     _aten.scatter.src: _aten.scatter_.src,

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-import gpipe_compiler.runtime.command  # noqa: F401  # the runtime, whole
+import gpipe_compiler.runtime.train.command  # noqa: F401  # the runtime, whole
 
 _package = ModuleType("adversary")
 _package.__path__ = [str(Path(__file__).parent)]

@@ -27,8 +27,8 @@ from gpipe_compiler.options.choices import Frontend, LossChoice
 from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.runtime.comparison import Row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.launching import Launch
 
 

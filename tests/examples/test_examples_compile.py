@@ -21,7 +21,7 @@ from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.policy import Policy
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 MICROBATCHES = 4

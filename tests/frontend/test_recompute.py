@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend import recompute
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -18,7 +18,8 @@ from gpipe_compiler.passes.allocation_trace import (
     Event,
     StageTapes,
 )
-from gpipe_compiler.runtime.job import Work
+from gpipe_compiler.runtime.core.job import Work
+from gpipe_compiler.runtime.core.wiring import steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase
 from gpipe_compiler.runtime.spec import (
@@ -28,7 +29,6 @@ from gpipe_compiler.runtime.spec import (
     ScheduleKind,
     StageSpec,
 )
-from gpipe_compiler.runtime.wiring import steps_of, wire
 
 VALUE = 8
 """Bytes of what crosses."""

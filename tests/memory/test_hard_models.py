@@ -24,7 +24,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import OptimizerKind
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -12,7 +12,7 @@ from gpipe_compiler.ir import ByMode, Ref
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.watch import DispatchWatch
-from gpipe_compiler.runtime.random import draws
+from gpipe_compiler.runtime.core.random import draws
 
 
 class Drawing(DispatchWatch):

@@ -28,7 +28,7 @@ from gpipe_compiler.passes.rehearsal import MemoryTraces, rehearse
 from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.runtime.precision import run_of_device, run_of_devices
+from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices
 from gpipe_compiler.runtime.spec import Precision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))

@@ -18,8 +18,8 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.joined_outputs import joined_outputs
-from gpipe_compiler.runtime.comparison import flat_tensors
 from gpipe_compiler.runtime.spec import Joined
+from gpipe_compiler.runtime.train.comparison import flat_tensors
 
 BATCH, WIDTH = 8, 4
 

@@ -18,8 +18,8 @@ from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.planner import measured as clocking
 from gpipe_compiler.planner.measured import Start, step_seconds, time_stages
-from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.runtime.train.clocked import Clocked, StageSeconds
 
 
 def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):

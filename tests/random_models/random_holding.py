@@ -12,12 +12,12 @@ from random_packages import Layout
 from random_training import PlainLoop, Training
 from torch import Tensor, nn
 
-from gpipe_compiler.runtime.comparison import flat_tensors
-from gpipe_compiler.runtime.crossing_dtypes import crossing_dtypes
-from gpipe_compiler.runtime.local import LocalEndpoint
-from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.core.crossing_dtypes import crossing_dtypes
+from gpipe_compiler.runtime.core.local import LocalEndpoint
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.schedule.actions import Transfer
 from gpipe_compiler.runtime.spec import PipelineSpec, Precision
+from gpipe_compiler.runtime.train.comparison import flat_tensors
 
 
 class Held:

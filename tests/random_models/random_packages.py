@@ -21,7 +21,7 @@ from loading import load_package
 from random_cuts import most_stages, random_cut
 from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 
-import gpipe_compiler.runtime.command  # noqa: F401  # the runtime of every package here, whole
+import gpipe_compiler.runtime.train.command  # noqa: F401  # the runtime of every package here, whole
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend.subject import Subject

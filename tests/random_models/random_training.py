@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.comparison import flat_tensors
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import (
     BatchNorm,
     PipelineSpec,
@@ -36,6 +35,7 @@ from gpipe_compiler.runtime.spec import (
     Remat,
     ScheduleKind,
 )
+from gpipe_compiler.runtime.train.comparison import flat_tensors
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 
 SEED = 5

@@ -20,11 +20,11 @@ from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.check import check_pipeline
-from gpipe_compiler.runtime.comparison import Row, pack
-from gpipe_compiler.runtime.data import example_call
-from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.train.check import check_pipeline
+from gpipe_compiler.runtime.train.comparison import Row, pack
+from gpipe_compiler.runtime.train.data import example_call
 from gpipe_compiler.validate.package import reference_of
 
 SEED = 3

@@ -22,8 +22,8 @@ from gpipe_compiler.runtime.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import CheckpointError
-from gpipe_compiler.runtime.pipeline import Pipeline
 
 
 class PlainTied(nn.Module):

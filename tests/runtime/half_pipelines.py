@@ -9,7 +9,7 @@ from tiny_pipelines import SAMPLES, WIDTH, cross, plain, spec_of, states
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

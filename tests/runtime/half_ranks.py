@@ -9,8 +9,8 @@ import torch
 from half_pipelines import half_data, half_spec
 from tiny_pipelines import data_for, tied_spec
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import AgreedError
-from gpipe_compiler.runtime.pipeline import Pipeline
 
 STEPS = 4
 OVERFLOWS = 1

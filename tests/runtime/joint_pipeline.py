@@ -15,8 +15,8 @@ from tiny_pipelines import SAMPLES, WIDTH, cross, spec_of, states
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import BatchNorm, Input, Leaf, LossSpec, Reduction, StageSpec
 
 F64 = torch.float64

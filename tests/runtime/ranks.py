@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from tiny_pipelines import SPECS, data_for
 
-from gpipe_compiler.runtime import same_host
+from gpipe_compiler.runtime.core import same_host
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.programs import device_counts
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.programs import device_counts
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 STEPS = 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpipe_compiler.runtime.distributed import Network
-from gpipe_compiler.runtime.replicas import Replicas
+from gpipe_compiler.runtime.core.distributed import Network
+from gpipe_compiler.runtime.core.replicas import Replicas
 
 FAILED = 5
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
 
 RATE = 0.002

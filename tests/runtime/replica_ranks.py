@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from replica_models import RATE, Plain, batch_for, spec_for
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.pipeline import Pipeline
 
 STEPS = 3
 

@@ -9,7 +9,7 @@ import torch
 from norm_pipeline import data, net_spec
 from stateful_pipeline import stateful_data, stateful_spec
 
-from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 
 CASES = {
     "state-none-gpipe": (stateful_spec, {"remat": "none", "schedule": "gpipe"}),

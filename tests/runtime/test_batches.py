@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.runtime.batches import Batches, Source, pair
+from gpipe_compiler.runtime.checkpoint.progress import Progress
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
-from gpipe_compiler.runtime.progress import Progress
+from gpipe_compiler.runtime.train.batches import Batches, Source, pair
 
 PASSES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

@@ -17,10 +17,10 @@ from norm_pipeline import Net, data, net_spec
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.batchnorm import DeferredStatistics
+from gpipe_compiler.runtime.core.batchnorm import DeferredStatistics
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.errors import StageError
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.random import SeededRandom
 
 F64 = torch.float64
 MICROBATCHES = 3

@@ -31,8 +31,8 @@ from gpipe_compiler.runtime.checkpoint import (
     save_checkpoint,
 )
 from gpipe_compiler.runtime.checkpoint.optimizer import merged
-from gpipe_compiler.runtime.model_files import load_weights
-from gpipe_compiler.runtime.weights import save_weights
+from gpipe_compiler.runtime.core.weights import save_weights
+from gpipe_compiler.runtime.train.model_files import load_weights
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

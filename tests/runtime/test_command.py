@@ -9,11 +9,11 @@ import torch
 from tiny_pipelines import SAMPLES, WIDTH, data_for, norm_spec, skip_spec, tied_spec
 from torch.distributed.run import get_args_parser
 
-from gpipe_compiler.runtime.arguments import parser_for
-from gpipe_compiler.runtime.clocked import Clocked
-from gpipe_compiler.runtime.command import main
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.weights import load_file, save_file, save_weights
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.weights import load_file, save_file, save_weights
+from gpipe_compiler.runtime.train.arguments import parser_for
+from gpipe_compiler.runtime.train.clocked import Clocked
+from gpipe_compiler.runtime.train.command import main
 
 HOOKS = """
 import torch

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpipe_compiler.runtime.comparison import Kind, compare, flat_tensors, pack, unpack
+from gpipe_compiler.runtime.train.comparison import Kind, compare, flat_tensors, pack, unpack
 
 
 def row(actual, expected, kind=Kind.GRADIENT):

@@ -11,8 +11,8 @@ import torch
 from tiny_pipelines import WIDTH, data_for, skip_spec, spec_of, states, tied_spec
 from torch import nn
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import StageError, UsageError
-from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Leaf, StageSpec
 
 

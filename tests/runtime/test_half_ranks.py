@@ -17,7 +17,7 @@ from half_pipelines import PlainLoop, half_data, half_spec, parts_of
 from half_ranks import CASES, CLIP, OVERFLOWS, SCALE, STEPS
 from tiny_pipelines import data_for, tied_spec
 
-from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 
 RANKS = Path(__file__).with_name("half_ranks.py")
 

@@ -8,11 +8,11 @@ import pytest
 from hostile import CODES, VALUES, files, options
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 
-from gpipe_compiler.runtime.arguments import parser_for
-from gpipe_compiler.runtime.command import main
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.weights import save_file, save_weights
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.weights import save_file, save_weights
+from gpipe_compiler.runtime.train.arguments import parser_for
+from gpipe_compiler.runtime.train.command import main
 
 COMMANDS = parser_for(skip_spec())._subparsers._group_actions[0].choices  # type: ignore[union-attr]
 QUICK = {"train": ["--steps=1"], "bench": ["--steps=1"]}

@@ -21,10 +21,10 @@ from tiny_pipelines import (
 )
 from torch import nn
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.weights import save_weights
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Input, Joined, Leaf, LossSpec, Reduction, StageSpec
-from gpipe_compiler.runtime.weights import save_weights
 
 
 def devices_of(count):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_compiler.runtime import gpus, meeting
+from gpipe_compiler.runtime.core import gpus, meeting
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from tiny_pipelines import WIDTH, NormWhole, norm_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.random import SeededRandom
 
 X = torch.randn(8, WIDTH)
 

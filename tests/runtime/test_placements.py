@@ -16,9 +16,9 @@ from stateful_pipeline import stateful_data, stateful_spec
 from tiny_pipelines import SPECS, data_for, reference, skip_spec, tied_spec
 
 from gpipe_compiler.runtime.checkpoint import Progress, load_checkpoint, save_checkpoint
-from gpipe_compiler.runtime.engine import Engine
+from gpipe_compiler.runtime.core.engine import Engine
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.schedule import devices_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 

@@ -17,13 +17,13 @@ from tiny_pipelines import SAMPLES, WIDTH, X, cross, skip_spec, spec_of, states,
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_compiler.runtime.check import check_pipeline
-from gpipe_compiler.runtime.comparison import Kind, pack
-from gpipe_compiler.runtime.crossing_dtypes import crossing_dtypes
+from gpipe_compiler.runtime.core.crossing_dtypes import crossing_dtypes
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
-from gpipe_compiler.runtime.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
-from gpipe_compiler.runtime.stages_in_a_row import LOSS_SCALE
+from gpipe_compiler.runtime.train.check import check_pipeline
+from gpipe_compiler.runtime.train.comparison import Kind, pack
+from gpipe_compiler.runtime.train.stages_in_a_row import LOSS_SCALE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.runtime.random import OverDraws, SeededRandom
+from gpipe_compiler.runtime.core.random import OverDraws, SeededRandom
 
 X = torch.ones(50)
 

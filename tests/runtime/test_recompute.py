@@ -31,9 +31,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.recompute import WrittenBuffers
 from gpipe_compiler.runtime.errors import StageError
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.recompute import WrittenBuffers
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec
 
 MICROBATCHES = 5

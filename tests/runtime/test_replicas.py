@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pipelines import data_for, skip_spec, tied_spec
 
+from gpipe_compiler.runtime.core.inputs import even_sizes
+from gpipe_compiler.runtime.core.nest import tensors_of
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.reducer import buckets
+from gpipe_compiler.runtime.core.replicas import device_of_rank, gpu_of_rank
+from gpipe_compiler.runtime.core.sharding import bounds, share_of
+from gpipe_compiler.runtime.core.team import default_devices
 from gpipe_compiler.runtime.errors import TransportError, UsageError
-from gpipe_compiler.runtime.inputs import even_sizes
-from gpipe_compiler.runtime.nest import tensors_of
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.reducer import buckets
-from gpipe_compiler.runtime.replicas import device_of_rank, gpu_of_rank
-from gpipe_compiler.runtime.sharding import bounds, share_of
-from gpipe_compiler.runtime.team import default_devices
 
 HERE = Path(__file__).parent
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.runtime import same_host
-from gpipe_compiler.runtime.same_host import INLINE_BYTES, Peers
+from gpipe_compiler.runtime.core import same_host
+from gpipe_compiler.runtime.core.same_host import INLINE_BYTES, Peers
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="gloo brings messages on this system"

@@ -8,9 +8,9 @@ from half_pipelines import PlainLoop, half_data, half_spec, parts_of
 from tiny_pipelines import WIDTH, X, cross, spec_of, states
 from torch import nn
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.scaler import PipelineScaler
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.scaler import PipelineScaler
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

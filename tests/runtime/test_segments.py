@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.segments import SecondRun
 from gpipe_compiler.runtime.errors import StageError
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.segments import SecondRun
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, Remat, StageSpec
 
 LAYERS = 8

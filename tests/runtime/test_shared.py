@@ -12,9 +12,9 @@ import torch
 from tiny_pipelines import tied_spec
 from torch import nn
 
-from gpipe_compiler.runtime.held import HeldStages
-from gpipe_compiler.runtime.reducer import Reducer, share_initial
-from gpipe_compiler.runtime.shared import SharedParameter
+from gpipe_compiler.runtime.core.held import HeldStages
+from gpipe_compiler.runtime.core.reducer import Reducer, share_initial
+from gpipe_compiler.runtime.core.shared import SharedParameter
 
 OWNERS = {"emb.weight": (0, 1, 3)}
 

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_compiler.runtime.split_backward import split_backward
+from gpipe_compiler.runtime.core.split_backward import split_backward
 
 F64 = torch.float64
 

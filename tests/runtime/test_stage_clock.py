@@ -13,17 +13,17 @@ import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 from torch import nn
 
-from gpipe_compiler.runtime import stage_clock, stage_links, stage_messages, timed_steps
-from gpipe_compiler.runtime.choices import Manner
-from gpipe_compiler.runtime.clocked import Clocked, StageSeconds
-from gpipe_compiler.runtime.engine import Engine
-from gpipe_compiler.runtime.local import LocalEndpoint
-from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.core.choices import Manner
+from gpipe_compiler.runtime.core.engine import Engine
+from gpipe_compiler.runtime.core.local import LocalEndpoint
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.wiring import Step
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Transfer
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
-from gpipe_compiler.runtime.stage_clock import Turn, clock
-from gpipe_compiler.runtime.stage_messages import MessageSeconds, MessageTimes
-from gpipe_compiler.runtime.wiring import Step
+from gpipe_compiler.runtime.train import stage_clock, stage_links, stage_messages, timed_steps
+from gpipe_compiler.runtime.train.clocked import Clocked, StageSeconds
+from gpipe_compiler.runtime.train.stage_clock import Turn, clock
+from gpipe_compiler.runtime.train.stage_messages import MessageSeconds, MessageTimes
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
 

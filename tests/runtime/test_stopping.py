@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from gpipe_compiler.runtime import stopping
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.stopping import StopSignals, exit_code
+from gpipe_compiler.runtime.train import stopping
+from gpipe_compiler.runtime.train.stopping import StopSignals, exit_code
 
 
 @pytest.fixture

@@ -17,17 +17,17 @@ import torch
 
 from gpipe_compiler.codegen.package import place as place_package
 from gpipe_compiler.errors import EmitError
+from gpipe_compiler.runtime.core.storing import HeldError, locked, place
+from gpipe_compiler.runtime.core.weights import load_file, save_file
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.keeping import CheckpointOptions, Keeper
-from gpipe_compiler.runtime.storing import HeldError, locked, place
-from gpipe_compiler.runtime.training_log import StepLog
-from gpipe_compiler.runtime.update import Stepped
-from gpipe_compiler.runtime.weights import load_file, save_file
+from gpipe_compiler.runtime.train.keeping import CheckpointOptions, Keeper
+from gpipe_compiler.runtime.train.training_log import StepLog
+from gpipe_compiler.runtime.train.update import Stepped
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from gpipe_compiler.runtime.storing import locked
+from gpipe_compiler.runtime.core.storing import locked
 with locked(Path(sys.argv[1])):
     if "fork" not in sys.argv or os.fork():
         print("held", flush=True)
@@ -194,8 +194,8 @@ def test_a_log_to_a_device_or_a_pipe(tmp_path: Path) -> None:
 LOGGING = """
 import sys
 from pathlib import Path
-from gpipe_compiler.runtime.training_log import StepLog
-from gpipe_compiler.runtime.update import Stepped
+from gpipe_compiler.runtime.train.training_log import StepLog
+from gpipe_compiler.runtime.train.update import Stepped
 print("before", flush=True)
 log = StepLog(Path("/dev/stdout"), 0)
 log.step(1, Stepped(loss=0.5, rate=0.1, samples=4, gradient_norm=None, skipped=False), 0.1)

@@ -15,9 +15,9 @@ from training_commands import (
 )
 
 from gpipe_compiler.runtime.checkpoint import latest
-from gpipe_compiler.runtime.command import main
-from gpipe_compiler.runtime.update import Update
-from gpipe_compiler.runtime.weights import load_file
+from gpipe_compiler.runtime.core.weights import load_file
+from gpipe_compiler.runtime.train.command import main
+from gpipe_compiler.runtime.train.update import Update
 
 KNOWS_ITS_PLACE = """
 class Data:

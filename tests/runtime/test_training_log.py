@@ -11,9 +11,9 @@ import os
 import pytest
 
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.evaluation import Evaluated
-from gpipe_compiler.runtime.training_log import StepLog, Teller
-from gpipe_compiler.runtime.update import Stepped
+from gpipe_compiler.runtime.train.evaluation import Evaluated
+from gpipe_compiler.runtime.train.training_log import StepLog, Teller
+from gpipe_compiler.runtime.train.update import Stepped
 
 
 def stepped(loss=1.0, *, norm=None, skipped=False):

@@ -22,11 +22,11 @@ from tiny_pipelines import (
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_compiler.runtime.core.inputs import even_sizes, microbatch_count
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.evaluation import evaluate
-from gpipe_compiler.runtime.hooks import UserHooks
-from gpipe_compiler.runtime.inputs import even_sizes, microbatch_count
-from gpipe_compiler.runtime.pipeline import Pipeline
+from gpipe_compiler.runtime.train.evaluation import evaluate
+from gpipe_compiler.runtime.train.hooks import UserHooks
 
 
 class ByClass(nn.Module):

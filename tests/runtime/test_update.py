@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_pipelines import data_for, skip_spec
 
-from gpipe_compiler.runtime.batches import Batch
+from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import AgreedError
-from gpipe_compiler.runtime.learning_rate import Rate
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.update import Update
+from gpipe_compiler.runtime.train.batches import Batch
+from gpipe_compiler.runtime.train.learning_rate import Rate
+from gpipe_compiler.runtime.train.update import Update
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import (
     Crossing,
     Input,

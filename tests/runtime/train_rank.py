@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tiny_pipelines import SPECS, twice_spec
 
-from gpipe_compiler.runtime.command import main
+from gpipe_compiler.runtime.train.command import main
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

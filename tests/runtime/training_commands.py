@@ -8,9 +8,9 @@ import math
 import torch
 from tiny_pipelines import WIDTH, plain
 
-from gpipe_compiler.runtime.command import main
-from gpipe_compiler.runtime.pipeline import Pipeline
-from gpipe_compiler.runtime.weights import load_file
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.weights import load_file
+from gpipe_compiler.runtime.train.command import main
 
 SIZES = (8, 8, 5, 3)
 """Of the mini-batches of a pass; the last has fewer samples than there are micro-batches."""

@@ -181,8 +181,8 @@ def test_any_batch_trains_as_in_one_piece(loss: LossOf, tmp_path: Path) -> None:
         one = tuple(torch.cat(parts) for parts in zip(*given, strict=True))
         (whole,), _ = plain(loss, [one])
         runtime = f"{package.__name__}.runtime"
-        hooks = importlib.import_module(f"{runtime}.hooks").UserHooks
-        evaluate = importlib.import_module(f"{runtime}.evaluation").evaluate
+        hooks = importlib.import_module(f"{runtime}.train.hooks").UserHooks
+        evaluate = importlib.import_module(f"{runtime}.train.evaluation").evaluate
         found = evaluate(
             pipe, hooks("model.py", eval_data=lambda: [(item, None) for item in given])
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.random import SeededRandom
+from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.whole_draws import ApartError, DrawsOfAll, DrawsOfOne
 

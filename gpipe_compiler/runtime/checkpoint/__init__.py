@@ -13,8 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..progress import Progress, RandomState
 from .folder import latest
+from .progress import Progress, RandomState
 
 if TYPE_CHECKING:
     from .loading import load_checkpoint

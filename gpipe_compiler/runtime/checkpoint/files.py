@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..core.ranks import FAILURES, described
 from ..errors import CheckpointError
-from ..ranks import FAILURES, described
 from .folder import INDEX, METADATA, TRAINER, Index, checksum, sync
 
 

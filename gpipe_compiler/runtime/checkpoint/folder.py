@@ -26,8 +26,8 @@ from typing import IO, Any
 
 import torch
 
+from ..core.ranks import described
 from ..errors import CheckpointError
-from ..ranks import described
 
 INDEX = "checkpoint.json"
 TRAINER = "trainer.pt"

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from ..core.pipeline import Pipeline
+from ..core.ranks import Ranks
 from ..errors import CheckpointError
-from ..pipeline import Pipeline
-from ..progress import Progress, Stateful, progress_from
-from ..ranks import Ranks
 from .files import Stored, read_trainer
 from .folder import Index
 from .optimizer import (
@@ -23,6 +22,7 @@ from .optimizer import (
     stored_groups,
     stored_states,
 )
+from .progress import Progress, Stateful, progress_from
 
 
 def load_checkpoint(

@@ -12,9 +12,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ..core.storing import place
 from ..errors import CheckpointError
-from ..progress import Progress, progress_from
-from ..storing import place
 from .files import Stored, read_trainer
 from .folder import sync
 from .optimizer import (
@@ -26,6 +25,7 @@ from .optimizer import (
     stored_groups,
     stored_states,
 )
+from .progress import Progress, progress_from
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..core.pipeline import Pipeline
+from ..core.ranks import Ranks, described
 from ..errors import CheckpointError
-from ..pipeline import Pipeline
-from ..progress import Progress, Stateful, counts_of, items_of
-from ..ranks import Ranks, described
 from .files import Writer, checksums, with_aliases, write_trainer
 from .folder import (
     METADATA,
@@ -31,6 +30,7 @@ from .folder import (
     sync_path,
 )
 from .optimizer import Groups, Naming, merged, named_groups, named_states
+from .progress import Progress, Stateful, counts_of, items_of
 
 Written: TypeAlias = tuple[list[WriteResult], list[tuple[int, int, int]]]
 """What a rank has written, with checksums."""

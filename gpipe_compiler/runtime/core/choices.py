@@ -1,0 +1,175 @@
+"""What the caller of a pipeline may choose, from the words he uses."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+import torch
+
+from ..errors import UsageError
+from ..spec import BatchNorm, PipelineSpec, Precision, Remat
+from ..wording import counted
+from .distributed import launched
+from .typed import MOST_MICROBATCHES, SEEDS
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class TransportKind(Enum):
+    """How values get from stage to stage."""
+
+    LOCAL = "local"
+    DISTRIBUTED = "distributed"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the stages compute.
+
+    Attributes:
+        remat: what each stage keeps between forward and backward.
+    """
+
+    batchnorm: BatchNorm
+    precision: Precision
+    remat: tuple[Remat, ...]
+
+
+def chosen(kind: type[Choice], what: str, word: Choice | str | None, planned: Choice) -> Choice:
+    """The member of an Enum that a caller names, or the planned one.
+
+    Args:
+        what: what the Enum's members are, for the message: "schedule".
+
+    Raises:
+        UsageError: when there is none of this name.
+    """
+    if word is None:
+        return planned
+    try:
+        return kind(word)
+    except ValueError as error:
+        known = ", ".join(str(member.value) for member in kind)
+        raise UsageError(f"there is no {what} {word!r}; there are {known}") from error
+
+
+def manner(
+    spec: PipelineSpec,
+    batchnorm: BatchNorm | str | None,
+    precision: Precision | str | None,
+    remat: Remat | str | None,
+) -> Manner:
+    """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
+
+    Raises:
+        UsageError: for a word that names nothing, and for a precision in which the model does
+            something else than the stages.
+    """
+    computed_in = chosen(Precision, "precision", precision, spec.precision)
+    if computed_in in spec.unlike:
+        raise UsageError(
+            f"in {computed_in.value} the model is another program than these stages: "
+            f"{spec.unlike[computed_in]}",
+            hint=f"compile it with --precision {computed_in.value}",
+        )
+    return Manner(
+        chosen(BatchNorm, "batchnorm", batchnorm, spec.batchnorm),
+        computed_in,
+        tuple(chosen(Remat, "remat", remat, stage.remat) for stage in spec.stages),
+    )
+
+
+def transport_kind(transport: TransportKind | str | None) -> TransportKind:
+    """The transport of this name; unless given, what the process was started for.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    natural = TransportKind.DISTRIBUTED if launched() else TransportKind.LOCAL
+    return chosen(TransportKind, "transport", transport, natural)
+
+
+def listed_devices(
+    devices: Sequence[torch.device | str] | torch.device | str | None,
+) -> tuple[torch.device, ...]:
+    """The devices that were named, none for None.
+
+    Raises:
+        UsageError: when torch knows no such device.
+    """
+    if devices is None:
+        return ()
+    listed = [devices] if isinstance(devices, torch.device | str) else devices
+    try:
+        return tuple(torch.device(device) for device in listed)
+    except RuntimeError as error:
+        raise UsageError(str(error).splitlines()[0]) from error
+
+
+def own_device(given: Sequence[torch.device]) -> torch.device | None:
+    """This rank's device among those given for all ranks.
+
+    Raises:
+        UsageError: when several were given, and not one for every rank.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if len(given) > 1 and rank >= len(given):
+        raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
+    own = given[rank] if len(given) > 1 else given[0] if given else None
+    return None if own is None else there(own)
+
+
+def there(device: torch.device) -> torch.device:
+    """The same device.
+
+    Raises:
+        UsageError: when this machine, or this torch, has none such.
+    """
+    if device.type == "cuda":  # where asking for memory would begin to use it
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        lacking = (device.index or 0) >= found
+        why = f"torch finds {counted(found, 'GPU')}"
+    else:
+        try:
+            torch.empty(0, device=device)
+            lacking, why = False, ""
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            lacking, why = True, (str(error).splitlines() or [""])[0]
+    if lacking:
+        raise UsageError(f"there is no device {device} here: {why}", hint="name others: cpu")
+    return device
+
+
+def refuse_parts(spec: PipelineSpec, parts: int) -> None:
+    """Makes sure that a mini-batch is not split where its parts do not give what it does.
+
+    Raises:
+        UsageError: saying why.
+    """
+    if parts > 1 and spec.whole_batch:
+        raise UsageError(
+            f"{spec.name} takes a mini-batch in one piece, not in {parts}: {spec.whole_batch}",
+            hint="run it with microbatches=1 (--microbatches 1) and data_parallel=1, or accept at "
+            "compile time with --per-microbatch that every micro-batch is taken by itself",
+        )
+
+
+def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
+    """Make sure that numbers which a caller chooses fit where they go.
+
+    Raises:
+        UsageError: naming the first that does not.
+    """
+    if seed not in SEEDS:
+        raise UsageError(f"the seed {seed} does not fit into 64 bits")
+    if microbatches > MOST_MICROBATCHES:
+        raise UsageError(
+            f"{microbatches:,} micro-batches are more than there can be: {MOST_MICROBATCHES:,}"
+        )
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise UsageError(f"a timeout of {timeout_s} s: a number above 0 is needed")

@@ -1,0 +1,276 @@
+"""Executes one device's program: the stages it holds, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from ..errors import PipelineError, StageError
+from ..schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
+from ..wording import said
+from .batchnorm import Gather, alone
+from .choices import Manner
+from .job import Job, Values, Work
+from .joint import Batch
+from .precision import run_of_device
+from .stage_run import Kept, StageRun
+from .transport import Endpoint
+from .wiring import Need, Part, StageWiring, Step
+
+_WORDS = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WEIGHT: "backward for the parameters",
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a device has made of a job: the terms of losses by micro-batch, and kept values.
+
+    Attributes:
+        gradients: of the inputs whose caller wants them, by micro-batch; None is zeros.
+    """
+
+    losses: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    results: list[Values] = field(default_factory=list)
+    gradients: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+
+
+class Engine:
+    """The stages of one device, and the order of their work.
+
+    Args:
+        modules: the stages it holds, by number.
+        device: where its stages compute.
+        loss_name: the value that is the loss, where the pipeline has one.
+        manner: how its stages compute.
+        gather: joins statistics with those of the other replicas.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        device: torch.device,
+        loss_name: str | None,
+        manner: Manner,
+        gather: Gather = alone,
+    ) -> None:
+        self.modules = modules
+        self.device = device
+        self.loss_name = loss_name
+        self.manner = manner
+        self.gather = gather
+
+    def run(
+        self,
+        steps: Sequence[Step],
+        wiring: Sequence[StageWiring],
+        job: Job,
+        endpoint: Endpoint,
+        ended: Callable[[int], None] | None = None,
+    ) -> Outcome:
+        """Execute the program once.
+
+        Args:
+            ended: called with every stage whose last backward is done, both parts of it.
+
+        Raises:
+            StageError: when a stage raises; the message names stage, micro-batch and action.
+            TransportError: when a value does not come.
+        """
+        run = _Run(self, wiring, job, endpoint)
+        last = {} if ended is None else _last_backwards(steps)
+        gradients = torch.enable_grad() if job.work is Work.TRAIN else torch.no_grad()
+        with gradients, run_of_device(self.manner.precision):
+            for position, step in enumerate(steps):
+                run.execute(step)
+                if ended is not None and position in last:
+                    ended(last[position])
+            endpoint.flush()
+        for stage in run.stages.values():
+            stage.finish(self.gather)
+        return Outcome(run.losses, run.results, run.wanted)
+
+
+class _Run:
+    """The state of one execution of a program."""
+
+    def __init__(
+        self, engine: Engine, wiring: Sequence[StageWiring], job: Job, endpoint: Endpoint
+    ) -> None:
+        self.engine = engine
+        self.wiring = wiring
+        self.job = job
+        self.endpoint = endpoint
+        self.stages = {
+            index: StageRun(
+                wiring[index], module, job, engine.loss_name, engine.manner, engine.device
+            )
+            for index, module in engine.modules.items()
+        }
+        self.values: list[Values] = [dict(values) for values in job.inputs]
+        self.values.extend({} for _ in range(job.microbatches - len(job.inputs)))
+        self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self.losses: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.results: list[Values] = [{} for _ in range(job.microbatches)]
+        self.wanted: dict[tuple[str, int], torch.Tensor | None] = {}
+
+    def execute(self, step: Step) -> None:
+        action = step.action
+        match action:
+            case Compute():
+                self._compute(action, step)
+            case Send(transfer=transfer):
+                self._send(transfer)
+            case Receive(transfer=transfer):
+                self.endpoint.expect(transfer)
+            case SharedSum():
+                self.endpoint.exchange(action)
+        self._drop(step)
+
+    def _drop(self, step: Step) -> None:
+        for name, microbatch in step.drops:
+            self.values[microbatch].pop(name, None)
+
+    def _compute(self, action: Compute, step: Step) -> None:
+        stage = self.wiring[action.stage]
+        m = action.microbatch
+        if stage.joint is None:
+            batch = Batch((m,), (self.job.sizes[m],), {})
+        else:
+            batch = Batch(tuple(range(self.job.microbatches)), self.job.sizes, stage.joint)
+        try:
+            match action.phase:
+                case Phase.FORWARD:
+                    self._forward(stage, batch, step)
+                case Phase.BACKWARD:
+                    self._backward(stage, batch)
+                case Phase.WEIGHT:
+                    self.stages[stage.index].weight(batch.first)
+        except PipelineError:
+            raise
+        except Exception as error:  # whatever the model's code raises
+            what = f"micro-batch {m} ({action})" if stage.joint is None else "the mini-batch"
+            raise StageError(
+                f"stage {action.stage}, {_WORDS[action.phase]} of {what}: {said(error)}"
+            ) from error
+
+    def _forward(self, stage: StageWiring, batch: Batch, step: Step) -> None:
+        received = [
+            batch.join(need.value, [self._received(need, m) for m in batch.microbatches])
+            for need in stage.needs
+        ]
+        self._drop(step)  # what was joined is not held in pieces while the stage computes
+        found = self.stages[stage.index].forward(batch.first, received, waits=step.waits)
+        for name, output in found.outputs.items():
+            for m, piece in zip(batch.microbatches, batch.split(name, output), strict=True):
+                self.values[m][name] = piece
+                if name in self.job.kept:
+                    self.results[m][name] = piece
+        if found.losses:
+            self.losses[batch.first] = found.losses
+
+    def _received(self, need: Need, microbatch: int) -> torch.Tensor:
+        """What a stage reads: made here, or come from another device."""
+        tensor = self.values[microbatch].get(need.value)
+        if tensor is not None:
+            return tensor
+        return self._arrived(need.value, need.sender, need.via, microbatch)
+
+    def _arrived(self, value: str, sender: int | None, via: int, microbatch: int) -> torch.Tensor:
+        if sender is None:
+            raise PipelineError(f"the input {value} is missing")
+        tensor = self.endpoint.take(Transfer(value, microbatch, sender, via))
+        if tensor is None:
+            raise PipelineError(f"nothing arrived for {value}")
+        self.values[microbatch][value] = tensor
+        return tensor
+
+    def _backward(self, stage: StageWiring, batch: Batch) -> None:
+        # Recomputing needs no gradient yet: it comes before waiting for them.
+        run = self.stages[stage.index]
+        kept = run.graph(batch.first)
+        roots, gradients = self._roots(stage, batch, kept)
+        for name, gradient in run.backward(batch.first, roots, gradients, kept.leaves).items():
+            parted = batch.split_gradient(name, gradient)
+            for m, piece in zip(batch.microbatches, parted, strict=True):
+                if name in stage.wanted:
+                    self.wanted[name, m] = _sum(self.wanted.get((name, m)), piece)
+                else:
+                    self.gradients[name, stage.index, m] = piece
+
+    def _roots(
+        self, stage: StageWiring, batch: Batch, kept: Kept
+    ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where the gradients of what the stage has made arrive, and these."""
+        roots, gradients = [], []
+        for value, parts in stage.returned:
+            pieces = [self._gradient(stage, value, parts, m) for m in batch.microbatches]
+            if value in stage.wanted:
+                keys = ((value, m) for m in batch.microbatches)
+                self.wanted.update(zip(keys, pieces, strict=True))
+                continue
+            output = kept.outputs.get(value)
+            if output is None:
+                continue
+            gradient = batch.join_gradients(value, output.like, pieces)
+            if gradient is not None:
+                roots.append(output.edge)
+                gradients.append(gradient)
+        if not kept.losses:
+            return roots, gradients
+        for loss, weight in zip(kept.losses, self.job.loss_weights[batch.first], strict=True):
+            if loss is not None and weight:
+                roots.append(loss.edge)
+                # As autograd comes to it when the plain model's weighted loss is scaled: where the
+                # loss is of 16 bits that cannot hold the scale it overflows, whatever its weight.
+                gradient = torch.full_like(loss.like, self.job.loss_scale)
+                gradients.append(gradient if weight == 1 else gradient * weight)
+        return roots, gradients
+
+    def _gradient(
+        self, stage: StageWiring, value: str, parts: Sequence[Part], microbatch: int
+    ) -> torch.Tensor | None:
+        """The sum of what the users of a value give back; None is zeros."""
+        gradient = None
+        for part in parts:
+            if part.remote:
+                transfer = Transfer(value, microbatch, part.stage, stage.index, gradient=True)
+                summand = self.endpoint.take(transfer)
+            else:
+                summand = self.gradients.pop((value, part.stage, microbatch))
+            gradient = _sum(gradient, summand)
+        return gradient
+
+    def _send(self, transfer: Transfer) -> None:
+        if not transfer.gradient:
+            self.endpoint.send(transfer, self.values[transfer.microbatch][transfer.value])
+            return
+        total = None
+        for stage in sorted(self.engine.modules, reverse=True):
+            key = transfer.value, stage, transfer.microbatch
+            if key in self.gradients:
+                total = _sum(total, self.gradients.pop(key))
+        self.endpoint.send(transfer, total)
+
+
+def _last_backwards(steps: Sequence[Step]) -> dict[int, int]:
+    """The stage whose last backward stands at each of these places in a program."""
+    places = {
+        step.action.stage: place
+        for place, step in enumerate(steps)
+        if isinstance(step.action, Compute) and step.action.phase is not Phase.FORWARD
+    }
+    return {place: stage for stage, place in places.items()}
+
+
+def _sum(total: torch.Tensor | None, summand: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, None being zeros; neither is written to."""
+    if total is None or summand is None:
+        return summand if total is None else total
+    return total + summand

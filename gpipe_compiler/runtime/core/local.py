@@ -1,0 +1,222 @@
+"""The local transport: one worker thread per device of this process, and no copy without need."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Generic, TypeAlias, TypeVar
+
+import torch
+
+from ..errors import TransportError
+from ..schedule.actions import SharedSum, Transfer
+
+T = TypeVar("T")
+
+
+class _AbortedError(Exception):
+    """Another worker has failed; this one stops without a word of its own."""
+
+
+_Message = tuple[Transfer, "torch.Tensor | None"] | None
+"""What lies in an inbox; None tells that another worker has failed."""
+
+Inbox: TypeAlias = "queue.SimpleQueue[_Message]"
+"""Where a worker finds what the others hand it."""
+
+
+class LocalEndpoint:
+    """One worker's inbox, and the way to the others'.
+
+    A tensor is handed over as it is, or copied once where the receiver computes elsewhere. Nobody
+    writes to a value that has crossed, so both sides may hold the same memory.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        inboxes: Sequence[Inbox],
+        devices: Sequence[torch.device],
+        placement: Sequence[int],
+    ) -> None:
+        self.inbox = inboxes[index]
+        self.inboxes = inboxes
+        self.devices = devices
+        self.placement = placement
+        self.arrived: dict[Transfer, torch.Tensor | None] = {}
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        """Hand a tensor to the receiver, on the receiver's device."""
+        target = self.placement[transfer.target]
+        if tensor is not None and tensor.device != self.devices[target]:
+            # Only a copy to an accelerator may go on behind our back: the CPU would read too soon.
+            tensor = tensor.to(
+                self.devices[target], non_blocking=self.devices[target].type != "cpu"
+            )
+        self.inboxes[target].put((transfer, tensor))
+
+    def expect(self, transfer: Transfer) -> None:
+        """Nothing to prepare."""
+
+    def here(self, transfer: Transfer) -> bool:
+        """Whether a tensor has come."""
+        while transfer not in self.arrived and not self.inbox.empty():
+            self._lay_aside()
+        return transfer in self.arrived
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        """Wait for a tensor; others that come first are laid aside."""
+        while transfer not in self.arrived:
+            self._lay_aside()
+        return self.arrived.pop(transfer)
+
+    def _lay_aside(self) -> None:
+        message = self.inbox.get()
+        if message is None:
+            raise _AbortedError
+        self.arrived[message[0]] = message[1]
+
+    def exchange(self, total: SharedSum) -> None:
+        """Nothing: after the run, one thread sums the gradients of all owners of this process."""
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class Workers(Generic[T]):
+    """Threads that run one task each per round; a context manager that always joins them.
+
+    Args:
+        devices: where each of them computes; a single worker is the calling thread itself.
+        threads: intra-op threads of each on the CPU, None to leave torch's setting.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], threads: int | None) -> None:
+        count = len(devices)
+        self.count = count
+        self.threads = threads
+        self.tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self.pool: list[threading.Thread] = []
+        if count > 1:
+            self.tasks = [queue.SimpleQueue() for _ in range(count)]
+            self.pool = [
+                threading.Thread(
+                    target=_serve, args=(tasks, device, threads), name=f"stage-{i}", daemon=True
+                )
+                for i, (tasks, device) in enumerate(zip(self.tasks, devices, strict=True))
+            ]
+            for thread in self.pool:
+                thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self.tasks, self.pool)
+
+    def run(self, tasks: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
+        """Run all tasks at once and return what they return.
+
+        Args:
+            abort: makes every task that waits for another one end.
+
+        Raises:
+            the first exception of a task, with its traceback, after all tasks have ended.
+        """
+        if not self.pool:
+            return [task() for task in tasks]
+        if not self._finalizer.alive:
+            raise TransportError("the pipeline is closed")
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        results: list[T | None] = [None] * len(tasks)
+        failures: list[BaseException] = []
+
+        def wrap(index: int) -> Callable[[], None]:
+            def work() -> None:
+                try:
+                    results[index] = tasks[index]()
+                except _AbortedError:
+                    pass
+                except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+                    failures.append(error)
+                    abort()
+                finally:
+                    ended.put(index)
+
+            return work
+
+        with _IntraOpThreads(self.threads):
+            for index, channel in enumerate(self.tasks):
+                channel.put(wrap(index))
+            left = len(tasks)
+            try:
+                while left:
+                    ended.get()
+                    left -= 1
+            except BaseException:  # Ctrl-C while waiting: the threads have to end first
+                abort()
+                for _ in range(left):
+                    ended.get()
+                raise
+        if failures:
+            raise failures[0]
+        return results  # type: ignore[return-value]  # without failures every task has returned
+
+    def close(self) -> None:
+        """End and join the threads."""
+        self._finalizer()
+
+    def __enter__(self) -> Workers[T]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _IntraOpThreads:
+    """Torch's intra-op thread count for a while: some of its libraries know one for the process."""
+
+    def __init__(self, threads: int | None) -> None:
+        self.threads = threads
+        self.before = 0
+
+    def __enter__(self) -> None:
+        if self.threads is not None:
+            self.before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.threads is not None:
+            torch.set_num_threads(self.before)
+
+
+def _serve(
+    tasks: queue.SimpleQueue[Callable[[], None] | None], device: torch.device, threads: int | None
+) -> None:
+    if device.type == "cuda":
+        # What the model makes on "cuda" is to be on this GPU.
+        torch.cuda.set_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _stop(
+    tasks: Sequence[queue.SimpleQueue[Callable[[], None] | None]],
+    pool: Sequence[threading.Thread],
+) -> None:
+    for channel in tasks:
+        channel.put(None)
+    for thread in pool:
+        if thread is not threading.current_thread():
+            thread.join()

@@ -1,0 +1,395 @@
+"""The pipeline as its user sees it: a loss per mini-batch, parameters, weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from ..spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
+from ..wording import counted
+from .assembly import make_reducer, make_runner, make_scaler
+from .choices import TransportKind, check_numbers, chosen, manner, refuse_parts
+from .clipping import NormClipping, parameter_names, told_here
+from .distributed import Network
+from .execution import Asked, Execution, Programs
+from .held import HeldStages
+from .inputs import Inputs
+from .job import RandomKey, Work
+from .random import seed_in_eval
+from .reducer import collected, share_initial
+from .runners import Runner
+from .sharding import checksum_of, share_of
+from .shared import trainable_shared
+from .team import Team
+from .typed import LONGEST_WAIT_S
+from .weighing import Scales
+from .weights import Weights, build_stage, parameter_kinds
+
+__all__ = ["Pipeline", "TransportKind"]
+
+
+class Pipeline:
+    """A model in stages, trained and run micro-batch by micro-batch on several devices.
+
+    In one process a thread works for each device. Under torchrun each process holds its share of
+    the stages; rank 0's inputs are used, and every rank makes the same calls.
+
+        pipe = Pipeline(spec, weights)
+        loss = pipe.step(inputs, target)     # gradients are in .grad, as after backward()
+        optimizer.step()
+
+    Args:
+        weights: the folder of weights; None for stages that initialise themselves.
+        devices: where the stages compute, in order, as many as the schedule can have. As planned
+            by default. Under torchrun, this rank's device, or that of every rank.
+        microbatches, schedule, remat, batchnorm, precision: as the package was compiled, unless
+            given; `remat` is then that of every stage.
+        seed: of dropout and the like, and of weights that are made here.
+        transport: distributed under torchrun, local otherwise, unless given.
+        data_parallel: under torchrun, the replicas of the pipeline that train together, each with
+            its share of every mini-batch.
+        timeout_s: seconds after which a value from another process is given up.
+
+    Raises:
+        UsageError: for arguments that do not fit the pipeline.
+        WeightsError: when the weights are not those of this pipeline.
+        ScheduleError, DeadlockError: when the package's schedule is wrong.
+    """
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        weights: Path | None,
+        *,
+        devices: Sequence[torch.device | str] | torch.device | str | None = None,
+        microbatches: int | None = None,
+        schedule: ScheduleKind | str | None = None,
+        remat: Remat | str | None = None,
+        batchnorm: BatchNorm | str | None = None,
+        precision: Precision | str | None = None,
+        seed: int = 0,
+        transport: TransportKind | str | None = None,
+        data_parallel: int = 1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.spec = spec
+        self.seed = seed
+        self.step_number = 0
+        self._calls = 0
+        self._read = 0
+        self.microbatches = spec.microbatches if microbatches is None else microbatches
+        self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
+        self.manner = manner(spec, batchnorm, precision, remat)
+        check_numbers(seed, self.microbatches, timeout_s)
+        refuse_parts(spec, self.microbatches * data_parallel)
+        wait_s = min(timeout_s, LONGEST_WAIT_S)
+        self._team = Team.gather(spec, self.schedule, devices, transport, data_parallel, wait_s)
+        self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
+        self._mode = spec.loss is not None
+        programs = Programs(spec, self._team, self.schedule, self.manner.batchnorm, self._owners)
+        for work in (Work.INFER,) if spec.loss is None else (Work.INFER, Work.TRAIN):
+            programs.of(work, self.microbatches, training=self._mode)
+        store = None if weights is None else Weights.open(Path(weights))
+        where = self._team.where.items()
+        self.held = HeldStages(
+            spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
+        )
+        self._scales = Scales(spec, store, seed)
+        self.scaler = make_scaler(spec, self._team, self.held, self.manner)
+        self._reducer = make_reducer(self._team, self.held, self._owners)
+        self._runner: Runner = make_runner(spec, self._team, self.held, self.manner, self._reducer)
+        self._execution = Execution(
+            spec, self._team, programs, self._scales, self._runner, self.microbatches
+        )
+        if self._team.members is not None and store is None:
+            share_initial(self._team.members, self.held, self._owners, self._team.placement)
+        self.train(self._mode)
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """The stages held here, by number."""
+        return self.held.modules
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The device of each stage, by its number in the pipeline."""
+        return self._team.placement
+
+    @property
+    def runner(self) -> Runner:
+        """What executes the schedule, for those who time it."""
+        return self._runner
+
+    @property
+    def rank(self) -> int:
+        """This process's number; 0 for the only one."""
+        return self._team.rank
+
+    @property
+    def world(self) -> Network | None:
+        """All processes, those of other replicas too; None in one process."""
+        return self._team.world
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the pipeline train together."""
+        return self._team.replicas
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this process belongs to."""
+        return self._team.replica
+
+    @property
+    def feeds(self) -> bool:
+        """Whether this process passes inputs: the first of each replica does."""
+        return self._team.feeds
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads that a stage computes with on a CPU."""
+        return self._runner.threads
+
+    def step(
+        self, inputs: Inputs = None, target: object = None, *, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Forward and backward of a mini-batch: adds to `.grad` of every parameter.
+
+        The loss and the gradients are those of the whole mini-batch, also where micro-batches
+        differ in size or in what their loss is a mean over. Under torchrun every rank gets the
+        loss, and only rank 0 passes inputs. Inputs and targets that require gradients get theirs,
+        with `weight` and the scale of fp16, where they are passed: of replicas, each for its share.
+
+        Args:
+            inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the
+                pair (tuple, dict). A batch of fewer samples than micro-batches is run as fewer.
+            target: what the loss compares with.
+            weight: of this mini-batch's gradients, as 1/N when they are accumulated over N of them;
+                the loss is returned without it.
+
+        Raises:
+            UsageError: for inputs that do not fit.
+            StageError: when the model's code raises.
+            TransportError: when another process is gone.
+        """
+        return self.step_with_outputs(inputs, target, weight=weight, outputs=False)[0]
+
+    def step_with_outputs(
+        self,
+        inputs: Inputs = None,
+        target: object = None,
+        *,
+        weight: float = 1.0,
+        outputs: bool = True,
+    ) -> tuple[torch.Tensor, object]:
+        """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
+        scale = weight * self.scaler.get_scale()
+        with collected(self.held.shared, self._reducer):
+            terms, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
+        self.step_number += 1
+        self._calls = 0
+        assert terms is not None  # training makes a loss, or raises
+        return terms.sum(), found
+
+    def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
+        """The loss of a mini-batch, without gradients; every rank gets it.
+
+        Stages are in train or eval mode as `train()` and `eval()` say.
+        """
+        return self.evaluate_with_outputs(inputs, target, outputs=False)[0]
+
+    def evaluate_with_outputs(
+        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+    ) -> tuple[torch.Tensor, object]:
+        """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
+        terms, found = self.evaluate_terms(inputs, target, outputs=outputs)
+        return terms.sum(), found
+
+    def evaluate_terms(
+        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+    ) -> tuple[torch.Tensor, object]:
+        """The same, with the terms of the loss that `loss_weights` counts for, in a row."""
+        terms, found = self._run(Work.EVALUATE, inputs, target, outputs)
+        assert terms is not None  # evaluation makes a loss, or raises
+        return terms, found
+
+    def __call__(self, inputs: Inputs = None) -> object:
+        """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
+
+        Stages are in train or eval mode as `train()` and `eval()` say. Where an output of the batch
+        does not follow from those of its micro-batches, eval mode takes the batch in one piece.
+        """
+        return self._run(Work.INFER, inputs, None, True)[1]
+
+    def _run(
+        self, work: Work, inputs: Inputs, target: object, outputs: bool, loss_scale: float = 1.0
+    ) -> tuple[torch.Tensor | None, object]:
+        for shared in self.held.shared:
+            shared.spread()
+        seed = self.seed
+        if not (self._mode or work is Work.TRAIN):
+            seed = seed_in_eval(seed, self._calls)
+            self._calls += 1
+        key = RandomKey(seed, self.step_number)
+        read, self._read = self._read, 0
+        return self._execution.run(
+            Asked(work, self._mode, inputs, target, outputs, key, loss_scale, read)
+        )
+
+    def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
+        """Rank 0's numbers on every rank, which all call this with as many.
+
+        Args:
+            what: they are, for the message of a rank that waits for them in vain.
+        """
+        return self._team.share(numbers, what)
+
+    def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
+        """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
+
+        A loss has one term, unless it adds up means over different things. Mini-batches weighted
+        by it have the mean of all of them as one.
+
+        Raises:
+            UsageError: for inputs that do not fit.
+        """
+        return self._execution.loss_weights(inputs, target)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters held here under the model's own names, each once."""
+        return self.held.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters held here, each once: what an optimizer is made of.
+
+        A process whose stages train none gives an empty one besides, that nothing uses: the same
+        loop runs in every process, and torch's optimizers refuse an empty list.
+        """
+        return self.held.parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers held here under the model's own names, each once."""
+        return self.held.named_buffers()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What is held here, as the model's own `state_dict` would name it, tied names included."""
+        return self.held.state_dict()
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
+        if self._team.pipeline is None:
+            return self.state_dict()
+        return self._team.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
+
+        Args:
+            strict: whether every name held here must be there, and every name there be known.
+
+        Raises:
+            UsageError: naming what is missing, unknown, or of another shape.
+        """
+        self.held.load_state_dict(state, strict=strict)
+        self._scales.load(state)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Around steps that accumulate gradients: they are not averaged over replicas yet.
+
+        The next step outside averages all that has been accumulated. Every rank uses it alike.
+        Without it the gradients are the same, but are averaged after every step.
+        """
+        return contextlib.nullcontext() if self._reducer is None else self._reducer.pause()
+
+    def shard(self, inputs: Inputs = None, target: object = None) -> tuple[Inputs, object]:
+        """This replica's share of a mini-batch that every replica has whole: consecutive samples.
+
+            loss = pipe.step(*pipe.shard(inputs, target))
+
+        Replicas then do together what one pipeline with `replicas` times the micro-batches does.
+        A batch with fewer samples than replicas leaves some none, which `step` refuses. It also
+        refuses, on every rank, where replicas have taken their shares of batches that differ.
+        """
+        if self.replicas == 1 or not self.feeds:
+            return inputs, target
+        call = inputs, target
+        self._read = (31 * self._read + checksum_of(self.spec, call)) % 2**64
+        return share_of(self.spec, call, self.replica, self.replicas, self.microbatches)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put every stage into training mode."""
+        self._mode = mode
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put every stage into evaluation mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the stages are in training mode."""
+        return all(module.training for module in self.stages.values())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for module in self.stages.values():
+            module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; gives it as it was.
+
+        That of torch.nn.utils.clip_grad_norm_ on the whole model: over all stages, ranks and
+        devices, a tied parameter once. Every rank calls it and gets the same. Under fp16 after
+        `scaler.unscale_(optimizer)`.
+
+        Raises:
+            AgreedError: on every rank, when a gradient is sparse; when the norm is not finite and
+                `error_if_nonfinite`.
+        """
+        clipping = NormClipping(
+            parameter_names(self.spec),
+            told_here(self.spec, self.stages) if self.replica == 0 else frozenset(),
+            self._team.device,
+            first=self.rank == 0,
+            over_ranks=self._team.over_ranks,
+        )
+        parameters = dict(self.named_parameters())
+        return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def rewind(self) -> None:
+        """Draw random numbers as from the first step and the first call on."""
+        self.step_number, self._calls = 0, 0
+
+    def close(self) -> None:
+        """End the threads, or leave the process group."""
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        """The pipeline in one line."""
+        stages = counted(len(self.spec.stages), "stage")
+        microbatches = counted(self.microbatches, "micro-batch", "es")
+        return f"{self.spec.name}: {stages}, {microbatches}, {self.schedule.value}, {self._team}"
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.describe()})"

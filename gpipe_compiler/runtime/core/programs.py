@@ -1,0 +1,200 @@
+"""Schedules made ready to run: generated or taken from the package, lowered, proved, wired."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..schedule import (
+    devices_for,
+    forward_only,
+    lower,
+    orders_for,
+    placement_for,
+    prove,
+)
+from ..schedule.actions import Compute, Orders, Phase, Programs, parse_order
+from ..spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
+from ..wording import counted
+from .job import Work
+from .wiring import StageWiring, Step, crossings_for, inputs_for, steps_of, wire
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A schedule for one placement, proved to end.
+
+    Attributes:
+        placement: the device of each stage.
+        steps: every device's program, with the places where values are let go.
+        inputs: the inputs of the pipeline that it reads.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    work: Work
+    crossings: tuple[Crossing, ...]
+    wiring: tuple[StageWiring, ...]
+    programs: Programs
+    steps: tuple[tuple[Step, ...], ...]
+    inputs: frozenset[str]
+
+    @property
+    def devices(self) -> int:
+        """How many devices take part."""
+        return len(self.programs)
+
+    def loss_weights(self, shares: Sequence[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
+        """The weights of the losses that are made: a joint stage makes one, for all micro-batches.
+
+        Args:
+            shares: of the micro-batches in the terms of the loss, which one loss has whole.
+        """
+        if not any(stage.makes_loss and stage.joint is not None for stage in self.wiring):
+            return tuple(shares)
+        whole = tuple(float(any(column)) for column in zip(*shares, strict=True))
+        return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
+
+
+def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:
+    """The device of each stage, as planned."""
+    return spec.placement or tuple(range(len(spec.stages)))
+
+
+def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[int, ...]:
+    """The device of each stage: as planned, or else where the schedule puts it.
+
+    Raises:
+        UsageError: when the schedule cannot have the stages on so many devices.
+    """
+    planned = planned_placement(spec)
+    if (schedule, devices) == (spec.schedule, max(planned) + 1):
+        return planned
+    stages = len(spec.stages)
+    try:
+        return placement_for(schedule, stages, devices)
+    except ValueError as error:
+        possible = device_counts(stages, schedule)
+        raise UsageError(
+            f"{counted(stages, 'stage')} cannot be spread over {devices} devices or processes "
+            f"by the schedule {schedule.value}",
+            hint=f"use {possible}, or another --schedule" if possible else "use another --schedule",
+        ) from error
+
+
+def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
+    """How many devices the stages are spread over, unless somebody says otherwise.
+
+    Raises:
+        UsageError: when the schedule cannot have so many stages.
+    """
+    if schedule is spec.schedule:
+        return max(planned_placement(spec)) + 1
+    try:
+        return devices_for(schedule, len(spec.stages))
+    except ValueError as error:
+        raise UsageError(str(error), hint="use another --schedule") from error
+
+
+def replicas_by_default(spec: PipelineSpec, processes: int) -> int:
+    """How many replicas train, unless somebody says otherwise.
+
+    As planned where just the processes are there that these need; one otherwise.
+    """
+    planned = spec.replicas * (max(planned_placement(spec)) + 1)
+    return spec.replicas if processes == planned else 1
+
+
+def device_counts(stages: int, schedule: ScheduleKind) -> str:
+    """The numbers of devices that a schedule can have so many stages on, as "1, 2 or 4"."""
+    possible = []
+    for devices in range(1, stages + 1):
+        with contextlib.suppress(ValueError):
+            placement_for(schedule, stages, devices)
+            possible.append(str(devices))
+    return " or ".join(filter(None, [", ".join(possible[:-1]), *possible[-1:]]))
+
+
+def prepare(
+    spec: PipelineSpec,
+    placement: Sequence[int],
+    microbatches: int,
+    work: Work,
+    schedule: ScheduleKind,
+    shared: Mapping[str, Sequence[int]],
+    joint: Collection[int] = (),
+    wanted: frozenset[str] = frozenset(),
+) -> Prepared:
+    """A schedule ready to run.
+
+    Args:
+        schedule: of training; without gradients micro-batches just flow through.
+        shared: trainable parameters with several owners, and these.
+        joint: the stages that take all micro-batches as one.
+        wanted: the inputs whose gradients the caller wants.
+
+    Raises:
+        UsageError: for a number of micro-batches that makes no sense, or a schedule that does not
+            go with joint stages.
+        DeadlockError, ScheduleError: when the package's own orders are wrong.
+    """
+    if microbatches < 1:
+        raise UsageError(f"{microbatches} micro-batches: at least one is needed")
+    if microbatches == 1:
+        joint = ()
+    in_a_row = list(placement) == sorted(placement)
+    if joint and not (in_a_row and (schedule is ScheduleKind.GPIPE or work is not Work.TRAIN)):
+        raise UsageError(
+            f"exact BatchNorm does not go with the schedule {schedule.value}: every micro-batch "
+            "must have gone through a stage before the first goes on, forward or back",
+            hint="use --schedule gpipe, or --batchnorm deferred",
+        )
+    crossings = crossings_for(spec, work, wanted)
+    orders = _orders(spec, placement, microbatches, work, schedule, joint)
+    sums = shared if work is Work.TRAIN else {}
+    programs = lower(orders, placement, crossings, sums, joint)
+    prove(programs, placement, crossings, joint)
+    wiring = wire(spec, placement, work, joint, _split(programs), wanted)
+    return Prepared(
+        placement=tuple(placement),
+        microbatches=microbatches,
+        work=work,
+        crossings=crossings,
+        wiring=wiring,
+        programs=programs,
+        steps=tuple(steps_of(program, wiring) for program in programs),
+        inputs=inputs_for(spec, work),
+    )
+
+
+def _orders(
+    spec: PipelineSpec,
+    placement: Sequence[int],
+    microbatches: int,
+    work: Work,
+    schedule: ScheduleKind,
+    joint: Collection[int],
+) -> Orders:
+    if work is not Work.TRAIN:
+        return forward_only(placement, microbatches, joint)
+    planned = (spec.schedule, spec.microbatches, planned_placement(spec))
+    # Without joint stages a device may have been meant to take its stages in turn.
+    fitting = not joint or spec.batchnorm is BatchNorm.EXACT
+    if spec.orders and fitting and (schedule, microbatches, tuple(placement)) == planned:
+        return tuple(parse_order(order) for order in spec.orders)
+    try:
+        return orders_for(schedule, placement, microbatches, joint)
+    except ValueError as error:
+        raise UsageError(str(error), hint="use another --schedule") from error
+
+
+def _split(programs: Programs) -> frozenset[int]:
+    """The stages whose backward is in two parts."""
+    return frozenset(
+        action.stage
+        for program in programs
+        for action in program
+        if isinstance(action, Compute) and action.phase is Phase.WEIGHT
+    )

@@ -1,0 +1,252 @@
+"""Averages gradients over the replicas of a pipeline, while other stages still compute theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..spec import PipelineSpec, covers
+from .distributed import Network
+from .held import HeldStages
+from .replicas import Replicas
+from .shared import SharedParameter
+
+BUCKET_BYTES = 25 << 20
+"""About what is reduced at a time, as in torch's DistributedDataParallel."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A bucket on its way: its gradients in a row, then a flag for each, summed in place."""
+
+    parameters: tuple[nn.Parameter, ...]
+    row: torch.Tensor
+    work: Any
+
+
+class Reducer:
+    """Averages the gradients of one device over the replicas.
+
+    Gradients of a stage are reduced from the end of its last backward of a step on; those of
+    parameters that several stages own, after the step. Each is then the mean over replicas, the
+    same bits in all. A gradient that is missing in some replicas counts as zeros there; one that is
+    missing in all stays away. Sparse ones become dense.
+
+    What is reduced is all that has been accumulated. So a mean that is reduced a second time, with
+    another step added to it, remains right.
+
+    Args:
+        stages: the parameters of each stage of this device that no other stage owns.
+        shared: those with other owners.
+        owners: the devices that own each of those, in order.
+        limit: bytes after which a row of gradients is reduced.
+
+    Attributes:
+        paused: whether gradients are left as they are for now.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        shared: Sequence[SharedParameter],
+        owners: Mapping[str, Sequence[int]],
+        limit: int = BUCKET_BYTES,
+    ) -> None:
+        self.replicas = replicas
+        self.stages = stages
+        self.shared = shared
+        self.owners = owners
+        self.limit = limit
+        self.paused = False
+        self._waiting: list[int] = []
+        self._ended: set[int] = set()
+        self._started: list[_Started] = []
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around steps whose gradients are left as they are for now."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._waiting = [] if self.paused else sorted(self.stages)
+        self._ended = set()
+        self._started = []
+
+    def stage_ended(self, stage: int) -> None:
+        """After the last backward of a stage. Starts in the order of stages, last first."""
+        self._ended.add(stage)
+        while self._waiting and self._waiting[-1] in self._ended:
+            self._start(self.stages[self._waiting.pop()])
+
+    def finish(self) -> None:
+        """After a step that went well: every gradient here is the mean over replicas.
+
+        Raises:
+            TransportError: when another replica is gone.
+        """
+        if self.paused:
+            return
+        while self._waiting:
+            self._start(self.stages[self._waiting.pop()])
+        own = self.replicas.pipeline.rank
+        self._start([item.canonical for item in self.shared if self.owners[item.name][0] == own])
+        started, self._started = self._started, []
+        for bucket in started:
+            self.replicas.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
+            self._unpack(bucket)
+        for item in self.shared:
+            self._pass_on(item)
+
+    def abandon(self) -> None:
+        """After a step that failed."""
+        self._waiting, self._started = [], []
+
+    def _start(self, parameters: Sequence[nn.Parameter]) -> None:
+        trained = [p for p in reversed(parameters) if p.requires_grad]
+        for bucket in buckets(trained, self.limit):
+            row = self._pack(bucket)
+            work = self.replicas.collectives.all_reduce(row)
+            self._started.append(_Started(bucket, row, work))
+
+    def _pack(self, bucket: Sequence[nn.Parameter]) -> torch.Tensor:
+        pieces = []
+        for parameter in bucket:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            pieces.append(_real(gradient.to_dense().contiguous()).reshape(-1))
+        flags = [float(parameter.grad is not None) for parameter in bucket]
+        pieces.append(torch.tensor(flags, dtype=pieces[0].dtype, device=pieces[0].device))
+        # Divided before the sum: what fits a gradient's type then still does.
+        return torch.cat(pieces).div_(self.replicas.count).to(self.replicas.world.carrier)
+
+    def _unpack(self, bucket: _Started) -> None:
+        row = bucket.row.to(bucket.parameters[0].device)
+        missing = [parameter.grad is None for parameter in bucket.parameters]
+        count = len(bucket.parameters)
+        # The flags are only looked at where they matter: that waits for a GPU.
+        flags = row[-count:].tolist() if any(missing) else [1.0] * count
+        offset = 0
+        for parameter, flag in zip(bucket.parameters, flags, strict=True):
+            length = _real(parameter.detach()).numel()
+            mean = row[offset : offset + length]
+            offset += length
+            if parameter.grad is None or parameter.grad.is_sparse:
+                if flag:
+                    parameter.grad = torch.empty_like(parameter)
+                else:
+                    continue
+            _real(parameter.grad).copy_(mean.view(_real(parameter.grad).shape))
+
+    def _pass_on(self, item: SharedParameter) -> None:
+        """Give other owners the first one's mean: reduced by each, the last bits could differ."""
+        first, *others = self.owners[item.name]
+        if not others:
+            return
+        pipeline, parameter = self.replicas.pipeline, item.canonical
+        what = f"the gradient of {item.name}"
+        found = torch.tensor([float(parameter.grad is not None)])
+        if not pipeline.broadcast(found, first, f"{what} (whether there is one)", others):
+            return
+        if parameter.grad is None:
+            # In this replica nobody had one.
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.copy_(pipeline.broadcast(parameter.grad, first, what, others))
+
+
+def written(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> list[torch.Tensor]:
+    """The buffers that forwards of these stages write to, in their present mode."""
+    return [
+        buffer
+        for index, module in modules.items()
+        if module.training
+        for name, buffer in module.named_buffers()
+        if covers(spec.stages[index].writes, name)
+    ]
+
+
+def share_buffers(peers: Network, tensors: Sequence[torch.Tensor]) -> None:
+    """Let tensors be those of the first replica; all replicas call it with tensors alike."""
+    if peers.size == 1:
+        return
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor.detach())
+    for dtype, alike in kinds.items():
+        row = torch.cat([tensor.reshape(-1) for tensor in alike])
+        row = peers.broadcast(row, 0, f"the buffers of {dtype} of the first replica")
+        if peers.rank == 0:
+            continue
+        parts = torch.split(row, [tensor.numel() for tensor in alike])
+        for tensor, part in zip(alike, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def share_initial(
+    replicas: Replicas,
+    held: HeldStages,
+    owners: Mapping[str, Sequence[int]],
+    placement: Sequence[int],
+) -> None:
+    """Weights that were made in the processes are those of the first replica, and first owner.
+
+    Args:
+        owners: the stages that own each trained parameter that several do.
+    """
+    for item in held.shared:
+        first, *others = sorted({placement[stage] for stage in owners[item.name]})
+        mine = item.canonical.detach()
+        value = replicas.pipeline.broadcast(mine, first, f"the initial {item.name}", others)
+        mine.copy_(value)
+    for tensor in held.state_dict().values():
+        share_buffers(replicas.peers, [tensor])
+
+
+@contextlib.contextmanager
+def collected(shared: Sequence[SharedParameter], reducer: Reducer | None) -> Iterator[None]:
+    """Around a step: afterwards, gradients are sums over the owners, and means over replicas."""
+    for item in shared:
+        item.begin()
+    if reducer is not None:
+        reducer.begin()
+    try:
+        yield
+    except BaseException:
+        if reducer is not None:
+            reducer.abandon()
+        raise
+    finally:
+        for item in shared:
+            item.finish()
+    if reducer is not None:
+        reducer.finish()
+
+
+def buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[tuple[nn.Parameter, ...]]:
+    """Parameters in order, in rows of one dtype and one device of about `limit` bytes."""
+    rows: list[list[nn.Parameter]] = []
+    open_rows: dict[tuple[torch.dtype, torch.device], tuple[int, list[nn.Parameter]]] = {}
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.device
+        size, row = open_rows.get(kind, (limit, []))
+        if size >= limit:
+            size, row = 0, []
+            rows.append(row)
+        row.append(parameter)
+        open_rows[kind] = size + parameter.nbytes, row
+    return [tuple(row) for row in rows]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

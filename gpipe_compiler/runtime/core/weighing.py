@@ -1,0 +1,113 @@
+"""How much each micro-batch's loss counts in the loss of the mini-batch.
+
+The mean over a mini-batch is the mean of the micro-batches' means, each weighted by what it is
+taken over: by samples, or by what `LossSpec.weight` counts, such as the tokens that are no padding.
+Where a loss adds up means over different things, each of these terms is weighted by its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..spec import LossTerm, PipelineSpec, Reduction
+from ..wording import said
+from .job import Values
+from .weights import Weights, build_stage
+
+Counts: TypeAlias = tuple[float, ...]
+"""What each term of the loss is a mean over, a number of samples, of tokens, ...; 1 for a sum."""
+
+
+class Scales:
+    """Weighs micro-batches by what the loss's mean is taken over.
+
+    Args:
+        weights: where the state of `LossSpec.weight` is, such as the weights of classes.
+    """
+
+    def __init__(self, spec: PipelineSpec, weights: Weights | None, seed: int) -> None:
+        self.loss = spec.loss
+        self.terms: tuple[LossTerm, ...] = spec.loss.summands if spec.loss is not None else ()
+        self.module: nn.Module | None = None
+        if self.loss is not None and self.loss.weight is not None:
+            self.module = build_stage(self.loss.weight, weights, torch.device("cpu"), seed)
+
+    def weigh(self, parts: Sequence[Values], sizes: Sequence[int]) -> tuple[Counts, ...]:
+        """The counts of each micro-batch.
+
+        Raises:
+            UsageError: when something cannot be counted, as where a label is of no class.
+        """
+        return tuple(
+            self._counts(part, float(size)) for part, size in zip(parts, sizes, strict=True)
+        )
+
+    def _counts(self, part: Values, size: float) -> Counts:
+        counted = iter(self._counted(part))
+        samples = {Reduction.MEAN: size, Reduction.SUM: 1.0}
+        return tuple(
+            next(counted) if term.counted else samples[term.reduction] for term in self.terms
+        )
+
+    def _counted(self, part: Values) -> tuple[float, ...]:
+        if self.module is None or self.loss is None or self.loss.weight is None:
+            return ()
+        names = self.loss.weight.inputs
+        try:
+            with torch.no_grad():
+                found = self.module(*(part[name].cpu() for name in names))
+        except Exception as error:  # whatever the model's code raises
+            raise UsageError(
+                f"what the loss is a mean over cannot be counted: {said(error)}",
+                hint=f"look at the values of {', '.join(names)}, such as labels out of range",
+            ) from error
+        return tuple(map(float, terms_of(found)))
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what a state of the model says of its own state."""
+        if self.module is None or self.loss is None or self.loss.weight is None:
+            return
+        names = self.loss.weight.renamed
+        for own, tensor in self.module.state_dict().items():
+            if names.get(own, own) in state:
+                tensor.copy_(state[names.get(own, own)])
+
+    def shares(self, counts: Sequence[Counts], total: Counts) -> tuple[tuple[float, ...], ...]:
+        """For each micro-batch, the weights of its terms in those of the mini-batch.
+
+        Args:
+            counts: as `weigh` gives them; none where no loss is made.
+            total: their sums over the whole mini-batch.
+        """
+        if not counts:
+            return ()
+        wholes = [divisor(term, count) for term, count in zip(self.terms, total, strict=True)]
+        return tuple(
+            tuple(
+                divisor(term, count) / whole if whole else 0.0
+                for term, count, whole in zip(self.terms, own, wholes, strict=True)
+            )
+            for own in counts
+        )
+
+
+def summed(counts: Sequence[Counts]) -> Counts:
+    """The counts of all together."""
+    return tuple(sum(column) for column in zip(*counts, strict=True))
+
+
+def divisor(term: LossTerm, count: float) -> float:
+    """What a term of so much weight is divided by; a sum by 1."""
+    if term.reduction is Reduction.SUM:
+        return 1.0
+    return max(count, term.floor) + term.offset
+
+
+def terms_of(made: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The terms of a loss, as a stage returns them: a loss that has none is the only one."""
+    return made if isinstance(made, tuple) else (made,)

@@ -1,0 +1,278 @@
+"""The weights of a package: safetensors files under the model's own names, and their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from ..errors import WeightsError
+from ..spec import StageSpec
+from .initial import replay, seed_of
+from .storing import place
+
+INDEX = "index.json"
+
+_ALIGNMENT = 64
+"""Bytes; what torch's CPU allocator gives."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder of safetensors files.
+
+    Attributes:
+        files: for every tensor, the file in `directory` that holds it.
+    """
+
+    directory: Path
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path) -> Weights:
+        """The folder with its index.json; one file of any name needs no index.
+
+        Raises:
+            WeightsError: when there is no such folder, or the index is broken.
+        """
+        index = directory / INDEX
+        if not index.is_file():
+            raise WeightsError(f"{index} is missing", hint="compile the model again")
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            files = content.get("weight_map", content)
+            return cls(directory, {str(name): str(file) for name, file in files.items()})
+        except (ValueError, AttributeError) as error:
+            raise WeightsError(f"{index} is no index of weights: {error}") from error
+
+    def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """These tensors, on a device; names that the folder does not hold are left out.
+
+        Raises:
+            WeightsError: when a file is missing or broken.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name in dict.fromkeys(names):
+            if name in self.files:
+                by_file.setdefault(self.files[name], []).append(name)
+        loaded: dict[str, torch.Tensor] = {}
+        for file, wanted in by_file.items():
+            path = self.directory / file
+            try:
+                with safetensors.safe_open(path, framework="pt", device=str(device)) as opened:
+                    for name in wanted:
+                        loaded[name] = _aligned(opened.get_tensor(name))
+            except (OSError, safetensors.SafetensorError) as error:
+                raise WeightsError(f"cannot read {path}: {error}") from error
+        return loaded
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where torch would have put it.
+
+    In a file it lies at any multiple of 8 bytes. Kernels then sum in another order than on memory
+    of torch's own, and read more slowly.
+    """
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+
+
+def save_weights(
+    tensors: Mapping[str, torch.Tensor], directory: Path, *, shard_bytes: int = 4 << 30
+) -> None:
+    """Write tensors into a folder, with an index; files hold up to `shard_bytes` each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().contiguous()
+        size += tensor.nbytes
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        )
+        save_file(shard, directory / file)
+        files.update(dict.fromkeys(shard, file))
+    text = json.dumps({"weight_map": files}, indent=1) + "\n"
+    (directory / INDEX).write_text(text, encoding="utf-8")
+
+
+def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors into one safetensors file; those that share memory are written each."""
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    place(path, lambda file: safetensors.torch.save_file(copies, file))
+
+
+def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of one safetensors file.
+
+    Raises:
+        WeightsError: when it cannot be read.
+    """
+    try:
+        return safetensors.torch.load_file(path, device=str(device or "cpu"))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"cannot read {path}: {error}") from error
+
+
+def build_stage(
+    spec: StageSpec, weights: Weights | None, device: torch.device, seed: int
+) -> nn.Module:
+    """A stage's module on its device, with its weights.
+
+    Without weights, a tensor begins on the device as `spec.initial` says. What that leaves out is
+    initialised by the rule of its module, and a parameter of no such module is drawn from
+    normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise. What is
+    drawn depends on `seed` and on names in the model: the same for any number of stages.
+
+    Raises:
+        WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
+            of another shape.
+    """
+    if weights is None:
+        return _initialised(spec, device, seed)
+    stored = weights.load(spec.state.values(), device)
+    with torch.device("meta"):
+        module = spec.module()
+    own_names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if any(spec.renamed.get(own, own) not in stored for own in own_names):
+        # Something is computed by the constructor: let it.
+        with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
+            module = spec.module()
+    new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
+    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
+        name = spec.renamed.get(own, own)
+        if name not in stored:
+            raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
+        if name not in new:
+            new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
+        _replace(module, own, name, parameter, new[name])
+    for own, buffer in list(module.named_buffers(remove_duplicate=False)):
+        name = spec.renamed.get(own, own)
+        if name in stored:
+            _replace(module, own, name, buffer, stored[name])
+    return module
+
+
+def _replace(
+    module: nn.Module, own: str, name: str, old: torch.Tensor, tensor: torch.Tensor
+) -> None:
+    if old.shape != tensor.shape:
+        raise WeightsError(
+            f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(old.shape)} in the "
+            "stage"
+        )
+    put(module, own, tensor)
+
+
+def put(module: nn.Module, own: str, tensor: torch.Tensor) -> None:
+    """Let a tensor take the place of the module's parameter or buffer of this name."""
+    path, _, attribute = own.rpartition(".")
+    holder = submodule(module, path)
+    if isinstance(tensor, nn.Parameter):
+        setattr(holder, attribute, tensor)  # a recurrent module takes note of it, too
+    else:
+        holder._buffers[attribute] = tensor
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at a path, also where a method of the one around it has the same name."""
+    for name in path.split(".") if path else ():
+        module = module._modules[name]  # type: ignore[assignment]  # there is one
+    return module
+
+
+def parameter_kinds(spec: StageSpec) -> dict[str, bool]:
+    """The stage's parameters by own name, with whether they need a gradient."""
+    with torch.device("meta"):
+        module = spec.module()
+    return {
+        name: parameter.requires_grad
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=_generators(device)):
+        module = _unfilled(spec, device, seed)
+        seen: set[int] = set()
+        for own, tensor in (*module.named_parameters(), *module.named_buffers()):
+            name = spec.renamed.get(own, own)
+            steps = spec.beginning(name)
+            if steps is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                replay(tensor, name, steps, seed)
+    first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
+    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
+        name = spec.renamed.get(own, own)
+        _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
+    return module
+
+
+def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
+    """The stage on its device; what `spec.initial` leaves out has its first numbers already."""
+    with torch.device("meta"):
+        module = spec.module()
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    names = [spec.renamed.get(own, own) for own, _ in (*parameters, *buffers)]
+    if all(spec.beginning(name) is not None for name in names):
+        # Nothing is computed by the constructor: memory is all that is missing.
+        new: dict[int, torch.Tensor] = {}
+        for own, tensor in (*parameters, *buffers):
+            if id(tensor) not in new:
+                memory = torch.empty_like(tensor, device=device, requires_grad=False)
+                if isinstance(tensor, nn.Parameter):
+                    memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+                new[id(tensor)] = memory
+            _replace(module, own, own, tensor, new[id(tensor)])
+        return module
+    with torch.device(device):
+        module = spec.module()
+    # Children first: a parent such as MultiheadAttention has the last word on their biases.
+    for path, holder in reversed(list(module.named_modules())):
+        own_names = [
+            name
+            for name, tensor in (*holder._parameters.items(), *holder._buffers.items())
+            if tensor is not None
+        ]
+        if own_names:
+            first = f"{path}.{own_names[0]}" if path else own_names[0]
+            torch.manual_seed(seed_of(spec.renamed.get(first, first), seed))
+            _reset(holder, path, spec, seed)
+    return module
+
+
+def _reset(holder: nn.Module, path: str, spec: StageSpec, seed: int) -> None:
+    for rule in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(holder, rule, None)
+        if callable(reset):
+            reset()
+            return
+    for own, parameter in holder._parameters.items():
+        if parameter is None or not parameter.is_floating_point():
+            continue
+        name = spec.renamed.get(f"{path}.{own}" if path else own, own)
+        torch.manual_seed(seed_of(name, seed))
+        with torch.no_grad():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+def _generators(device: torch.device) -> list[int]:
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.current_device() if device.index is None else device.index]

@@ -1,0 +1,1 @@
+"""What `run.py` does with a `Pipeline`: train, infer, check, time, export."""

@@ -1,0 +1,299 @@
+"""The words of the command: `run.py train | infer | check | bench | clock | export`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..core.programs import device_counts, devices_by_default
+from ..core.typed import (
+    microbatches,
+    names,
+    natural,
+    path,
+    positive,
+    positive_real,
+    seed,
+)
+from ..errors import UsageError
+from ..spec import (
+    BatchNorm,
+    OptimizerKind,
+    PipelineSpec,
+    Precision,
+    Remat,
+    ScheduleKind,
+)
+from ..wording import counted, printable
+from .data import InputChoice
+from .hooks import UserHooks
+from .keeping import KEPT, LATEST, CheckpointOptions
+from .learning_rate import RateChoice, RateShape
+from .optimizer import OptimizerChoice
+from .train import TrainOptions
+
+STEPS = 100
+
+
+def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
+    """The parser of a package's command."""
+    named = printable(spec.name).replace("%(", "% (")  # no place that argparse fills
+    parser = argparse.ArgumentParser(
+        prog="run.py",
+        description=f"{named} as a pipeline of {counted(len(spec.stages), 'stage')} on "
+        f"{counted(devices_by_default(spec, spec.schedule), 'device')}. {_processes(spec)}",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    if spec.loss is not None:
+        train = commands.add_parser("train", help="train on your data, or the example batch")
+        _add_train(train, spec)
+        _add_rate(train)
+        _add_checkpoints(train)
+        _add_common(train, spec)
+    infer = commands.add_parser("infer", help="run the model")
+    infer.add_argument("--input", type=path, metavar="FILE", help="safetensors, by name")
+    infer.add_argument("--output", type=path, metavar="FILE", help="safetensors to write")
+    _add_common(infer, spec)
+    check = commands.add_parser("check", help="compare with a plain run of the model")
+    check.add_argument(
+        "--reference",
+        type=path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="saved results, of the example or of the batch in the file; may be repeated",
+    )
+    check.add_argument("--report", type=path, metavar="FILE", help="JSON to write")
+    _add_common(check, spec)
+    bench = commands.add_parser("bench", help="time it")
+    bench.add_argument("--steps", type=positive, default=10, metavar="N")
+    _add_common(bench, spec)
+    clock = commands.add_parser("clock", help="time its stages, for a prediction of the step")
+    clock.add_argument("--report", type=path, metavar="FILE", help="JSON to write")
+    _add_common(clock, spec)
+    if spec.loss is not None:
+        export = commands.add_parser("export", help="write the weights of a checkpoint")
+        export.add_argument("--checkpoint", type=path, metavar="PATH", required=True)
+        export.add_argument(
+            "--output", type=path, metavar="FILE.safetensors", required=True, help="to write"
+        )
+        export.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptions:
+    """What was typed about training.
+
+    Raises:
+        UsageError: naming all options that make no sense, together or with the user's file.
+    """
+    steps = arguments.steps
+    if steps is None and arguments.epochs is None:
+        steps = STEPS
+    problems = [text for text, wrong in _contradictions(arguments, hooks, steps).items() if wrong]
+    if problems:
+        raise UsageError("; ".join(problems))
+    return TrainOptions(
+        steps=steps,
+        epochs=arguments.epochs,
+        optimizer=OptimizerChoice(arguments.optimizer, arguments.lr),
+        rate=RateChoice(arguments.lr_schedule, arguments.warmup_steps),
+        accumulate=arguments.accumulate,
+        clip_norm=arguments.clip_norm,
+        evaluate_every=arguments.evaluate_every,
+        checkpoints=CheckpointOptions(
+            arguments.checkpoint_dir,
+            arguments.checkpoint_every,
+            arguments.keep_checkpoints or KEPT,
+            arguments.resume,
+        ),
+        log=arguments.log,
+        input=InputChoice(arguments.input, arguments.batch_size),
+    )
+
+
+def _contradictions(
+    given: argparse.Namespace, hooks: UserHooks, steps: int | None
+) -> dict[str, bool]:
+    """What is wrong with options, with whether it is so here."""
+    own_data = hooks.train_data is not None and given.input is None
+    own_optimizer = hooks.make_optimizer is not None and given.optimizer is None
+    own_schedule = hooks.make_scheduler is not None and given.lr_schedule is None
+    ends = given.lr_schedule in (RateShape.LINEAR, RateShape.COSINE)
+    return {
+        f"--lr: make_optimizer() of {hooks.name} sets the learning rate, unless an --optimizer is "
+        "named": given.lr is not None and own_optimizer,
+        f"--warmup-steps: make_scheduler() of {hooks.name} sets the learning rate's course, unless "
+        "an --lr-schedule is named": given.warmup_steps > 0 and own_schedule,
+        f"--warmup-steps {given.warmup_steps} leaves nothing of {steps} steps": (
+            steps is not None and ends and given.warmup_steps >= steps
+        ),
+        "--epochs counts passes over train_data(), and there is none here": (
+            given.epochs is not None and not own_data
+        ),
+        "--batch-size is of the example data, and train_data() gives the batches": (
+            given.batch_size is not None and own_data
+        ),
+        "--batch-size is of the example data, not of --input": (
+            given.batch_size is not None and given.input is not None
+        ),
+        "--evaluate-every needs eval_data() in the model's file": (
+            given.evaluate_every is not None and hooks.eval_data is None
+        ),
+        "--checkpoint-every needs a --checkpoint-dir": (
+            given.checkpoint_every is not None and given.checkpoint_dir is None
+        ),
+        "--keep-checkpoints needs a --checkpoint-dir": (
+            given.keep_checkpoints is not None and given.checkpoint_dir is None
+        ),
+        "--resume needs a --checkpoint-dir, or the path of a checkpoint": (
+            given.resume == LATEST and given.checkpoint_dir is None
+        ),
+        "--load and --resume PATH both say where the weights come from": (
+            given.load is not None and given.resume not in (None, LATEST)
+        ),
+    }
+
+
+def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
+    parser.add_argument(
+        "--steps", type=positive, metavar="N", help=f"of the optimizer ({STEPS}, or --epochs)"
+    )
+    parser.add_argument("--epochs", type=positive, metavar="N", help="passes over train_data()")
+    parser.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="mini-batches for a step (1)",
+    )
+    parser.add_argument(
+        "--clip-norm",
+        type=positive_real,
+        metavar="X",
+        help="of all gradients together (none)",
+    )
+    parser.add_argument(
+        "--data-parallel",
+        type=positive,
+        metavar="R",
+        help=f"replicas of the pipeline that share every batch, under torchrun ({_replicas(spec)})",
+    )
+    parser.add_argument("--input", type=path, metavar="FILE", help="safetensors to train on")
+    parser.add_argument(
+        "--evaluate-every",
+        type=positive,
+        metavar="N",
+        help="steps between passes over eval_data() (at the end of every pass)",
+    )
+    parser.add_argument(
+        "--log-file", dest="log", type=path, metavar="FILE", help="a line of JSON for every step"
+    )
+    parser.add_argument(
+        "--save", type=path, metavar="PATH", help="write the weights: FILE.safetensors or a folder"
+    )
+
+
+def _add_rate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--optimizer",
+        type=OptimizerKind,
+        metavar="{" + ",".join(kind.value for kind in OptimizerKind) + "}",
+        help="(that of your file, or sgd)",
+    )
+    parser.add_argument("--lr", type=positive_real, metavar="RATE", help="(0.01, adam: 0.001)")
+    parser.add_argument(
+        "--lr-schedule",
+        type=RateShape,
+        metavar="{" + ",".join(shape.value for shape in RateShape) + "}",
+        help="over --steps (that of your file, or constant)",
+    )
+    parser.add_argument(
+        "--warmup-steps", type=natural, default=0, metavar="N", help="up to the full rate (0)"
+    )
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="write checkpoints here")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help="steps (at the end of every pass)",
+    )
+    parser.add_argument(
+        "--keep-checkpoints", type=positive, metavar="N", help=f"the newest ({KEPT})"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=LATEST,
+        metavar="PATH",
+        help="go on from the newest checkpoint, or this one (torchrun's restarts do)",
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
+    parser.add_argument(
+        "--microbatches", type=microbatches, metavar="M", help=f"({spec.microbatches})"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[kind.value for kind in ScheduleKind],
+        help=f"who works when; interleaved and zbv have several stages a device, zb-h1 and zbv "
+        f"split the backward ({spec.schedule.value})",
+    )
+    parser.add_argument(
+        "--remat",
+        choices=[kind.value for kind in Remat],
+        help="compute every stage's forward again in its backward, all at once or in the segments "
+        "that a stage has (as planned)",
+    )
+    parser.add_argument(
+        "--batchnorm",
+        choices=[kind.value for kind in BatchNorm],
+        help=f"over what it takes statistics ({spec.batchnorm.value})",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=[kind.value for kind in Precision],
+        help=f"({spec.precision.value})",
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="of dropout, data, new weights (0)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="of the example data")
+    parser.add_argument(
+        "--load",
+        type=path,
+        metavar="PATH",
+        help="weights: FILE.safetensors, a folder, a checkpoint",
+    )
+    parser.add_argument(
+        "--devices", type=names, metavar="D,D", help="such as cuda:0,cuda:1 (as planned)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive_real,
+        default=600.0,
+        metavar="S",
+        help="seconds for another rank (600)",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def _processes(spec: PipelineSpec) -> str:
+    """How many processes torchrun may start."""
+    count = len(spec.stages)
+    usual = device_counts(count, ScheduleKind.GPIPE)
+    parts = [usual]
+    for kind in ScheduleKind:
+        own = device_counts(count, kind)
+        if own not in ("", usual):
+            parts.append(f"{own} with --schedule {kind.value}")
+    return f"Processes under torchrun: {'; '.join(parts)}."
+
+
+def _replicas(spec: PipelineSpec) -> str:
+    """How many replicas there are by default."""
+    if spec.replicas == 1:
+        return "1"
+    devices = devices_by_default(spec, spec.schedule)
+    return f"{spec.replicas} with {spec.replicas * devices} processes, else 1"

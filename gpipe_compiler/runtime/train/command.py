@@ -1,0 +1,186 @@
+"""The command of a package: `run.py train | infer | check | bench | clock | export`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .. import checkpoint
+from ..core.pipeline import Pipeline
+from ..core.programs import replicas_by_default
+from ..core.weights import INDEX
+from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
+from ..spec import PipelineSpec
+from ..wording import printable_lines
+from .arguments import parser_for, train_options
+from .check import check_pipeline, format_rows, write_rows
+from .console import obeyed, say
+from .data import InputChoice, example_call
+from .generators import seed_all
+from .hooks import UserHooks
+from .inference import bench, infer
+from .memory import keep_memory
+from .model_files import load_weights, save
+from .stage_clock import clock
+from .stopping import exit_code
+from .train import TrainOptions, train
+
+FAILED_CHECK = 3
+INTERRUPTED = 130
+LINGER_S = 1.0
+"""Seconds that a rank with nothing to tell waits before it ends."""
+
+_AGREED = (UsageError, AgreedError, CheckpointError)
+"""Errors that every rank comes to alike: rank 0 tells them."""
+
+
+def main(
+    spec: PipelineSpec,
+    directory: Path,
+    hooks: str | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        directory: the package's folder.
+        hooks: the user's own file, or the name of a module, that offers what `UserHooks` names.
+
+    Returns:
+        0 when done, 1 when the model or a process failed, 2 for wrong usage, 3 for a failed check,
+        128 + n when signal n has ended training.
+    """
+    return obeyed(lambda: _obey(spec, directory, hooks, argv))
+
+
+def _obey(
+    spec: PipelineSpec, directory: Path, hooks: str | None, argv: Sequence[str] | None
+) -> int:
+    arguments = parser_for(spec).parse_args(argv)
+    try:
+        return _telling(arguments, lambda: _run(spec, directory, hooks, arguments))
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _telling(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
+    """The exit code of what is done; an error is told at once, before anything is taken down."""
+    try:
+        return act()
+    except BrokenPipeError:
+        raise  # nobody reads on
+    except (PipelineError, OSError) as error:
+        if arguments.traceback:
+            raise
+        if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
+            who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+            print(printable_lines(f"{who}error: {error}"), file=sys.stderr, flush=True)
+            if isinstance(error, StageError):
+                print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all ranks as soon as one has ended, and rank 0 has something to tell.
+            time.sleep(LINGER_S)
+        return error.exit_code if isinstance(error, PipelineError) else 1
+
+
+def _run(
+    spec: PipelineSpec, directory: Path, hooks: str | None, arguments: argparse.Namespace
+) -> int:
+    if arguments.command == "export":
+        return _export(arguments)
+    keep_memory()
+    user = UserHooks()
+    options = None
+    if arguments.command == "train":
+        # Before the user's file is imported: a seed that it sets itself has the last word.
+        seed_all(arguments.seed)
+        user = UserHooks.load(hooks)
+        options = train_options(arguments, user)
+    weights = directory / "weights"
+    stored = weights if (weights / INDEX).is_file() else None
+    with Pipeline(
+        spec,
+        stored,
+        devices=arguments.devices,
+        microbatches=arguments.microbatches,
+        schedule=arguments.schedule,
+        remat=arguments.remat,
+        batchnorm=arguments.batchnorm,
+        precision=arguments.precision,
+        seed=arguments.seed,
+        data_parallel=1 if options is None else _replicas(spec, arguments),
+        timeout_s=arguments.timeout,
+    ) as pipe:
+        if options is not None:
+            return _telling(arguments, lambda: _train(pipe, directory, user, options, arguments))
+        return _telling(arguments, lambda: _work(pipe, stored, directory, arguments))
+
+
+def _replicas(spec: PipelineSpec, arguments: argparse.Namespace) -> int:
+    asked: int | None = arguments.data_parallel
+    return asked or replicas_by_default(spec, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _train(
+    pipe: Pipeline,
+    directory: Path,
+    hooks: UserHooks,
+    options: TrainOptions,
+    arguments: argparse.Namespace,
+) -> int:
+    _load(pipe, arguments)
+    signal = train(pipe, directory, hooks, options)
+    if signal:
+        return exit_code(signal)
+    if arguments.save is not None:
+        save(pipe, arguments.save)
+    return 0
+
+
+def _load(pipe: Pipeline, arguments: argparse.Namespace) -> None:
+    if arguments.load is not None:
+        load_weights(pipe, arguments.load)
+    if pipe.rank == 0:
+        say(pipe.describe())
+
+
+def _work(
+    pipe: Pipeline, stored: Path | None, directory: Path, arguments: argparse.Namespace
+) -> int:
+    """Everything but training."""
+    _load(pipe, arguments)
+    if arguments.command == "infer":
+        choice = InputChoice(arguments.input, arguments.batch_size)
+        infer(pipe, directory, choice, arguments.output)
+        return 0
+    if arguments.command == "bench":
+        bench(pipe, directory, InputChoice(samples=arguments.batch_size), arguments.steps)
+        return 0
+    inputs, target = example_call(pipe.spec, directory, arguments.batch_size)
+    if arguments.command == "clock":
+        found = clock(pipe, inputs, target)
+        if pipe.rank == 0:
+            say(str(found))
+            if arguments.report is not None:
+                found.write(arguments.report)
+        return 0
+    rows = check_pipeline(pipe, stored, inputs, target, arguments.reference)
+    passed = all(row.passed for row in rows)
+    if pipe.rank == 0 or not passed:
+        say(format_rows(rows))
+    if arguments.report is not None and pipe.rank == 0:
+        write_rows(rows, arguments.report)
+    return 0 if passed else FAILED_CHECK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.checkpoint
+    newest = checkpoint.latest(path) or path
+    checkpoint.export(newest, arguments.output)
+    say(f"weights of {newest} written to {arguments.output}")
+    return 0

@@ -1,0 +1,304 @@
+"""Tensors of a pipeline held against those of a reference, kind by kind.
+
+Tolerance, for fp32. Pipeline and reference run the same operators on the same micro-batches; what
+may differ is the order of sums (of gradients over consumers and micro-batches) and the kernel that
+a library picks for other strides or thread counts. Each costs a few units in the last place
+(2**-24 = 6e-8), which a deep network amplifies; the examples come to between 1e-7 and 1e-5 of a
+tensor's size. A tensor passes when its largest difference is at most `RELATIVE` = 1e-4 of its own
+largest entry, plus `FLOOR` = 1e-6 of the largest entry of its kind (gradients that are zero but for
+rounding, such as that of a bias before a BatchNorm). A dropped term is far outside: a missing
+micro-batch of M costs 1/M of the gradient, a missing skip or a doubled tied gradient a factor of
+order one, a running mean with another momentum a hundredth.
+Tensors of 16 bits round coarser than that, at each of the sums: they pass within `ROUNDINGS` of
+their own units (6% for bfloat16), which still tells a missing micro-batch of eight.
+Under autocast both round to 16 bits at the same places, so fp32 tensors stay as close as without;
+but for a parameter of several stages: the plain model casts it once and sums the gradients of its
+uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. With exact BatchNorm the
+plain model sums over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches.
+So do outputs that are means or sums over the batch: rounded once, or once a micro-batch.
+Integers and booleans must be equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..core.nest import Path, tensors_of
+
+RELATIVE = 1e-4
+FLOOR = 1e-6
+ROUNDINGS = 8
+
+
+class Kind(Enum):
+    """What is compared; the value is the prefix of its tensors in a reference file."""
+
+    OUTPUT = "output"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    BUFFER = "buffer"
+    WEIGHT = "weight"
+
+
+Tensors = Mapping[Kind, Mapping[str, torch.Tensor]]
+"""For every kind, its tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one kind of tensor compares.
+
+    Attributes:
+        compared: how many tensors.
+        largest_difference: the largest absolute difference of any.
+        relative: the largest difference as a share of what its tensor was measured by.
+        tolerance: what `relative` may be at most, for the coarsest type among the tensors.
+        worst: the name of the tensor with the largest `relative`.
+        faults: what is wrong beyond tolerance: missing, other shape, too far off.
+    """
+
+    what: str
+    compared: int
+    largest_difference: float
+    relative: float
+    tolerance: float
+    worst: str
+    faults: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+
+def compare(
+    actual: Tensors,
+    expected: Tensors,
+    summed_in: Mapping[Kind, Mapping[str, torch.dtype]] | None = None,
+) -> tuple[Row, ...]:
+    """A row for every kind that the reference holds.
+
+    Args:
+        summed_in: for tensors that are sums, the type of these where it is coarser than their own.
+    """
+    actual, expected = _all_dense(actual), _all_dense(expected)
+    coarse = summed_in or {}
+    sizes = {
+        kind: {name: _magnitude(tensor) for name, tensor in group.items()}
+        for kind, group in expected.items()
+    }
+    return tuple(
+        _row(
+            kind,
+            actual.get(kind, {}),
+            expected[kind],
+            _scales(kind, expected[kind], sizes),
+            {name: _tolerance(dtype) for name, dtype in coarse.get(kind, {}).items()},
+        )
+        for kind in Kind
+        if expected.get(kind)
+    )
+
+
+def worst_of(batches: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
+    """For every kind one row, that of the batch on which it compares worst, with all faults.
+
+    Args:
+        batches: the rows of each batch; faults of all but the first say which one they are of.
+    """
+    by_kind: dict[str, list[Row]] = {}
+    for number, rows in enumerate(batches, 1):
+        for row in rows:
+            faults = tuple(f"on batch {number}: {f}" if number > 1 else f for f in row.faults)
+            by_kind.setdefault(row.what, []).append(dataclasses.replace(row, faults=faults))
+    return tuple(
+        dataclasses.replace(
+            max(rows, key=lambda row: row.relative / row.tolerance),
+            largest_difference=max(row.largest_difference for row in rows),
+            faults=tuple(fault for row in rows for fault in row.faults),
+        )
+        for rows in by_kind.values()
+    )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, zeros and all: gradients of embeddings may be sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _all_dense(tensors: Tensors) -> Tensors:
+    return {
+        kind: {name: dense(tensor) for name, tensor in group.items()}
+        for kind, group in tensors.items()
+    }
+
+
+def flat_tensors(structure: object) -> dict[str, torch.Tensor]:
+    """The tensors in a nest of tuples, lists, dicts and dataclasses, named by the way to them.
+
+    Such as `logits`, `0.1`.
+
+    A structure that is itself a tensor is named `output`.
+    """
+    found = tensors_of(structure, objects=True)
+    return {path_name(path): tensor for path, tensor in found}
+
+
+def path_name(path: Path) -> str:
+    """The name of what the way through a nest leads to."""
+    return ".".join(map(str, path)) or "output"
+
+
+def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors under the names that a reference file gives them."""
+    return {
+        f"{kind.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for kind, group in _all_dense(tensors).items()
+        for name, tensor in group.items()
+    }
+
+
+def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
+    """The inverse of `pack`."""
+    tensors: dict[Kind, dict[str, torch.Tensor]] = {}
+    for key, tensor in packed.items():
+        kind, name = key.split("/", 1)
+        tensors.setdefault(Kind(kind), {})[name] = tensor
+    return tensors
+
+
+def _scales(
+    kind: Kind,
+    expected: Mapping[str, torch.Tensor],
+    sizes: Mapping[Kind, Mapping[str, float]],
+) -> dict[str, float]:
+    """What each tensor's difference is measured by.
+
+    A weight after the step is measured by its gradient, since the step moved it by that (learning
+    rate 1), so that an update gone missing is not hidden by the weight's own size; rounding of the
+    weight itself is allowed for.
+
+    Args:
+        sizes: the largest entry of every expected tensor.
+    """
+    measured_by = sizes.get(Kind.GRADIENT, {}) if kind is Kind.WEIGHT else sizes[kind]
+    floor = FLOOR / RELATIVE * max(measured_by.values(), default=0.0)
+    scales = {}
+    for name, tensor in expected.items():
+        scales[name] = measured_by.get(name, 0.0) + floor
+        if kind is Kind.WEIGHT:
+            rounding = 4 * max(_eps(tensor.dtype), _eps(torch.float32))
+            scales[name] += rounding / _tolerance(tensor.dtype) * sizes[kind][name]
+    return scales
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far off a tensor of this type may be, as a share of what it is measured by."""
+    return max(RELATIVE, ROUNDINGS * _eps(dtype))
+
+
+def _eps(dtype: torch.dtype) -> float:
+    """The unit in which numbers near one are rounded; 0 for integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    """The largest absolute entry, those that are not finite apart: they have to be equal."""
+    if tensor.dtype == torch.bool:  # has no absolute value
+        return float(tensor.any())
+    largest = _largest(tensor)
+    if math.isfinite(largest):
+        return largest
+    finite = tensor.detach()[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute entry of numbers; inf or nan where one of them is not finite."""
+    if not tensor.numel():
+        return 0.0
+    if tensor.is_complex():
+        return float(tensor.detach().abs().max())
+    if not tensor.is_floating_point():  # some types have no kernel for it
+        tensor = tensor.double()
+    least, most = map(float, torch.aminmax(tensor.detach()))  # both nan where any entry is
+    return max(-least, most)
+
+
+def _row(
+    kind: Kind,
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float],
+    coarse: Mapping[str, float],
+) -> Row:
+    allowed = {
+        name: max(_tolerance(tensor.dtype), coarse.get(name, 0.0))
+        for name, tensor in expected.items()
+    }
+    faults = [*_mismatches(actual, expected), *_empty_words(kind, expected)]
+    largest, relative, worst = 0.0, 0.0, ""
+    for name in expected.keys() & actual.keys():
+        if actual[name].shape != expected[name].shape:
+            continue
+        difference = _difference(actual[name], expected[name])
+        share = _share(difference, scales[name])
+        largest = max(largest, difference)
+        if share >= relative:
+            relative, worst = share, name
+        dtype = expected[name].dtype
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        if not share <= (0.0 if exact else allowed[name]):
+            faults.append(f"{name} differs by {difference:.3g}, {share:.3g} of its size")
+    tolerance = max(allowed.values(), default=RELATIVE)
+    return Row(kind.value, len(expected), largest, relative, tolerance, worst, tuple(faults))
+
+
+def _share(difference: float, scale: float) -> float:
+    if not difference:
+        return 0.0
+    return difference / scale if scale else float("inf")
+
+
+def _empty_words(kind: Kind, expected: Mapping[str, torch.Tensor]) -> Iterable[str]:
+    """A loss or a gradient that is not finite in the reference proves nothing."""
+    if kind in (Kind.LOSS, Kind.GRADIENT):
+        for name, tensor in expected.items():
+            if not bool(tensor.isfinite().all()):
+                yield f"{name} is not finite in the model itself, so there is nothing to hold to"
+
+
+def _mismatches(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> Iterable[str]:
+    for name in sorted(expected.keys() - actual.keys()):
+        yield f"{name} is missing"
+    for name in sorted(actual.keys() - expected.keys()):
+        yield f"{name} is not in the reference"
+    for name in sorted(expected.keys() & actual.keys()):
+        if actual[name].shape != expected[name].shape:
+            yield f"{name} has shape {tuple(actual[name].shape)}, not {tuple(expected[name].shape)}"
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where one is not finite and the other differs."""
+    left, right = actual.detach().cpu(), expected.detach().cpu()
+    if left.dtype == right.dtype and torch.equal(left, right):
+        return 0.0
+    whole = not (left.is_floating_point() or left.is_complex()) and left.dtype == right.dtype
+    if left.dtype == right.dtype == torch.float32:
+        largest = _largest(left - right)
+        if math.isfinite(largest):
+            return largest
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(wide), right.to(wide)
+    same = (left == right) | (left.isnan() & right.isnan())
+    difference = torch.where(same, torch.zeros_like(left.abs()), (left - right).abs())
+    largest = float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    return max(largest, 1.0) if whole else largest  # beyond 2**53 it rounds to 0

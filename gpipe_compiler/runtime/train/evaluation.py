@@ -1,0 +1,143 @@
+"""Evaluation between steps of training, which leaves no trace in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..core.pipeline import Pipeline
+from ..core.ranks import Ranks
+from ..core.weighing import divisor
+from ..errors import AgreedError, UsageError
+from ..spec import LossTerm
+from .batches import NOTHING, Batches, Source, disagreement, located
+from .data import samples_of
+from .generators import undisturbed
+from .hooks import UserHooks
+from .lockstep import decided
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation found.
+
+    Attributes:
+        loss: over all of the data, as one mini-batch would have it.
+        metrics: the user's own by name, means over samples.
+    """
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        found = {"loss": self.loss, **self.metrics}
+        return "  ".join(f"{name} {number:.6g}" for name, number in found.items())
+
+
+def evaluate(pipe: Pipeline, hooks: UserHooks) -> Evaluated:
+    """One pass over `eval_data()` in eval mode; every rank calls it.
+
+    Afterwards the mode of the stages, the pipeline's step number and the generators are as before.
+
+    Raises:
+        PipelineError: when the user's code raises, or gives no batches.
+        UsageError: when a batch does not fit, with its place in the data.
+    """
+    training, step = pipe.training, pipe.step_number
+    pipe.eval()
+    try:
+        with undisturbed():
+            return _Pass(pipe, hooks).run()
+    finally:
+        pipe.train(training)
+        pipe.step_number = step
+
+
+class _Mean:
+    """A term of the loss, over batches."""
+
+    def __init__(self, term: LossTerm) -> None:
+        self.term = term
+        self.total = self.weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        share = divisor(self.term, weight)
+        if share:  # or the value is nan
+            self.total += value * share
+            self.weight += weight
+
+    @property
+    def value(self) -> float:
+        whole = divisor(self.term, self.weight)
+        return self.total / whole if whole else math.nan
+
+
+class _Pass:
+    """The sums of one pass over the evaluation data; those of metrics over this replica's share."""
+
+    def __init__(self, pipe: Pipeline, hooks: UserHooks) -> None:
+        assert hooks.eval_data is not None
+        self.pipe = pipe
+        self.hooks = hooks
+        self.batches = Batches(Source(f"eval_data() of {hooks.name}", hooks.eval_data))
+        self.batch = NOTHING
+        self.share: tuple[object, object] = (None, None)
+        self.found: tuple[list[float], object] | None = None
+        loss = pipe.spec.loss
+        assert loss is not None  # evaluation is of training
+        self.terms = [_Mean(term) for term in loss.summands]
+        self.metrics: dict[str, float] = {}
+        self.samples = 0
+
+    def run(self) -> Evaluated:
+        """Evaluate every batch."""
+        while True:
+            going, loss = decided(self.pipe, self._next, 2, "the next batch of evaluation")
+            if self.pipe.rank != 0 and self.pipe.feeds:
+                self._next()
+                if bool(going) != (self.batch is not NOTHING):
+                    raise disagreement(self.batches)
+            if not going:
+                return Evaluated(loss, self._metrics())
+            self.found = self._evaluate()
+
+    def _next(self) -> tuple[float, float]:
+        """Whether there is another batch, and the loss of all those before."""
+        if self.found is not None:
+            self._add(*self.found)
+        self.batch = next(iter(self.batches.take(1)), NOTHING)
+        return float(self.batch is not NOTHING), sum(term.value for term in self.terms)
+
+    def _metrics(self) -> dict[str, float]:
+        """The means over the samples of all replicas."""
+
+        def mean(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+            samples = sum(count for _, count in parts)
+            names = dict.fromkeys(name for sums, _ in parts for name in sums)
+            return {name: sum(sums.get(name, 0.0) for sums, _ in parts) / samples for name in names}
+
+        if self.hooks.metrics is None:
+            return {}
+        found = self.metrics, self.samples
+        return Ranks(self.pipe.world).together("the metrics", lambda: found, mean)
+
+    def _evaluate(self) -> tuple[list[float], object]:
+        outputs = self.hooks.metrics is not None
+        try:
+            self.share = self.pipe.shard(self.batch.inputs, self.batch.target)
+            terms, output = self.pipe.evaluate_terms(*self.share, outputs=outputs)
+        except UsageError as error:
+            raise located(error, self.batch) from error
+        except AgreedError as error:
+            raise located(error, self.batch) from error
+        return terms.tolist(), output
+
+    def _add(self, losses: Sequence[float], output: object) -> None:
+        weights = self.pipe.loss_weights(self.batch.inputs, self.batch.target)
+        for term, loss, weight in zip(self.terms, losses, weights, strict=True):
+            term.add(loss, weight)
+        samples = samples_of(self.pipe.spec, self.pipe.microbatches, *self.share)
+        for name, number in self.hooks.measured(output, self.share[1]).items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + number * samples
+        self.samples += samples

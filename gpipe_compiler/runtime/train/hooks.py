@@ -1,0 +1,124 @@
+"""The user's own file: where training data, the optimizer and the like come from."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import PipelineError
+from ..wording import said
+
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Result = TypeVar("Result")
+Argument = TypeVar("Argument")
+
+
+@dataclass(frozen=True)
+class UserHooks:
+    """What the user's file offers, under the names of these attributes; None for what it does not.
+
+    Attributes:
+        name: of the file.
+        train_data: gives an iterable of (inputs, target) batches, anew at every call: one pass.
+        eval_data: the same, for evaluation.
+        make_optimizer: gives an optimizer for some parameters.
+        make_scheduler: gives a learning-rate scheduler for an optimizer, to be stepped after every
+            step of the optimizer; a ReduceLROnPlateau after every evaluation.
+        metrics: gives numbers by name for the model's output on a batch of `eval_data`, and the
+            target.
+    """
+
+    name: str = ""
+    train_data: Callable[[], Iterable[object]] | None = None
+    eval_data: Callable[[], Iterable[object]] | None = None
+    make_optimizer: MakeOptimizer | None = None
+    make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    metrics: Callable[[object, object], Mapping[str, float]] | None = None
+
+    @classmethod
+    def load(cls, source: str | None) -> UserHooks:
+        """Import the file (`/path/model.py`) or module (`package.module`); None for no hooks.
+
+        Raises:
+            PipelineError: when it is gone or cannot be imported.
+        """
+        if source is None:
+            return cls()
+        module = _import(source)
+        offered = (getattr(module, field.name, None) for field in fields(cls)[1:])
+        # A name may be that of a module, as after `from sklearn import metrics`.
+        return cls(source, *(item if callable(item) else None for item in offered))
+
+    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The user's optimizer.
+
+        Raises:
+            PipelineError: when his code raises, or gives something else.
+        """
+        assert self.make_optimizer is not None
+        return self._made("make_optimizer", torch.optim.Optimizer, self.make_optimizer, parameters)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """The user's learning-rate scheduler; raises as `optimizer`."""
+        assert self.make_scheduler is not None
+        return self._made("make_scheduler", LRScheduler, self.make_scheduler, optimizer)
+
+    def measured(self, output: object, target: object) -> dict[str, float]:
+        """The user's metrics of a batch, none where he has none; raises as `optimizer`."""
+        if self.metrics is None:
+            return {}
+        try:
+            return {str(name): float(x) for name, x in self.metrics(output, target).items()}
+        except Exception as error:  # whatever the user's code raises
+            raise self._failed("metrics", error) from error
+
+    def _made(
+        self, name: str, kind: type[Result], make: Callable[[Argument], object], argument: Argument
+    ) -> Result:
+        try:
+            made = make(argument)
+        except Exception as error:  # whatever the user's code raises
+            raise self._failed(name, error) from error
+        if not isinstance(made, kind):
+            raise PipelineError(
+                f"{name}() of {self.name} gives a {type(made).__name__}, not a {kind.__name__}"
+            )
+        return made
+
+    def _failed(self, name: str, error: Exception) -> PipelineError:
+        return PipelineError(f"{name}() of {self.name} failed: {said(error)}")
+
+
+def _import(source: str) -> ModuleType:
+    path = Path(source)
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(source)
+        if not path.is_file():
+            raise PipelineError(
+                f"{source}, which offers the data or the optimizer, is gone",
+                hint="put it back, or write a loop of your own with the package's Pipeline",
+            )
+        # Files beside it are importable from it, as when Python runs it.
+        sys.path.insert(0, str(path.parent))
+        name = f"user_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise PipelineError(f"{source} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+    except PipelineError:
+        raise
+    except Exception as error:  # whatever the user's file raises
+        raise PipelineError(f"importing {source} failed: {said(error)}") from error

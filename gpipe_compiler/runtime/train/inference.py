@@ -1,0 +1,97 @@
+"""The command's other work than training: running the model, and timing it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from ..core.choices import manner
+from ..core.pipeline import Pipeline
+from ..core.programs import planned_placement
+from ..core.weights import save_file
+from .comparison import flat_tensors
+from .console import say
+from .data import InputChoice, call_on, samples_of
+
+WARM_UP = 3
+
+
+def infer(pipe: Pipeline, directory: Path, choice: InputChoice, output: Path | None) -> None:
+    """Run the model, tell what it returns, and write that to a file where one is named."""
+    pipe.eval()
+    inputs: object = None
+    if pipe.rank == 0:
+        inputs = call_on(pipe.spec, directory, choice)[0]
+    outputs = flat_tensors(pipe(inputs))
+    if pipe.rank != 0:
+        return
+    for name, tensor in outputs.items():
+        say(f"{name}: {'x'.join(map(str, tensor.shape)) or 'scalar'} {_dtype(tensor)}")
+    if output is not None:
+        save_file(outputs, output)
+        say(f"outputs saved to {output}")
+
+
+def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> None:
+    """Time steps (or inference, where there is no loss)."""
+    inputs, target = call_on(pipe.spec, directory, choice) if pipe.rank == 0 else (None, None)
+
+    def once() -> None:
+        if pipe.spec.loss is None:
+            pipe(inputs)
+        else:
+            pipe.zero_grad()
+            pipe.step(inputs, target).item()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    seconds = []
+    for _ in range(WARM_UP + steps):
+        start = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - start)
+    if pipe.rank != 0:
+        return
+    samples = samples_of(pipe.spec, pipe.microbatches, inputs, target)
+    measured = seconds[WARM_UP:]
+    median = statistics.median(measured)
+    what = "inference" if pipe.spec.loss is None else "step"
+    print(
+        f"{what}: median {_time(median)} of {len(measured)}, fastest {_time(min(measured))}, "
+        f"{samples / median:.1f} samples/s"
+    )
+    predicted = _predicted(pipe, directory, samples)
+    if predicted is not None:
+        print(f"predicted {_time(predicted)}: {median / predicted:.2f} times that was measured")
+
+
+def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
+    """The plan's prediction, where this run is the one that was planned.
+
+    That of timed stages, where they were timed for this way to start.
+    """
+    spec = pipe.spec
+    here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.manner, samples
+    planned = spec.microbatches, spec.schedule, planned_placement(spec)
+    whole = spec.microbatches * spec.microbatch_size
+    if here != (*planned, manner(spec, None, None, None), whole):
+        return None
+    try:
+        plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+        prediction = plan["prediction"]
+        timed = prediction.get("threads_s" if pipe.world is None else "torchrun_s")
+        return float(prediction.get("here_s", prediction["step_s"]) if timed is None else timed)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a package without its plan still runs
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

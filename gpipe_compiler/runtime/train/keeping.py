@@ -1,0 +1,223 @@
+"""When training writes checkpoints, and from which one it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from .. import checkpoint
+from ..checkpoint.progress import Progress
+from ..core.pipeline import Pipeline
+from ..core.ranks import Ranks
+from ..core.storing import HeldError, locked
+from ..errors import CheckpointError, UsageError
+from .console import say
+
+LATEST = "latest"
+KEPT = 3
+
+_LOCK = ".lock"
+
+_ENDING_S = 20.0
+"""In which the process ends that torchrun has just killed, to start this one."""
+
+_REFUSED = ".refused"
+"""Beside the checkpoints: the job whose start was refused because of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """What the user types about checkpoints.
+
+    Attributes:
+        directory: where they are written, None for none.
+        every: so many steps; None for the end of every pass over the data.
+        keep: so many of the newest.
+        resume: "latest" or the path of one; None to start from the beginning.
+    """
+
+    directory: Path | None = None
+    every: int | None = None
+    keep: int = KEPT
+    resume: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Which start of a job this is.
+
+    Attributes:
+        again: whether torchrun has started it again after a failure.
+        job: what torchrun calls it.
+    """
+
+    again: bool = False
+    job: str = ""
+
+    @classmethod
+    def here(cls) -> Attempt:
+        """That of this process."""
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return cls(again, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+
+
+def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
+    """The checkpoint to go on from; None to start from the beginning.
+
+    A job that torchrun has started again goes on from the newest, unless its first start was
+    refused: torchrun starts it again after that, too.
+
+    Raises:
+        UsageError: when the directory holds checkpoints of a run that nobody wants to resume.
+        CheckpointError: when none is there that can be read.
+    """
+    directory, resume = options.directory, options.resume
+    newest = None
+    if directory is not None and (attempt.again or resume in (None, LATEST)):
+        newest = checkpoint.latest(directory)
+    if newest is not None and attempt.again and not _was_refused(newest.parent, attempt.job):
+        return newest
+    if resume is None and newest is not None:
+        with contextlib.suppress(OSError):
+            (newest.parent / _REFUSED).write_text(attempt.job, encoding="utf-8")
+        raise UsageError(
+            f"{directory} holds checkpoints already, the newest is {newest.name}",
+            hint="go on from there with --resume, or name another --checkpoint-dir",
+        )
+    if directory is not None:
+        with contextlib.suppress(OSError):
+            (directory / _REFUSED).unlink()
+    if resume is None or resume == LATEST:
+        return newest
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    return checkpoint.latest(path) or path
+
+
+def _was_refused(directory: Path, job: str) -> bool:
+    try:
+        return (directory / _REFUSED).read_text(encoding="utf-8") == job
+    except OSError:
+        return False
+
+
+class Keeper:
+    """Writes the checkpoints of a run, and reads the one that it goes on from.
+
+    Attributes:
+        last: the newest checkpoint of this run, for messages; None before the first.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        options: CheckpointOptions,
+    ) -> None:
+        self.pipe = pipe
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.options = options
+        self.last: Path | None = None
+        self._saved: tuple[int, int] | None = None
+        self._lock = contextlib.ExitStack()
+
+    def resume(self) -> Progress | None:
+        """Take over the checkpoint that is to be resumed; None where there is none."""
+        path, newest = self._agreed()
+        if path is None:
+            if self.options.resume == LATEST and self.pipe.rank == 0:
+                print(
+                    f"no checkpoint in {self.options.directory} yet: starting from the beginning",
+                    file=sys.stderr,
+                )
+            return None
+        progress = checkpoint.load_checkpoint(
+            self.pipe,
+            self.optimizer,
+            path,
+            scheduler=self.scheduler,
+            scaler=self.pipe.scaler,
+        )
+        self.last = path
+        if self.pipe.rank == 0:
+            say(f"resumed from {path}, step {progress.step}")
+        if newest:
+            self._saved = progress.step, progress.epoch
+        else:
+            # Of several branches in one directory, a restart must find this one.
+            self.save(progress)
+        return progress
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint, where they are wanted and this one is not there yet."""
+        place = progress.step, progress.epoch
+        if self.options.directory is None or self._saved == place:
+            return
+        self.last = checkpoint.save_checkpoint(
+            self.pipe,
+            self.optimizer,
+            self.options.directory,
+            progress,
+            scheduler=self.scheduler,
+            scaler=self.pipe.scaler,
+            keep=self.options.keep,
+        )
+        self._saved = place
+
+    def close(self) -> None:
+        """Let other runs write to the directory."""
+        self._lock.close()
+
+    def _hold(self, again: bool) -> None:
+        """On rank 0: the directory is this run's.
+
+        Raises:
+            UsageError: when another run writes to it.
+        """
+        directory = self.options.directory
+        if directory is None:
+            return
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            wait_s = _ENDING_S if again else 0.0
+            self._lock.enter_context(locked(directory / _LOCK, wait_s=wait_s))
+        except HeldError as error:
+            raise UsageError(
+                f"another run writes its checkpoints to {directory}: {error}",
+                hint="name another --checkpoint-dir, or end that run first",
+            ) from error
+        except OSError as error:
+            raise UsageError(f"cannot write to {directory}: {error.strerror}") from error
+
+    def _agreed(self) -> tuple[Path | None, bool]:
+        """Rank 0 looks which it is, and whether a restart would find it; every rank reads that."""
+
+        def look(attempts: Sequence[Attempt]) -> tuple[Path | None, bool, str, str]:
+            # torchrun counts a restart only on the host whose own processes have failed.
+            again = any(attempt.again for attempt in attempts)
+            try:
+                self._hold(again)
+                path = to_resume(self.options, Attempt(again, attempts[0].job))
+            except UsageError as error:
+                return None, False, error.problem, error.hint
+            directory = self.options.directory
+            found = None if directory is None else checkpoint.latest(directory)
+            newest = path is not None and path == found
+            return path, newest, "", ""
+
+        path, newest, problem, hint = Ranks(self.pipe.world).together(
+            "the checkpoint to go on from", Attempt.here, look
+        )
+        if problem:
+            raise UsageError(problem, hint=hint)
+        return path, newest

@@ -1,0 +1,38 @@
+"""What rank 0 alone can know, such as the end of the data, made known to every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from ..core.pipeline import Pipeline
+from ..errors import AgreedError, TransportError
+
+
+def decided(
+    pipe: Pipeline, decide: Callable[[], Sequence[float]], count: int, what: str
+) -> tuple[float, ...]:
+    """What rank 0 decides, on every rank.
+
+    Args:
+        decide: called on rank 0 only. What it raises is raised there, and ends the others.
+        count: how many numbers it gives.
+        what: what is decided, for the message of a rank that waits in vain.
+
+    Raises:
+        AgreedError: on the other ranks, when `decide` has failed.
+    """
+    failed = (1.0,) + (0.0,) * count
+    if pipe.rank != 0:
+        state, *numbers = pipe.share(failed, what)
+        if state:
+            raise AgreedError("rank 0 has failed; its own message says why")
+        return tuple(numbers)
+    try:
+        numbers = list(decide())
+    except BaseException:
+        with contextlib.suppress(TransportError):  # what went wrong first is what is told
+            pipe.share(failed, what)
+        raise
+    pipe.share((0.0, *numbers), what)
+    return tuple(numbers)

@@ -1,0 +1,277 @@
+"""Training: steps of the optimizer, pass after pass over the data, to the end or a signal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint.progress import Progress
+from ..core.pipeline import Pipeline
+from ..errors import AgreedError, StageError
+from .batches import NOTHING, Batch, Batches, Source, disagreement
+from .data import InputChoice, call_on
+from .evaluation import evaluate
+from .hooks import UserHooks
+from .keeping import CheckpointOptions, Keeper
+from .learning_rate import Rate, RateChoice, make_scheduler
+from .lockstep import decided
+from .optimizer import OptimizerChoice, make_optimizer
+from .stopping import StopSignals
+from .training_log import StepLog, Teller
+from .update import Update
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What the user types about training.
+
+    Attributes:
+        steps: of the optimizer, at most; None for no such end.
+        epochs: passes over the data, at most; None for no such end.
+        accumulate: mini-batches for a step. A step takes those of one pass only, so that the last
+            of a pass may be of fewer.
+        clip_norm: the largest norm of the gradients; None for any.
+        evaluate_every: so many steps; None for the end of every pass.
+        log: a file for a line of JSON for every step.
+        input: what is trained on where the user offers no data, or names a file.
+    """
+
+    steps: int | None
+    epochs: int | None = None
+    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    rate: RateChoice = field(default_factory=RateChoice)
+    accumulate: int = 1
+    clip_norm: float | None = None
+    evaluate_every: int | None = None
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    log: Path | None = None
+    input: InputChoice = field(default_factory=InputChoice)
+
+
+def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: TrainOptions) -> int:
+    """Train on the user's data, or else on the example batch over and over.
+
+    Args:
+        directory: of the package.
+
+    Returns:
+        The number of the signal that has ended it; 0 where it came to its own end.
+
+    Raises:
+        AgreedError: when a loss is not finite; the weights are those of the step before.
+        PipelineError: when the user's code or another process fails.
+    """
+    pipe.train()
+    with StopSignals(quiet=pipe.rank != 0) as signals:
+        training = _Training(pipe, directory, hooks, options, signals)
+        try:
+            return training.run()
+        finally:
+            training.close()
+
+
+class _Training:
+    """One run of training on one rank.
+
+    Attributes:
+        batches: None on ranks that read no data.
+        step: steps that are done.
+        passes: that have ended.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        directory: Path,
+        hooks: UserHooks,
+        options: TrainOptions,
+        signals: StopSignals,
+    ) -> None:
+        self.pipe = pipe
+        self.hooks = hooks
+        self.options = options
+        self.signals = signals
+        self.batches: Batches | None = None
+        self._taken: list[Batch] = []
+        self._started = 0.0
+        self._where_data_is_read(lambda: self._open(directory), "the data")
+        optimizer = make_optimizer(pipe, hooks, options.optimizer)
+        steps = self._steps_in_all()
+        self.rate = Rate(optimizer, make_scheduler(optimizer, hooks, options.rate, steps))
+        self.update = Update(pipe, optimizer, self.rate, options.clip_norm)
+        self.keeper = Keeper(pipe, optimizer, self.rate.scheduler, options.checkpoints)
+        self.step = self.passes = 0
+        self.evaluated: int | None = None
+        self._resume()
+        self.teller = Teller(self.step + 1, options.steps, quiet=pipe.rank != 0)
+        self.log: StepLog | None = None
+        self._on_rank_0(self._open_log, "the log")
+
+    def run(self) -> int:
+        """Train to the end; the number of the signal that came before it, or 0."""
+        while not self._finished():
+            turn = self._turn()
+            if turn < 0:
+                return self._stop(-turn)
+            if turn > 0:
+                self._step(turn)
+            else:
+                self._end_pass()
+        if self.evaluated != self.step:
+            self._evaluate(last=True)
+        self.keeper.save(self._progress())
+        return 0
+
+    def close(self) -> None:
+        """Close the log, and end the line on the terminal."""
+        self.keeper.close()
+        self.teller.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _finished(self) -> bool:
+        steps, epochs = self.options.steps, self.options.epochs
+        return (steps is not None and self.step >= steps) or (
+            epochs is not None and self.passes >= epochs
+        )
+
+    def _turn(self) -> int:
+        """What comes next: a step on so many mini-batches, 0 the end of a pass, -n signal n."""
+        self._started = time.perf_counter()
+        (turn,) = decided(self.pipe, self._decide, 1, "the next step")
+        if turn >= 0:
+            self.signals.check_alone()
+        return int(turn)
+
+    def _decide(self) -> tuple[float]:
+        if self.signals.received:
+            return (-float(self.signals.received),)
+        assert self.batches is not None
+        self._taken = self.batches.take(self.options.accumulate)
+        return (float(len(self._taken)),)
+
+    def _step(self, count: int) -> None:
+        batches = self._taken if self.pipe.rank == 0 else self._same(count)
+        number = self.step + 1
+        try:
+            stepped = self.update(batches, number)
+        except AgreedError as error:
+            raise self._lost(error) from error
+        except StageError as error:
+            raise StageError(f"step {number}: {error.problem}", hint=error.hint) from error
+        self.step = number
+        self.teller.step(number, stepped)
+        if self.log is not None:
+            self.log.step(number, stepped, time.perf_counter() - self._started)
+        every = self.options.evaluate_every
+        if every is not None and number % every == 0:
+            self._evaluate()
+        every = self.options.checkpoints.every
+        if every is not None and number % every == 0:
+            self.keeper.save(self._progress())
+
+    def _end_pass(self) -> None:
+        if self.pipe.rank != 0:
+            self._same(0)
+        self.passes += 1
+        if self.options.evaluate_every is None:
+            self._evaluate()
+        if self.options.checkpoints.every is None:
+            self.keeper.save(self._progress())
+
+    def _same(self, count: int) -> list[Batch]:
+        """What another rank than 0 takes for a step: all replicas read the same data."""
+        if self.batches is None:
+            return [NOTHING] * count
+        taken = self.batches.take(max(1, count))
+        if len(taken) != count:
+            raise disagreement(self.batches)
+        return taken
+
+    def _evaluate(self, *, last: bool = False) -> None:
+        """Evaluate, where there is data for it.
+
+        Args:
+            last: after the last step, where a longer run would not: nothing may depend on it.
+        """
+        if self.hooks.eval_data is None:
+            return
+        found = evaluate(self.pipe, self.hooks)
+        if not last:
+            self.rate.evaluated(found.loss)
+        self.evaluated = self.step
+        self.teller.line(f"evaluation after step {self.step}: {found}")
+        if self.log is not None:
+            self.log.evaluation(self.step, found)
+
+    def _stop(self, signal: int) -> int:
+        self.keeper.save(self._progress())
+        where = f"; the checkpoint is {self.keeper.last}" if self.keeper.last else ""
+        self.teller.line(f"stopped after step {self.step}{where}")
+        return signal
+
+    def _lost(self, error: AgreedError) -> AgreedError:
+        ways = "try a lower learning rate, or --clip-norm"
+        last = self.keeper.last
+        hint = error.hint or (ways if last is None else f"the last checkpoint is {last}; {ways}")
+        return AgreedError(f"{error.problem}; the weights are not changed by it", hint=hint)
+
+    def _progress(self) -> Progress:
+        progress = Progress(step=self.step, epoch=self.passes)
+        return progress if self.batches is None else self.batches.place(progress)
+
+    def _resume(self) -> None:
+        progress = self.keeper.resume()
+        if progress is None:
+            return
+        self.step, self.passes = progress.step, progress.epoch
+        self._where_data_is_read(lambda: self._go_to(progress), "the place in the data")
+
+    def _go_to(self, progress: Progress) -> None:
+        assert self.batches is not None
+        self.batches.go_to(progress)
+
+    def _open(self, directory: Path) -> None:
+        hooks, choice = self.hooks, self.options.input
+        if hooks.train_data is not None and choice.file is None:
+            source = Source(f"train_data() of {hooks.name}", hooks.train_data)
+        else:
+            source = Source.repeated(*call_on(self.pipe.spec, directory, choice))
+        self.batches = Batches(source)
+
+    def _open_log(self) -> None:
+        if self.options.log is not None:
+            self.log = StepLog(self.options.log, self.step)
+
+    def _steps_in_all(self) -> int | None:
+        """The number of steps, where it can be known."""
+        if self.options.steps is not None or not self.options.rate.needs_end:
+            return self.options.steps
+
+        def count() -> tuple[float]:
+            assert self.batches is not None
+            assert self.options.epochs is not None
+            batches = self.batches.length()
+            if batches is None:
+                return (0.0,)
+            return (float(-(-batches // self.options.accumulate) * self.options.epochs),)
+
+        (steps,) = decided(self.pipe, count, 1, "the number of steps")
+        return int(steps) or None
+
+    def _where_data_is_read(self, act: Callable[[], None], what: str) -> None:
+        """Act on the first rank of every replica; an error on rank 0 ends the others."""
+        self._on_rank_0(act, what)
+        if self.pipe.feeds and self.pipe.rank != 0:
+            act()
+
+    def _on_rank_0(self, act: Callable[[], None], what: str) -> None:
+        """Act on rank 0; an error there ends the others."""
+
+        def acted() -> tuple[()]:
+            act()
+            return ()
+
+        decided(self.pipe, acted, 0, what)
