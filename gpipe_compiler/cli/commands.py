@@ -25,20 +25,18 @@ from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.options.choices import Frontend, LossChoice, Objective, Target
 from gpipe_compiler.options.policy import Auto, RematChoice
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.frontier import document, show_frontier
-from gpipe_compiler.report.memory_tables import memory_document, show_memory
+from gpipe_compiler.report.gantt import write_trace
+from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
-from gpipe_compiler.report.progress import Progress
-from gpipe_compiler.report.remat import remat_table
-from gpipe_compiler.report.terminal import terminal
+from gpipe_compiler.report.terminal import Progress, terminal
 from gpipe_compiler.report.text import (
     boundary_table,
-    headline,
     show_plan,
     stage_table,
     summary_table,
 )
-from gpipe_compiler.report.trace import write_trace
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.text.escaping import file_stem, shell_line

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rich.text import Text
+
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.op_table import OpNote
 from gpipe_compiler.plan.timeline import crossing_bytes
-from gpipe_compiler.runtime.spec import Crossing
-from gpipe_compiler.runtime.wording import printable
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision
+from gpipe_compiler.runtime.wording import counted, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,31 @@ def placed(plan: Plan) -> tuple[str, ...]:
     if len(set(plan.devices)) == 1:
         return tuple(map(str, ranks))
     return tuple(f"{rank} ({plan.devices[rank].name})" for rank in ranks)
+
+
+def headline(plan: Plan) -> Text:
+    """What is planned, in one line."""
+    work = "trains" if plan.training else "infers"
+    return Text.assemble(
+        (printable(plan.name), "bold"),
+        f" {work} in {_times(plan.replicas)}{counted(len(plan.stages), 'stage')} on "
+        f"{machines(plan)}: "
+        f"{plan.schedule.value}, a batch of {plan.batch_size} in "
+        f"{_times(plan.replicas)}{counted(plan.microbatches, 'micro-batch', 'es')} of "
+        f"{plan.microbatch_size}"
+        f"{_manner(plan)}",
+    )
+
+
+def _times(replicas: int) -> str:
+    return f"{replicas} x " if replicas > 1 else ""
+
+
+def _manner(plan: Plan) -> str:
+    """What is not as the plain model does it micro-batch by micro-batch."""
+    words = []
+    if plan.batchnorm is not BatchNorm.MICRO:
+        words.append(f"BatchNorm {plan.batchnorm.value}")
+    if plan.precision is not Precision.FP32:
+        words.append(plan.precision.value)
+    return f"; {', '.join(words)}" if words else ""

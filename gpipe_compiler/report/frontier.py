@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -21,7 +20,6 @@ MOST_ROWS = 16
 
 _TELLING = 1.05
 """A cause that makes a step longer by less is not worth a word, beside another one."""
-
 
 _TWICE = 1.995
 """From here on a ratio is told as a number of times, and not in percent."""
@@ -151,36 +149,28 @@ def causes(point: Point, chosen: Point) -> str:
     steps is the product of four: of the numbers of devices, of the work on them, of what is run
     again beside it, and of what is waited beside both.
     """
-    ours, theirs = _Parts.of(point), _Parts.of(chosen)
-    longer = _ratio(ours.work_s, theirs.work_s)
+    devices, work_s, again, waiting = _parts(point)
+    their_devices, their_work_s, their_again, their_waiting = _parts(chosen)
+    longer = _ratio(work_s, their_work_s)
     count, other = point.choice.microbatches, chosen.choice.microbatches
     size = f"{'smaller' if count > other else 'larger'} micro-batches cost {_more(longer)}"
     found = [
-        (_ratio(theirs.devices, ours.devices), f"on {ours.devices}, not {theirs.devices} devices"),
+        (_ratio(their_devices, devices), f"on {devices}, not {their_devices} devices"),
         (longer, size if count != other else f"the ops cost {_more(longer)}"),
-        (_ratio(ours.again, theirs.again), f"recomputing {point.recompute:.0%}"),
-        (_ratio(ours.waiting, theirs.waiting), f"bubble {point.bubble:.0%}"),
+        (_ratio(again, their_again), f"recomputing {point.recompute:.0%}"),
+        (_ratio(waiting, their_waiting), f"bubble {point.bubble:.0%}"),
     ]
     found.sort(key=lambda cause: -cause[0])
     told = [words for factor, words in found[:2] if factor >= _TELLING]
     return ", ".join(told or [found[0][1]])
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A step as the quotient of a product: work_s * again * waiting / devices."""
-
-    devices: int
-    work_s: float
-    again: float
-    waiting: float
-
-    @classmethod
-    def of(cls, point: Point) -> _Parts:
-        busy = 1 - point.bubble
-        useful = busy - point.recompute
-        devices = point.choice.devices
-        return cls(devices, point.step_s * devices * useful, _ratio(busy, useful), _ratio(1, busy))
+def _parts(point: Point) -> tuple[int, float, float, float]:
+    """A step as a quotient of products: work_s * again * waiting / devices, devices first."""
+    busy = 1 - point.bubble
+    useful = busy - point.recompute
+    devices = point.choice.devices
+    return devices, point.step_s * devices * useful, _ratio(busy, useful), _ratio(1, busy)
 
 
 def _ratio(one: float, other: float) -> float:

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Point
 from gpipe_compiler.plan.timeline import timeline
-from gpipe_compiler.report.facts import boundaries, modules_of, parameter_count, placed
+from gpipe_compiler.report.facts import (
+    boundaries,
+    device_bytes,
+    headline,
+    modules_of,
+    parameter_count,
+    placed,
+)
 from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
-from gpipe_compiler.report.memory import CURVE_HEIGHT, CURVE_WIDTH, categories, memory_rows
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
-from gpipe_compiler.report.text import Held, constraint_rows, headline, prediction_rows
+from gpipe_compiler.report.text import Held, constraint_rows, prediction_rows
 from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.runtime.spec import Remat
 
 _MOST_DRAWN = 60
 """Boundary values up to which the picture of the pipeline is one that can be read."""
 
-
 _MOST_ACTIONS = 10_000
 """Actions of a step up to which it is drawn."""
+
+CURVE_WIDTH, CURVE_HEIGHT = 320.0, 44.0
+"""Pixels of a curve."""
+
+_MOST_CURVES = 32
+"""Devices up to which all curves are drawn; of more, those of the fullest."""
 
 
 def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path:
@@ -37,14 +51,9 @@ def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path
     return path
 
 
-def _settings(plan: Plan) -> list[tuple[str, ...]]:
-    """The cells of every setting that the plan was chosen from."""
-    frontier = plan.frontier
-    return [] if frontier is None else [row(point, frontier) for point in frontier.points]
-
-
 def format_report(plan: Plan, validation: Held | None = None) -> str:
     """The report as HTML text."""
+    frontier = plan.frontier
     slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)
     return render(
         "report.html.jinja",
@@ -54,7 +63,7 @@ def format_report(plan: Plan, validation: Held | None = None) -> str:
         facts=[*constraint_rows(plan), *prediction_rows(plan)],
         gantt=_gantt(plan),
         setting_columns=COLUMNS,
-        settings=_settings(plan),
+        settings=[] if frontier is None else [row(point, frontier) for point in frontier.points],
         split=any(action.phase is Phase.WEIGHT for order in plan.orders for action in order),
         updates=any(stage.update_s > 0 for stage in plan.stages),
         placed=placed(plan),
@@ -85,3 +94,114 @@ def _picture(plan: Plan) -> Markup | None:
         return Markup(draw(pipeline_drawing(plan)))  # our own template, itself escaped
     except UsageError:  # the layout library is an optional extra
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a bar: its style, its bytes, and its width as percents of the longest bar."""
+
+    name: str
+    style: str
+    bytes: int
+    width: float
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The memory of a device.
+
+    Attributes:
+        stages: that it runs, as `0, 2`.
+        memory: bytes that it has.
+        action: during which the peak is; "" where that is not known.
+        curve: a path of SVG under which lies what is in memory, action by action; "" for none.
+        limit: the height in the picture of the device's memory, where it is in it.
+        tip: of the curve.
+    """
+
+    device: int
+    stages: str
+    peak: int
+    memory: int
+    action: str
+    parts: tuple[Part, ...]
+    curve: str
+    limit: float | None
+    tip: str
+
+    @property
+    def share(self) -> float:
+        """The peak as a share of the device's memory."""
+        return self.peak / self.memory
+
+
+def memory_rows(plan: Plan) -> tuple[MemoryRow, ...]:
+    """A row for every device, by rank."""
+    peaks = device_bytes(plan)
+    places = plan.placement or tuple(range(len(plan.stages)))
+    largest = max(peaks, default=0)
+    drawn = sorted(range(len(peaks)), key=lambda device: -peaks[device])[:_MOST_CURVES]
+    rows = []
+    for device, (peak, machine) in enumerate(zip(peaks, plan.devices, strict=True)):
+        told = plan.prediction.memory[device] if plan.prediction.memory else None
+        stages = [index for index, place in enumerate(places) if place == device]
+        points = told.points if told is not None and device in drawn else ()
+        top = max((point.peak for point in points), default=0)
+        known = machine.memory <= 1.5 * top
+        scale = max(top, machine.memory if known else 0)
+        rows.append(
+            MemoryRow(
+                device=device,
+                stages=", ".join(map(str, stages)),
+                peak=peak,
+                memory=machine.memory,
+                action=told.action if told is not None else "",
+                parts=_parts(plan, stages, peak, told, largest),
+                curve=_curve(points, scale),
+                limit=CURVE_HEIGHT * (1 - machine.memory / scale) if known and scale else None,
+                tip=" ".join(point.action for point in points[:40]),
+            )
+        )
+    return tuple(rows)
+
+
+def categories(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The names of what the bars are made of, with their styles."""
+    if plan.prediction.memory:
+        found = {
+            category
+            for device in plan.prediction.memory
+            for category in CATEGORIES
+            if device.of(category)
+        }
+        return tuple((c.value, c.value) for c in CATEGORIES if c in found)
+    state = "weights and what trains them" if plan.training else "weights"
+    return ((state, Category.WEIGHTS.value), ("activations", Category.ACTIVATIONS.value))
+
+
+def _parts(
+    plan: Plan, stages: Sequence[int], peak: int, told: DeviceMemory | None, largest: int
+) -> tuple[Part, ...]:
+    if told is not None:
+        sizes = [(c.value, c.value, told.of(c)) for c in CATEGORIES]
+    else:
+        state = min(peak, sum(plan.stages[stage].state_bytes for stage in stages))
+        (one, other), amounts = categories(plan), (state, peak - state)
+        sizes = [(*one, amounts[0]), (*other, amounts[1])]
+    return tuple(
+        Part(name, style, size, 100 * size / max(largest, 1)) for name, style, size in sizes if size
+    )
+
+
+def _curve(points: Sequence[Point], scale: float) -> str:
+    """A step for every action: what it takes at most, then what it leaves."""
+    if not points or not scale:
+        return ""
+    width = CURVE_WIDTH / len(points)
+    commands = [f"M 0 {CURVE_HEIGHT:g}"]
+    for index, point in enumerate(points):
+        left, middle, right = index * width, (index + 0.6) * width, (index + 1) * width
+        peak, after = (CURVE_HEIGHT * (1 - size / scale) for size in (point.peak, point.after))
+        commands.append(f"L {left:.1f} {peak:.1f} L {middle:.1f} {peak:.1f}")
+        commands.append(f"L {middle:.1f} {after:.1f} L {right:.1f} {after:.1f}")
+    return " ".join([*commands, f"L {CURVE_WIDTH:g} {CURVE_HEIGHT:g} Z"])

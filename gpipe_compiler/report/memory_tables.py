@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,11 +12,12 @@ from rich.text import Text
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.options.choices import SHOWN_HOLDERS
-from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.memory_curve import CATEGORIES, DeviceMemory, Holder
-from gpipe_compiler.report.remat import remat_table
-from gpipe_compiler.report.tables import add_rows, figure_table
-from gpipe_compiler.report.text import headline
+from gpipe_compiler.plan import Plan, RematPoint
+from gpipe_compiler.plan.memory_curve import CATEGORIES, Holder
+from gpipe_compiler.report.facts import headline
+from gpipe_compiler.report.tables import add_rows, figure_table, table_of
+from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import (
     format_bytes,
     format_seconds,
@@ -31,27 +32,6 @@ _MOST_DEVICES = 8
 
 _MOST_COLUMNS = 6
 """Devices that have a column of their own among the remedies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the user's program something was made; "" for what is unknown.
-
-    Attributes:
-        call: what made it: `Conv2d`.
-        module: path of the module.
-        source: `file:line`.
-    """
-
-    call: str = ""
-    module: str = ""
-    source: str = ""
-
-    @classmethod
-    def of(cls, plan: Plan, holder: Holder) -> Place:
-        """That of what is in memory."""
-        note = plan.note_of.get(holder.op)
-        return cls() if note is None else cls(note.label, note.module, note.source)
 
 
 def check_told(plan: Plan, device: int | None) -> None:
@@ -107,21 +87,19 @@ def peak_table(plan: Plan) -> Table:
     """One row for every device: its peak, when that is, and what it is made of."""
     memory = plan.prediction.memory
     found = [c for c in CATEGORIES if any(device.of(c) for device in memory)]
-    columns = ["device", "stages", "peak", "of", "while", *(c.value for c in found)]
-    table = figure_table("peak of each device, and what it is made of", columns, words={"stages"})
     rows = [
-        (
-            str(rank),
-            _numbers(told.stages),
-            format_bytes(told.peak),
-            format_bytes(machine.memory),
-            told.action,
-            *(format_bytes(told.of(c)) if told.of(c) else "" for c in found),
-        )
+        {
+            "device": str(rank),
+            "stages": _numbers(told.stages),
+            "peak": format_bytes(told.peak),
+            "of": format_bytes(machine.memory),
+            "while": told.action,
+            **{c.value: format_bytes(told.of(c)) if told.of(c) else "" for c in found},
+        }
         for rank, (told, machine) in enumerate(zip(memory, plan.devices, strict=True))
     ]
-    add_rows(table, rows, "devices")
-    return table
+    title = "peak of each device, and what it is made of"
+    return table_of(title, rows, words={"stages"}, what="devices")
 
 
 def _numbers(stages: Sequence[int]) -> str:
@@ -132,34 +110,42 @@ def holder_table(plan: Plan, rank: int, most: int) -> Table:
     """What is in the memory of a device at its peak, the largest first."""
     told = plan.prediction.memory[rank]
     several = len(told.stages) > 1
-    columns = ["bytes", "share", "what", "how many", *(["stage"] if several else [])]
-    words = {"what", "for", "made by", "line"}
-    noun = f"stage{'s' if several else ''} {_numbers(told.stages)}"
-    title = (
-        f"what holds the peak of device {rank} ({noun}), {format_bytes(told.peak)} "
-        f"while {_action(told)}"
-    )
-    table = figure_table(title, [*columns, "for", "made by", "line"], words)
-    rows: list[tuple[str, ...]] = []
-    for holder in told.holders[:most]:
-        place = Place.of(plan, holder)
-        rows.append(
-            (
-                format_bytes(holder.bytes),
-                format_share(holder.bytes / told.peak),
-                _what(plan, holder),
-                str(holder.count),
-                *([str(holder.stage) if holder.stage >= 0 else ""] if several else []),
-                holder.category.value,
-                f"{place.call} {short_path(place.module)}".strip(),
-                short_source(place.source) if place.source else "",
-            )
-        )
+
+    def row(
+        size: int, what: str, count: str = "", stage: int = -1, category: str = "", op: str = ""
+    ) -> dict[str, str]:
+        call, module, source = _origin(plan, op)
+        number = {"stage": str(stage) if stage >= 0 else ""}
+        return {
+            "bytes": format_bytes(size),
+            "share": format_share(size / told.peak),
+            "what": what,
+            "how many": count,
+            **(number if several else {}),
+            "for": category,
+            "made by": f"{call} {short_path(module)}".strip(),
+            "line": short_source(source) if source else "",
+        }
+
+    rows = [
+        row(h.bytes, _what(plan, h), str(h.count), h.stage, h.category.value, h.op)
+        for h in told.holders[:most]
+    ]
     rest = told.peak - sum(holder.bytes for holder in told.holders[:most])
     if rest > 0:
-        rows.append((format_bytes(rest), format_share(rest / told.peak), "all the rest", ""))
-    add_rows(table, [(*row, *[""] * (len(table.columns) - len(row))) for row in rows], "storages")
-    return table
+        rows.append(row(rest, "all the rest"))
+    noun = f"stage{'s' if several else ''} {_numbers(told.stages)}"
+    moment = "the optimizer steps" if told.action == "update" else f"{told.action} runs"
+    title = (
+        f"what holds the peak of device {rank} ({noun}), {format_bytes(told.peak)} while {moment}"
+    )
+    return table_of(title, rows, words={"what", "for", "made by", "line"}, what="storages")
+
+
+def _origin(plan: Plan, op: str) -> tuple[str, str, str]:
+    """What an op calls, the path of its module, and its `file:line`; "" for what is unknown."""
+    note = plan.note_of.get(op)
+    return ("", "", "") if note is None else (note.label, note.module, note.source)
 
 
 def _what(plan: Plan, holder: Holder) -> str:
@@ -172,40 +158,28 @@ def _what(plan: Plan, holder: Holder) -> str:
     return f"{holder.what}, {told}" if told else holder.what
 
 
-def _action(told: DeviceMemory) -> str:
-    """When a peak is, in words."""
-    return "the optimizer steps" if told.action == "update" else f"{told.action} runs"
-
-
 def remedy_table(plan: Plan) -> Table:
     """One row for every other setting, what saves most on the fullest device first."""
     assert plan.what_if is not None
     now = plan.prediction.device_bytes
     devices = range(len(now)) if len(now) <= _MOST_COLUMNS else ()
-    columns = ["setting", "peak", "saves", "step", *(f"device {rank}" for rank in devices)]
+
+    def row(setting: str, sizes: Sequence[int], step_s: float) -> dict[str, str]:
+        return {
+            "setting": setting,
+            "peak": format_bytes(max(sizes)),
+            "saves": "" if sizes is now else _saved(max(now) - max(sizes)),
+            "step": format_seconds(step_s),
+            **{f"device {rank}": format_bytes(sizes[rank]) for rank in devices},
+        }
+
+    remedies = sorted(plan.what_if.remedies, key=lambda remedy: max(remedy.device_bytes))
+    rows = [
+        row("as it is", now, plan.prediction.step_s),
+        *(row(remedy.change, remedy.device_bytes, remedy.step_s) for remedy in remedies),
+    ]
     title = "what other settings come to, with the same stages (peak of the fullest device)"
-    table = figure_table(title, columns, words={"setting"})
-    first = (
-        "as it is",
-        format_bytes(max(now)),
-        "",
-        format_seconds(plan.prediction.step_s),
-        *(format_bytes(now[rank]) for rank in devices),
-    )
-    rows: list[tuple[str, ...]] = [first]
-    for remedy in sorted(plan.what_if.remedies, key=lambda remedy: max(remedy.device_bytes)):
-        peak = max(remedy.device_bytes)
-        rows.append(
-            (
-                remedy.change,
-                format_bytes(peak),
-                _saved(max(now) - peak),
-                format_seconds(remedy.step_s),
-                *(format_bytes(remedy.device_bytes[rank]) for rank in devices),
-            )
-        )
-    add_rows(table, rows, "settings")
-    return table
+    return table_of(title, rows, words={"setting"}, what="settings")
 
 
 def _saved(size: int) -> str:
@@ -221,32 +195,21 @@ def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
         UsageError: as `show_memory`.
     """
     check_told(plan, device)
-    memory = plan.prediction.memory
-    what_if = plan.what_if.to_fields() if plan.what_if is not None else {}
+    devices = range(len(plan.prediction.memory)) if device is None else (device,)
+    remedies = [] if plan.what_if is None else plan.what_if.to_fields()["remedies"]
+    largest = max(plan.prediction.device_bytes)
     return {
         "name": plan.name,
         "schedule": plan.schedule.value,
         "microbatches": plan.microbatches,
         "step_s": plan.prediction.step_s,
-        "devices": [
-            _device_fields(plan, rank)
-            for rank in (range(len(memory)) if device is None else (device,))
-        ],
+        "devices": [_device_fields(plan, rank) for rank in devices],
         "frontiers": [
-            [
-                {
-                    "remat": point.remat.value,
-                    "segments": point.segments,
-                    "peak_bytes": point.peak_bytes,
-                    "recompute_s": point.recompute_s,
-                }
-                for point in stage.frontier
-            ]
+            [asdict(point) | {"remat": point.remat.value} for point in stage.frontier]
             for stage in plan.stages
         ],
         "remedies": [
-            remedy | {"saves": max(plan.prediction.device_bytes) - max(remedy["device_bytes"])}
-            for remedy in what_if.get("remedies", [])
+            remedy | {"saves": largest - max(remedy["device_bytes"])} for remedy in remedies
         ],
     }
 
@@ -254,8 +217,48 @@ def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
 def _device_fields(plan: Plan, rank: int) -> dict[str, Any]:
     told = plan.prediction.memory[rank]
     fields = told.to_fields() | {"device": rank, "memory": plan.devices[rank].memory}
-    for holder, known in zip(fields["holders"], told.holders, strict=True):
-        place = Place.of(plan, known)
-        source = format_source(place.source) if place.source else ""
-        holder.update(call=place.call, module=place.module, source=source)
+    for holder in fields["holders"]:
+        call, module, source = _origin(plan, holder["op"])
+        holder.update(call=call, module=module, source=format_source(source) if source else "")
     return fields
+
+
+SHOWN = 5
+"""Points of a stage's frontier that are shown: the first, the last, and some between."""
+
+
+def remat_table(plan: Plan) -> Table:
+    """One row for every stage: from keeping everything to the least memory."""
+    title = "time against memory (peak of a stage, and what it recomputes of a mini-batch for it)"
+    names = ["fastest", *([""] * (SHOWN - 2)), "least memory"]
+    table = figure_table(title, ["stage", *names], words=set(names))
+    rows = []
+    for stage in plan.stages:
+        cells = [_cell(point) for point in spread(stage.frontier)]
+        rows.append((str(stage.index), *cells, *[""] * (SHOWN - len(cells))))
+    add_rows(table, rows, "stages")
+    return table
+
+
+def spread(points: tuple[RematPoint, ...]) -> list[RematPoint]:
+    """Some of a frontier, the first and the last among them, evenly by their memory."""
+    if len(points) <= SHOWN:
+        return list(points)
+    first, last = points[0].peak_bytes, points[-1].peak_bytes
+    goals = [first + (last - first) * index / (SHOWN - 1) for index in range(SHOWN)]
+    places = {
+        min(range(len(points)), key=lambda i: abs(points[i].peak_bytes - goal)) for goal in goals
+    }
+    return [points[place] for place in sorted(places | {0, len(points) - 1})]
+
+
+def _cell(point: RematPoint) -> str:
+    text = format_bytes(point.peak_bytes)
+    match point.remat:
+        case Remat.NONE:
+            return text
+        case Remat.FULL:
+            return f"{text}, {format_seconds(point.recompute_s)}: full"
+        case Remat.SEGMENTS:
+            what = counted(point.segments, "segment")
+            return f"{text}, {format_seconds(point.recompute_s)}: {what}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.markup import escape
@@ -13,6 +13,20 @@ from gpipe_compiler.runtime.wording import printable_lines
 
 MOST_ROWS = 64
 """Rows of a table at most; of more, the first and the last ones are shown."""
+
+
+def table_of(
+    title: str, rows: Sequence[Mapping[str, str]], words: Container[str], what: str
+) -> Table:
+    """Rows of cells by column; of very many the first and the last, and how many are between.
+
+    Args:
+        words: columns of words, which stand at the left and fold; those of figures do neither.
+        what: the rows are, in the plural.
+    """
+    table = figure_table(title, rows[0] if rows else (), words)
+    add_rows(table, [tuple(row.values()) for row in rows], what)
+    return table
 
 
 def figure_table(title: str, columns: Iterable[str], words: Container[str]) -> Table:

@@ -1,8 +1,21 @@
-"""Where tables go."""
+"""The terminal that tables go to, and the progress told on it."""
 
 from __future__ import annotations
 
+import time
+from types import TracebackType
+
 from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from gpipe_compiler.runtime.wording import printable
+from gpipe_compiler.text.units import format_seconds
+
+WORTH_TELLING_S = 1.0
+
+BETWEEN_WORDS_S = 15.0
+"""Where nobody watches, how long a step that goes on says nothing, at least."""
 
 _PIPE_WIDTH = 120
 
@@ -21,3 +34,62 @@ def terminal() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     return console
+
+
+class Progress:
+    """A spinner with the current step; steps that took over a second stay as a line.
+
+    A context manager that is called with the name of every step as it begins. Where nobody watches
+    (the console is no terminal) there is no spinner, only the lines, and a word now and then.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._step = ""
+        self._began = 0.0
+        self._told = 0.0
+        self._status: Status | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._finish()
+
+    def __call__(self, step: str) -> None:
+        """Says that `step` begins, and with it that the one before is done.
+
+        A step goes on, with other words, where both begin alike up to a colon.
+        """
+        step = printable(step)
+        going_on = ":" in step and step.split(":")[0] == self._step.split(":")[0]
+        if going_on:
+            self._step = step
+            if self._status is not None:
+                self._status.update(Text(step))
+            elif time.monotonic() - self._told >= BETWEEN_WORDS_S:
+                self._told = time.monotonic()
+                self._console.print(step, markup=False)
+            return
+        self._finish()
+        self._step, self._began = step, time.monotonic()
+        self._told = self._began
+        if self._console.is_terminal:
+            self._status = self._console.status(Text(step))
+            self._status.start()
+
+    def _finish(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        if not self._step:
+            return
+        took = time.monotonic() - self._began
+        if took >= WORTH_TELLING_S:
+            self._console.print(f"{self._step} ({format_seconds(took)})", markup=False)
+        self._step = ""

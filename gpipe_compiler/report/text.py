@@ -8,24 +8,24 @@ from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from gpipe_compiler.plan import Plan, Prediction, Stage
+from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES
 from gpipe_compiler.report.facts import (
     BETWEEN,
+    Boundary,
     boundaries,
     boundary_bytes,
     device_bytes,
-    machines,
+    headline,
     modules_of,
     parameter_count,
     placed,
 )
 from gpipe_compiler.report.frontier import show_frontier
-from gpipe_compiler.report.remat import remat_table
-from gpipe_compiler.report.tables import add_rows, figure_table, pairs_table
-from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
+from gpipe_compiler.report.memory_tables import remat_table
+from gpipe_compiler.report.tables import pairs_table, table_of
+from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import (
@@ -78,76 +78,34 @@ def show_plan(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def headline(plan: Plan) -> Text:
-    """What is planned, in one line."""
-    work = "trains" if plan.training else "infers"
-    return Text.assemble(
-        (printable(plan.name), "bold"),
-        f" {work} in {_times(plan.replicas)}{counted(len(plan.stages), 'stage')} on "
-        f"{machines(plan)}: "
-        f"{plan.schedule.value}, a batch of {plan.batch_size} in "
-        f"{_times(plan.replicas)}{counted(plan.microbatches, 'micro-batch', 'es')} of "
-        f"{plan.microbatch_size}"
-        f"{_manner(plan)}",
-    )
-
-
-def _times(replicas: int) -> str:
-    return f"{replicas} x " if replicas > 1 else ""
-
-
-def _manner(plan: Plan) -> str:
-    """What is not as the plain model does it micro-batch by micro-batch."""
-    words = []
-    if plan.batchnorm is not BatchNorm.MICRO:
-        words.append(f"BatchNorm {plan.batchnorm.value}")
-    if plan.precision is not Precision.FP32:
-        words.append(plan.precision.value)
-    return f"; {', '.join(words)}" if words else ""
-
-
 def stage_table(plan: Plan) -> Table:
     """One row for every stage: what it holds and what one micro-batch costs it."""
     recomputes = any(stage.remat is not Remat.NONE for stage in plan.stages)
     updates = any(stage.update_s > 0 for stage in plan.stages)
     ranks = placed(plan)
-    columns = [
-        "stage",
-        *(["device"] if ranks else []),
-        "holds",
-        "ops",
-        "parameters",
-        "forward",
-        *(["backward"] if plan.training else []),
-        *(["update"] if updates else []),
-        "receives",
-        *(["saved"] if plan.training else []),
-        *(["remat"] if recomputes else []),
-        "peak",
-    ]
-    title = "stages (times and bytes of one micro-batch, updates once a step, memory at its peak)"
-    if not updates:
-        title = "stages (times and bytes of one micro-batch, memory at its peak)"
-    table = figure_table(title, columns, words={"holds"})
-    rows = [
-        (
-            str(stage.index),
-            *([ranks[stage.index]] if ranks else []),
-            _stretch(plan, stage),
-            _ops(len(stage.ops), len(stage.duplicates)),
-            f"{stage.parameter_count:,}",
-            format_seconds(stage.forward_s),
-            *([format_seconds(stage.backward_s)] if plan.training else []),
-            *([format_seconds(stage.update_s)] if updates else []),
-            format_bytes(stage.receive_bytes),
-            *([format_bytes(stage.saved_bytes)] if plan.training else []),
-            *([stage.remat.value] if recomputes else []),
-            format_bytes(peak),
-        )
-        for stage, peak in zip(plan.stages, plan.prediction.peak_bytes, strict=True)
-    ]
-    add_rows(table, rows, "stages")
-    return table
+
+    def row(stage: Stage) -> dict[str, str]:
+        cells = {"stage": str(stage.index)}
+        if ranks:
+            cells["device"] = ranks[stage.index]
+        cells["holds"] = _stretch(plan, stage)
+        cells["ops"] = _ops(len(stage.ops), len(stage.duplicates))
+        cells["parameters"] = f"{stage.parameter_count:,}"
+        cells["forward"] = format_seconds(stage.forward_s)
+        if plan.training:
+            cells["backward"] = format_seconds(stage.backward_s)
+        if updates:
+            cells["update"] = format_seconds(stage.update_s)
+        cells["receives"] = format_bytes(stage.receive_bytes)
+        if plan.training:
+            cells["saved"] = format_bytes(stage.saved_bytes)
+        if recomputes:
+            cells["remat"] = stage.remat.value
+        return cells | {"peak": format_bytes(plan.prediction.peak_bytes[stage.index])}
+
+    once = "updates once a step, " if updates else ""
+    title = f"stages (times and bytes of one micro-batch, {once}memory at its peak)"
+    return table_of(title, list(map(row, plan.stages)), words={"holds"}, what="stages")
 
 
 def _stretch(plan: Plan, stage: Stage) -> str:
@@ -163,25 +121,23 @@ def _ops(count: int, duplicates: int) -> str:
 
 def boundary_table(plan: Plan) -> Table:
     """One row for every value that crosses between stages."""
-    gradient = ["gradient"] if plan.training else []
-    columns = ["value", "stages", "type", "bytes", *gradient, "made by", "line"]
-    table = figure_table(
-        "boundaries (of one micro-batch)", columns, words={"value", "made by", "line"}
-    )
-    rows = [
-        (
-            boundary.crossing.value,
-            f"{boundary.crossing.source} → {_several(boundary.crossing.targets)}",
-            format_type(boundary.crossing.shape, boundary.crossing.dtype),
-            format_bytes(boundary.bytes),
-            *([("yes" if boundary.crossing.gradient else "no")] if plan.training else []),
-            boundary.label,
-            short_source(boundary.source) if boundary.source else "",
-        )
-        for boundary in boundaries(plan)
-    ]
-    add_rows(table, rows, "boundary values")
-    return table
+
+    def row(boundary: Boundary) -> dict[str, str]:
+        crossing = boundary.crossing
+        cells = {
+            "value": crossing.value,
+            "stages": f"{crossing.source} → {_several(crossing.targets)}",
+            "type": format_type(crossing.shape, crossing.dtype),
+            "bytes": format_bytes(boundary.bytes),
+        }
+        if plan.training:
+            cells["gradient"] = "yes" if crossing.gradient else "no"
+        source = short_source(boundary.source) if boundary.source else ""
+        return cells | {"made by": boundary.label, "line": source}
+
+    rows = list(map(row, boundaries(plan)))
+    title = "boundaries (of one micro-batch)"
+    return table_of(title, rows, words={"value", "made by", "line"}, what="boundary values")
 
 
 def _several(numbers: Sequence[int]) -> str:
@@ -200,26 +156,34 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     """What to expect of a step, in pairs of what and how much."""
     prediction = plan.prediction
     known = proof(prediction.objective_s, prediction.lower_bound_s, proved=prediction.proved)
-    of_what = "" if prediction.longest_s is None else " of the longest stage"
+    rows = _step_rows(plan)
+    timed = {"in threads": prediction.threads_s, "under torchrun": prediction.torchrun_s}
+    if any(timed.values()):
+        figures = ", ".join(f"{format_seconds(s)} {where}" for where, s in timed.items() if s)
+        rows.append(("stages timed", f"{figures}, without the optimizer"))
+    rows.append(("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"))
+    bound = format_seconds(prediction.lower_bound_s)
+    if prediction.longest_s is not None:
+        longest = format_seconds(prediction.longest_s)
+        rows.append(("longest stage", f"{longest} a micro-batch, with its transfers"))
+        bound += " of the longest stage"
+    rows.append(("lower bound", f"{bound} ({known})"))
+    rows += _inside_rows(plan)
+    rows.append(("bubble", format_share(prediction.bubble)))
+    if plan.tied:
+        rows.append(("tied together", plan.tied))
+    if prediction.recompute > 0:
+        rows.append(("recomputing", f"{format_share(prediction.recompute)} of the devices' time"))
+    if prediction.shared_sum_s > 0:
+        shared = format_seconds(prediction.shared_sum_s)
+        rows.append(("tied weights", f"{shared} to sum their gradients"))
     both_ways = ", gradients included" if plan.training else ""
-    again = [("recomputing", f"{format_share(prediction.recompute)} of the devices' time")]
-    sums = [("tied weights", f"{format_seconds(prediction.shared_sum_s)} to sum their gradients")]
-    return [
-        *_step_rows(plan),
-        *_timed_rows(prediction),
-        ("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"),
-        *_longest_rows(prediction),
-        ("lower bound", f"{format_seconds(prediction.lower_bound_s)}{of_what} ({known})"),
-        *_inside_rows(plan),
-        ("bubble", format_share(prediction.bubble)),
-        *([("tied together", plan.tied)] if plan.tied else []),
-        *(again if prediction.recompute > 0 else []),
-        *(sums if prediction.shared_sum_s > 0 else []),
-        ("boundaries", f"{format_bytes(boundary_bytes(plan))} a micro-batch{both_ways}"),
-        ("peak memory", _memory(plan)),
-        *([("optimizer", plan.optimizer)] if plan.optimizer else []),
-        ("op times", plan.cost_source),
-    ]
+    crossing = format_bytes(boundary_bytes(plan))
+    rows.append(("boundaries", f"{crossing} a micro-batch{both_ways}"))
+    rows.append(("peak memory", _memory(plan)))
+    if plan.optimizer:
+        rows.append(("optimizer", plan.optimizer))
+    return [*rows, ("op times", plan.cost_source)]
 
 
 def _step_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -254,23 +218,8 @@ def _inside_rows(plan: Plan) -> list[tuple[str, str]]:
     return [("modules cut", f"{which} ({cost}; up to {format_share(plan.cut_inside)} is given)")]
 
 
-def _longest_rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """The longest stage, where that was to be short."""
-    if prediction.longest_s is None:
-        return []
-    figure = f"{format_seconds(prediction.longest_s)} a micro-batch, with its transfers"
-    return [("longest stage", figure)]
-
-
-def _timed_rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """What a step takes on this machine, where the stages were timed whole."""
-    figures = {"in threads": prediction.threads_s, "under torchrun": prediction.torchrun_s}
-    words = [f"{format_seconds(s)} {where}" for where, s in figures.items() if s is not None]
-    return [("stages timed", f"{', '.join(words)}, without the optimizer")] if words else []
-
-
 def constraint_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What the stages were asked to keep to, if anything."""
+    """The user's constraints on the stages, if any."""
     words = plan.constraints.words
     return [("as asked", ", ".join(words))] if words else []
 

@@ -19,9 +19,8 @@ from gpipe_compiler.report.facts import (
     boundary_bytes,
     modules_of,
 )
-from gpipe_compiler.report.gantt import LEFT, ROW, WIDTH, gantt
+from gpipe_compiler.report.gantt import LEFT, ROW, WIDTH, format_trace, gantt
 from gpipe_compiler.report.html import format_report, write_report
-from gpipe_compiler.report.trace import format_trace
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.simulate.step import Lane, StageTimes

@@ -8,8 +8,8 @@ import pytest
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import device_bytes, machines
-from gpipe_compiler.report.text import headline, prediction_rows
+from gpipe_compiler.report.facts import device_bytes, headline, machines
+from gpipe_compiler.report.text import prediction_rows
 
 BIG = Device("big", 1e9, 1e9, 10 * 2**20, 1e-6)
 SMALL = Device("small", 1e9, 1e9, 2048, 1e-6)

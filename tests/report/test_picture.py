@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.layout import Layout, Place, lay_out
 from gpipe_compiler.report.picture import (
+    Layout,
+    Place,
     curve,
     draw,
+    lay_out,
     pipeline_drawing,
     stage_drawing,
     write_picture,

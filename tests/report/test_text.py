@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.progress import Progress
+from gpipe_compiler.report.terminal import Progress
 from gpipe_compiler.report.text import format_plan, plain_text, show_plan, summary_table
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
 from gpipe_compiler.runtime.train.comparison import Row
