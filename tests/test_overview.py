@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from gpipe_compiler import plan, trace
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import devices_named
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.op_table import list_ops
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +37,8 @@ def test_every_module_stage_and_action_is_drawn(drawing: ModuleType) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     batch = torch.randn(8, 64), torch.randint(64, (8,))
     graph = trace(model, (batch[0],), target=batch[1], loss_fn=F.cross_entropy)
-    made = plan(graph, stages=2, microbatches=4, cluster=devices_named("2xV100"))
+    bare = plan(graph, stages=2, microbatches=4, cluster=devices_named("2xV100"))
+    made = replace(bare, noted=list_ops(graph, samples=2))
     text = drawing.draw(made)
     actions = [str(action) for order in made.orders for action in order]
 
