@@ -41,7 +41,8 @@ from torch.export import Dim
 from transformers import BertConfig, BertModel
 
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.onnx.compile import compile_onnx
+from gpipe_compiler.compile import compile as compile_package
+from gpipe_compiler.onnx import OnnxFile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STAGES = 2
@@ -145,10 +146,14 @@ def made(case: Case, folder: Path) -> tuple[Path, Path]:
         export(case, model)
     if not package.exists():
         options = CompileOptions(
-            STAGES, microbatches=case.microbatches, measured=True, validate=False
+            STAGES,
+            microbatches=case.microbatches,
+            measured=True,
+            validate=False,
+            target="onnx",
         )
         sizes = "x".join(map(str, (case.batch, *case.shape)))
-        compile_onnx(model, options, package, inputs=[sizes])
+        compile_package(OnnxFile(model, (sizes,)), options, package)
     return model, package
 
 
@@ -261,8 +266,8 @@ def overhead(folder: Path) -> float:
         ),
         path,
     )
-    options = CompileOptions(STAGES, microbatches=2, validate=False, force=True)
-    compile_onnx(path, options, folder / "idle", inputs=["2x4"])
+    options = CompileOptions(STAGES, microbatches=2, validate=False, force=True, target="onnx")
+    compile_package(OnnxFile(path, ("2x4",)), options, folder / "idle")
     module = load(folder / "idle")
     pipe = module.Pipeline()
     whole = np.zeros((IDLE, 4), np.float32)

@@ -8,59 +8,50 @@ compile(subject, options, directory)         # the same, and the proof that it e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import PLAN, Progress, emit, refuse_taken
+from gpipe_compiler.codegen.package import (
+    PLAN,
+    Progress,
+    emit,
+    failed_place,
+    place,
+    refuse_taken,
+)
 from gpipe_compiler.compile_options import CompileOptions
-from gpipe_compiler.errors import UsageError
+from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
-from gpipe_compiler.frontend.materialise import real_example
+from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options.choices import Frontend, LossChoice
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.policy import Auto, Policy
+from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.planner.batch_outputs import refuse_apart
-from gpipe_compiler.planner.infeasible import refuse_too_large
-from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.memory_advice import what_if
-from gpipe_compiler.planner.one_piece import in_one_piece
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.planner.search import explore
-from gpipe_compiler.planner.search_space import Wish
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.report.text import format_plan
-from gpipe_compiler.runtime.spec import OptimizerKind
-from gpipe_compiler.validate.cross_sample import refuse_mixing
-from gpipe_compiler.validate.held import Held, left_aside
+from gpipe_compiler.targets import load
+from gpipe_compiler.targets.target import Target
 from gpipe_compiler.validate.launching import Launch, fresh
-from gpipe_compiler.validate.loss_splitting import refuse_unsplit
-from gpipe_compiler.validate.package import (
-    Validation,
-    validate,
-    validate_materialised,
-    why_not_materialised,
-)
-from gpipe_compiler.validate.reference import reference_of
-from gpipe_compiler.validate.shortened import validate_shortened
+from gpipe_compiler.validate.package import Validation
 
-MOST_IN_PLAN = 40
-"""Settings beside those on the frontier that go into a plan's JSON."""
+__all__ = ["CompileOptions", "Compiled", "compile", "emit", "plan", "trace", "trace_subject"]
 
 
 def silent(_: str) -> None:
@@ -190,7 +181,7 @@ def plan(
 
 
 def compile(  # noqa: A001  # the word for what it does, in a namespace of its own
-    subject: Subject,
+    model: Any,
     options: CompileOptions,
     directory: Path | None,
     progress: Progress = silent,
@@ -199,6 +190,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     """From a model to a package that is proved equal to it.
 
     Args:
+        model: a `Subject`, or an `OnnxFile` for the target `onnx`.
         directory: where the package goes; None is a dry run, which writes nothing.
         launch: runs the package where it is held against the model.
 
@@ -207,172 +199,78 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             `directory`, named `<directory>.failed`.
         GPipeCompilerError: whatever else is wrong; nothing has been written then.
     """
+    open_target = load(options.target)
     if directory is not None:
         refuse_taken(directory, force=options.force)
-    progress("tracing")
-    batch = find_batch_dims(subject)
-    subject = batch.subject
-    # Not trace_subject: the plan describes the values itself, at the size of a micro-batch.
-    graph, frontend = auto.choose(subject, options.frontend, options.precision)
+    target = open_target(model, options, progress, launch)
     progress("planning")
-    options, words = _with_optimizer(options, graph, subject)
-    planner = Planner(graph, options.cluster, options.measured, options.constraints)
-    made, frontier = plan_on(planner, options, progress)
-    made = dataclasses.replace(made, optimizer=words)
-    assert made.graph is not None
-    refuse_overlaps(made.graph, subject.model)
-    if not options.per_microbatch:
-        refuse_mixing(batch, made)
-        refuse_apart(made)
-        refuse_unsplit(made)
-        progress("looking whether micro-batches give what the batch does")
-        made = in_one_piece(made, partial(_refuse_parts, batch, options))
+    made, frontier = target.plan(progress)
     if directory is None:
-        return Compiled(frontend, made, None, None, frontier=frontier, batch=batch.note)
-    if options.remedies:
+        return Compiled(target.frontend, made, None, None, frontier=frontier, batch=target.batch)
+    if target.options.remedies:
         progress("looking at what would save memory")
-        made = dataclasses.replace(made, what_if=what_if(planner, made, options.policy))
-    compare = partial(_compared, subject, made, options, frontend, launch)
-    held = _HeldAndTimed(
-        made,
-        progress,
-        compare if options.validate else None,
-        timed=options.measured and not on_meta(graph),
-    )
-    with left_aside(directory):
-        placed = emit(
-            made,
-            directory,
-            hooks=subject.hooks,
-            force=options.force,
-            progress=progress,
-            check=held.hold,
-            example=real_example(subject) if on_meta(graph) else None,
+        made = dataclasses.replace(
+            made, what_if=what_if(target.planner, made, target.options.policy)
         )
-    return Compiled(frontend, held.plan, placed, held.found, held.refused, frontier, batch.note)
+    package = _Package(target, made, progress)
+    with _left_aside(directory):
+        placed = place(directory, package.write, force=options.force, check=package.check)
+    return Compiled(
+        target.frontend,
+        package.plan,
+        placed,
+        package.validation,
+        package.not_validated,
+        frontier,
+        target.batch,
+    )
 
 
 @dataclass
-class _HeldAndTimed(Held):
-    """Times the package too, where that is asked; the plan has the measured times afterwards."""
+class _Package:
+    """A package that is written, and held against its model before it is put in its place."""
 
-    timed: bool = False
+    target: Target
+    plan: Plan
+    progress: Progress
+    validation: Validation | None = None
+    not_validated: str = ""
 
-    def hold(self, folder: Path) -> None:
-        """As `Held.hold`."""
-        super().hold(folder)
-        if self.timed:
-            self.plan = clocked(self.plan, folder, self.progress)
-            (folder / PLAN).write_text(self.plan.to_json(), encoding="utf-8")
-            write_report(self.plan, folder / "report.html", self.found)
+    def write(self, folder: Path) -> None:
+        """Writes it into an empty folder."""
+        self.target.write(self.plan, folder, self.progress)
 
+    def check(self, folder: Path) -> None:
+        """Raises ValidationError where it does not equal the model; then times it, if asked."""
+        if self.target.options.validate:
+            self._validate(folder)
+        timed = self.target.timed(self.plan, folder, self.progress)
+        if timed is not self.plan:
+            self.plan = timed
+            (folder / PLAN).write_text(timed.to_json(), encoding="utf-8")
+            write_report(timed, folder / "report.html", self.validation)
 
-def _compared(
-    subject: Subject,
-    plan: Plan,
-    options: CompileOptions,
-    frontend: Frontend,
-    launch: Launch,
-    folder: Path,
-) -> Validation | str:
-    """The comparison of a package with its model; or why none was made."""
-    assert plan.graph is not None
-    seed, accepted = options.seed, options.per_microbatch
-    too_large = why_not_materialised(plan) if on_meta(plan.graph) else ""
-    if not too_large:
-        hold = validate_materialised if on_meta(plan.graph) else validate
-        return hold(subject, plan, folder, seed=seed, per_microbatch=accepted, launch=launch)
-    held = validate_shortened(
-        subject,
-        plan,
-        partial(_packaged_alike, plan, options, frontend),
-        seed=seed,
-        per_microbatch=accepted,
-        launch=launch,
-    )
-    return held if isinstance(held, Validation) else f"{too_large}; {held}"
+    def _validate(self, folder: Path) -> None:
+        self.progress("validating the package against the model")
+        found = self.target.validate(self.plan, folder)
+        if isinstance(found, str):
+            self.not_validated = found
+            return
+        self.validation = found
+        write_report(self.plan, folder / "report.html", found)
+        if not found.passed:
+            faults = [f"{row.what} {fault}" for row in found.rows for fault in row.faults]
+            listing = "".join(f"\n  - {fault}" for fault in faults[:20])
+            more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
+            raise ValidationError(f"the package does not reproduce the model:{listing}{more}")
 
 
-def _refuse_parts(found: Found, options: CompileOptions, plan: Plan) -> None:
-    """Raises ModelError or ValidationError where micro-batches do not give what the batch does."""
-    refuse_mixing(found, plan)
-    refuse_unsplit(plan)
-    if options.validate:
-        reference_of(found.subject, plan, options.seed)
-
-
-def _packaged_alike(
-    like: Plan,
-    options: CompileOptions,
-    frontend: Frontend,
-    subject: Subject,
-    microbatches: int,
-    folder: Path,
-) -> Plan:
-    """Writes the package of a subject, with the schedule and in as many stages as another plan."""
-    policy = dataclasses.replace(options.policy, schedule=like.schedule, data_parallel=1)
-    planner = Planner(auto.trace(subject, frontend), options.cluster)
-    made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
-    emit(made, folder, example=real_example(subject))
-    return made
-
-
-def plan_as_asked(
-    graph: Graph, options: CompileOptions, progress: Progress = silent
-) -> tuple[Plan, Frontier | None]:
-    """The plan, and the settings that it was chosen from where these are not all given.
-
-    Raises:
-        DoesNotFitError: when nothing fits the devices, and that is asked or explored.
-        PlanError, UsageError: when there can be no plan.
-    """
-    planner = Planner(graph, options.cluster, options.measured, options.constraints)
-    return plan_on(planner, options, progress)
-
-
-def _with_optimizer(
-    options: CompileOptions, graph: Graph, subject: Subject
-) -> tuple[CompileOptions, str]:
-    """The options with the optimizer that counts, and which it is, in words for the plan."""
-    make = subject.make_optimizer
-    if graph.loss is None:
-        return options, ""
-    if options.optimizer is not None or make is None:
-        kind = options.policy.optimizer
-        name = kind.value if isinstance(kind, OptimizerKind) else str(kind)
-        own = " (make_optimizer() is there, and not counted)" if make is not None else ""
-        return options, name + own
-    found = own_optimizer(graph, make)
-    if isinstance(found, str):
-        return options, f"sgd: what make_optimizer() remembers is not known ({found})"
-    return dataclasses.replace(options, optimizer=found), str(found)
-
-
-def plan_on(
-    planner: Planner, options: CompileOptions, progress: Progress = silent
-) -> tuple[Plan, Frontier | None]:
-    """The same, for a graph in its planner."""
-    policy, stages, microbatches = options.policy, options.stages, options.microbatches
-    if not (
-        isinstance(stages, Auto)
-        or isinstance(microbatches, Auto)
-        or isinstance(options.schedule, Auto)
-    ):
-        choice = planner.choose(stages, microbatches, policy)
-        made = planner.plan(choice, policy)
-        if options.must_fit:
-            refuse_too_large(planner, made, policy, choice)
-        return made, None
-    wish = Wish.of(options.cluster, stages, microbatches, options.schedule, policy)
-    found = explore(planner, wish, policy, seconds=options.search_s, progress=progress)
-    frontier = found.frontier
-    if not found.fits:
-        progress("looking for settings nearby that fit")
-        nearest = frontier.points[0].choice
-        refuse_too_large(planner, found.plan, policy, nearest, wish.free, len(frontier.points))
-    return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier
-
-
-def on_meta(graph: Graph) -> bool:
-    """Whether the model has no numbers to compare."""
-    return any(tensor.is_meta for tensor in graph.tensors.values())
+@contextlib.contextmanager
+def _left_aside(directory: Path) -> Iterator[None]:
+    """Has a ValidationError say where the package stands that was meant for a directory."""
+    try:
+        yield
+    except ValidationError as error:
+        left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
+        hint = f"{error.hint}; {left}" if error.hint else left
+        raise ValidationError(error.problem, location=error.location, hint=hint) from error

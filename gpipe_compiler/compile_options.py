@@ -39,6 +39,7 @@ class CompileOptions:
             of the model; 0 for cuts anywhere.
         prove: find out how far the cut may be from the best, however long that takes.
         remedies: tell in the plan what other settings would save of memory.
+        target: the output format, by its name in `targets.TARGETS`.
     """
 
     stages: int | Auto
@@ -65,6 +66,7 @@ class CompileOptions:
     cut_inside: float = CUT_INSIDE
     prove: bool = False
     remedies: bool = False
+    target: str = "torch"
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together

@@ -11,11 +11,11 @@ from gpipe_compiler.options.choices import (
     SHOWN_HOLDERS,
     Frontend,
     LossChoice,
-    Target,
 )
 from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.runtime.core.typed import natural, path, seed
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.targets import TARGETS
 
 
 def compile_parser() -> argparse.ArgumentParser:
@@ -44,8 +44,8 @@ def compile_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--target",
-        choices=[target.value for target in Target],
-        default=Target.TORCH.value,
+        choices=[name for name, known in TARGETS.items() if not known.suffix],
+        default="torch",
         help="what the stages run on: torch, or ONNX Runtime, which only infers; an ONNX model "
         "always runs on that (default %(default)s)",
     )

@@ -14,15 +14,16 @@ from rich.console import Console
 
 from gpipe_compiler.cli.arguments import compile_parser
 from gpipe_compiler.cli.machines import cluster_asked
-from gpipe_compiler.cli.onnx import compile_file, compile_model, is_onnx
+from gpipe_compiler.cli.onnx import onnx_file
 from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.compile import Compiled
-from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.compile import compile as compile_model
 from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
+from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import ModelSpec
-from gpipe_compiler.options.choices import Frontend, LossChoice, Objective, Target
+from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
 from gpipe_compiler.options.policy import Auto, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
@@ -39,6 +40,7 @@ from gpipe_compiler.report.text import (
 )
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
+from gpipe_compiler.targets import of_file
 from gpipe_compiler.text.escaping import file_stem, shell_line
 from gpipe_compiler.validate.launching import Launch
 
@@ -77,33 +79,32 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         cut_inside=arguments.cut_inside,
         prove=arguments.prove,
         remedies=arguments.remedies,
+        target=of_file(arguments.model) or arguments.target,
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
-        if is_onnx(arguments.model):
-            compiled = compile_file(arguments, compile_parser(), options, directory, progress)
-        else:
-            if arguments.custom_ops:
-                raise UsageError("--custom-ops: only an ONNX file can need them")
-            torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
-            loss = LossChoice(arguments.loss)
-            if loss is not LossChoice.MODEL and not options.training:
-                raise UsageError(
-                    f"--loss {loss.value} is for training, and with --mode infer there is none",
-                    hint="leave it out, or compile with --mode train",
-                )
-            subject = load(
-                arguments.model, input_specs=arguments.input, training=options.training, loss=loss
-            )
-            subject = dataclasses.replace(subject, batch_dims=dict(arguments.batch_dim))
-            if Target(arguments.target) is Target.ONNXRUNTIME:
-                compiled = compile_model(subject, options, directory, progress)
-            else:
-                compiled = compile_subject(subject, options, directory, progress, launch)
+        of_onnx = of_file(arguments.model) is not None
+        model = onnx_file(arguments, compile_parser()) if of_onnx else _subject(arguments)
+        compiled = compile_model(model, options, directory, progress, launch)
     if arguments.json:
         print(json.dumps(_document(compiled), indent=2))
     else:
         _print_compiled(compiled)
+
+
+def _subject(arguments: argparse.Namespace) -> Subject:
+    """The torch model that the command names."""
+    if arguments.custom_ops:
+        raise UsageError("--custom-ops: only an ONNX file can need them")
+    torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
+    training, loss = arguments.mode == "train", LossChoice(arguments.loss)
+    if loss is not LossChoice.MODEL and not training:
+        raise UsageError(
+            f"--loss {loss.value} is for training, and with --mode infer there is none",
+            hint="leave it out, or compile with --mode train",
+        )
+    subject = load(arguments.model, input_specs=arguments.input, training=training, loss=loss)
+    return dataclasses.replace(subject, batch_dims=dict(arguments.batch_dim))
 
 
 def _directory(arguments: argparse.Namespace) -> Path | None:
@@ -111,7 +112,7 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
     if arguments.dry_run:
         return None
     model = arguments.model
-    stem = Path(model).stem if is_onnx(model) else ModelSpec.parse(model).stem
+    stem = Path(model).stem if of_file(model) else ModelSpec.parse(model).stem
     stages = arguments.stages
     named = f"{stem}_{stages.value}" if isinstance(stages, Auto) else f"{stem}_x{stages}"
     directory: Path = arguments.output or Path(named)

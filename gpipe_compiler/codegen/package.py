@@ -72,10 +72,9 @@ def emit(
             hint="plan the graph again: a plan read from JSON has no graph",
         )
     tell = progress or (lambda _: None)
-    real = plan.graph.example if example is None else example
     return place(
         directory,
-        lambda folder: _write(plan, folder, hooks, tell, real),
+        lambda folder: write_package(plan, folder, hooks, tell, example),
         force=force,
         check=check,
     )
@@ -122,13 +121,14 @@ def failed_place(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.failed")
 
 
-def _write(
+def write_package(
     plan: Plan,
     folder: Path,
     hooks: Hooks | None,
     tell: Progress,
-    example: Mapping[str, torch.Tensor],
+    example: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
+    """Writes the files of a package into an empty folder; see `emit`."""
     assert plan.graph is not None
     graph = plan.graph
     tell("writing the stages")
@@ -149,7 +149,8 @@ def _write(
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     copy_runtime(gpipe_compiler.runtime, folder / "runtime")
-    write_weights(graph, stages, folder / "weights", tell, example)
+    real = graph.example if example is None else example
+    write_weights(graph, stages, folder / "weights", tell, real)
     write_report(plan, folder / "report.html")
 
 

@@ -34,13 +34,6 @@ class LossChoice(Enum):
     SUM_OF_SQUARES = "sum-of-squares"
 
 
-class Target(Enum):
-    """What the stages of a package run on."""
-
-    TORCH = "torch"
-    ONNXRUNTIME = "onnxruntime"
-
-
 class Objective(Enum):
     """What is to be short.
 

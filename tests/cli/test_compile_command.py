@@ -83,7 +83,7 @@ class Compiler:
 @pytest.fixture
 def compiler(workplace: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     stand_in = Compiler(plan)
-    monkeypatch.setattr(commands, "compile_subject", stand_in)
+    monkeypatch.setattr(commands, "compile_model", stand_in)
     return stand_in
 
 

@@ -12,9 +12,9 @@ from onnx import ModelProto
 sys.path.insert(0, str(Path(__file__).parent))
 
 import onnx_models
+from onnx_compiling import compile_onnx
 
 from gpipe_compiler.compile import Compiled, CompileOptions
-from gpipe_compiler.onnx.compile import compile_onnx
 
 Compile = Callable[..., Compiled]
 

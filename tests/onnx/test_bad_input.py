@@ -8,10 +8,10 @@ import onnx
 import onnx_models
 import pytest
 from onnx import TensorProto, helper
+from onnx_compiling import compile_onnx
 
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.onnx.compile import compile_onnx
 from gpipe_compiler.onnx.frontend.reading import read_model
 
 

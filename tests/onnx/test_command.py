@@ -16,13 +16,13 @@ import onnx_models
 import onnxruntime
 import pytest
 import torch
+from onnx_compiling import compile_onnx
 from torch import nn
 from torch.export import Dim
 
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.onnx.compile import compile_onnx
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAST = (("mlp_digits", 2),)

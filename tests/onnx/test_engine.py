@@ -22,9 +22,9 @@ import packages
 import pytest
 from loading import load_package
 from onnx import ModelProto, TensorProto, helper
+from onnx_compiling import compile_onnx
 
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.onnx.compile import compile_onnx
 
 ROWS = 99
 """Of the table that `failing` reads: an index from there on is an error."""

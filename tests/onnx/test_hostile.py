@@ -13,10 +13,10 @@ import pytest
 from hostile import CODES, VALUES, files, options
 from loading import load_package
 from onnx import helper
+from onnx_compiling import compile_onnx
 from packages import assert_equal
 
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.onnx.compile import compile_onnx
 
 NAMES = (
     'x"); open("pwned","w") #',

@@ -13,10 +13,10 @@ import packages
 import pytest
 from loading import load_package
 from onnx import ModelProto, TensorProto, helper
+from onnx_compiling import compile_onnx
 
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.onnx.compile import compile_onnx
 
 ROWS = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
 

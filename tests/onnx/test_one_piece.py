@@ -16,12 +16,12 @@ import pytest
 import torch
 from loading import load_package
 from onnx import ModelProto, helper
+from onnx_compiling import compile_exported
 from torch import nn
 
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.onnx.compile_exported import compile_exported
 
 Compile = Callable[..., Compiled]
 

@@ -16,6 +16,7 @@ import onnx_models
 import packages
 import pytest
 import torch
+from onnx_compiling import compile_onnx
 from onnxruntime.quantization import (
     CalibrationDataReader,
     QuantFormat,
@@ -29,7 +30,6 @@ from transformers import BertConfig, BertModel
 
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.onnx.compile import compile_onnx
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

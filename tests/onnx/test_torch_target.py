@@ -11,13 +11,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx_compiling import compile_exported
 from torch import nn
 
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.errors import EmitError, UsageError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.onnx.compile_exported import compile_exported
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

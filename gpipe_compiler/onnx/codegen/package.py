@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import gpipe_compiler.onnx.runtime
-from gpipe_compiler.codegen.package import PLAN, Progress, copy_runtime, place
+from gpipe_compiler.codegen.package import PLAN, Progress, copy_runtime
 from gpipe_compiler.onnx.codegen.exported import export_stages
 from gpipe_compiler.onnx.codegen.scripts import (
     write_onnx_init,
@@ -25,61 +24,32 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 
 
-def emit_onnx(
-    plan: Plan,
-    model: OnnxModel,
-    directory: Path,
-    *,
-    sizes: InputSizes,
-    force: bool = False,
-    progress: Progress,
-    check: Callable[[Path], None] | None = None,
-) -> Path:
-    """Writes the package of a plan of an ONNX graph; see `codegen.package.emit`.
-
-    Returns:
-        The absolute path of the package.
+def write_onnx(
+    plan: Plan, model: OnnxModel, sizes: InputSizes, folder: Path, progress: Progress
+) -> None:
+    """Writes the files of a package of an ONNX model into an empty folder.
 
     Raises:
-        EmitError: when something stands there already, or it cannot be written.
+        EmitError: when onnx.checker refuses a stage.
     """
-
-    def write(folder: Path) -> None:
-        progress("writing the stages")
-        places = write_stages(plan, model, folder)
-        write_staged(plan, model, folder, places)
-        assert plan.graph is not None
-        close = closeness(plan.graph, quantised=is_quantised(plan.graph))
-        _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free))
-
-    return place(directory, write, force=force, check=check)
+    progress("writing the stages")
+    places = write_stages(plan, model, folder)
+    write_staged(plan, model, folder, places)
+    assert plan.graph is not None
+    close = closeness(plan.graph, quantised=is_quantised(plan.graph))
+    _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free))
 
 
-def emit_exported(
-    plan: Plan,
-    directory: Path,
-    *,
-    force: bool = False,
-    progress: Progress,
-    check: Callable[[Path], None] | None = None,
-) -> Path:
-    """Writes the package of a plan of a torch model, each stage exported by torch.onnx.
-
-    Returns:
-        The absolute path of the package.
+def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:
+    """The same of a torch model, each stage exported by torch.onnx.
 
     Raises:
-        EmitError: when a stage cannot be exported, when something stands there already, or when it
-            cannot be written.
+        EmitError: when a stage cannot be exported.
     """
-
-    def write(folder: Path) -> None:
-        export_stages(plan, folder, progress)
-        write_whole(plan, folder)
-        assert plan.graph is not None
-        _write_program(plan, folder, Traits(closeness(plan.graph, quantised=False)))
-
-    return place(directory, write, force=force, check=check)
+    export_stages(plan, folder, progress)
+    write_whole(plan, folder)
+    assert plan.graph is not None
+    _write_program(plan, folder, Traits(closeness(plan.graph, quantised=False)))
 
 
 def _write_program(plan: Plan, folder: Path, traits: Traits) -> None:

@@ -1,28 +1,19 @@
-"""From an ONNX model to a package of ONNX stages that is proved equal to it."""
+"""ONNX stages of an ONNX model: its own nodes, carried over."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_compiler.cluster import Device, is_here, this_machine
-from gpipe_compiler.codegen.package import Progress, refuse_taken
-from gpipe_compiler.compile import (
-    Compiled,
-    plan_on,
-    silent,
-)
+from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile_options import CompileOptions
-from gpipe_compiler.errors import (
-    GPipeCompilerError,
-    ModelError,
-    PlanError,
-    UsageError,
-)
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.onnx.codegen.package import emit_onnx
+from gpipe_compiler.onnx import OnnxFile
+from gpipe_compiler.onnx.codegen.package import write_onnx
 from gpipe_compiler.onnx.frontend.constants import node_of
 from gpipe_compiler.onnx.frontend.graph import graph_of, unshaped
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
@@ -31,76 +22,78 @@ from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.facts import onnx_facts
 from gpipe_compiler.onnx.passes.measure import onnx_measured
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options.policy import Auto
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import on_kinds
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.one_piece import in_one_piece
 from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner, Prepared
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.validate.held import Held, left_aside
+from gpipe_compiler.targets.planning import plan_as_asked
+from gpipe_compiler.validate.launching import Launch
+from gpipe_compiler.validate.package import Validation
 
 
-def compile_onnx(
-    path: Path,
-    options: CompileOptions,
-    directory: Path | None,
-    *,
-    inputs: Sequence[str] = (),
-    custom_ops: Sequence[Path] = (),
-    progress: Progress = silent,
-) -> Compiled:
-    """A package that runs an ONNX model as a pipeline in ONNX Runtime.
+@dataclass(frozen=True, eq=False)
+class OnnxStages:
+    """An ONNX model, to be compiled to ONNX stages with its own nodes; see `Target`."""
 
-    Args:
-        path: of the model.
-        options: for inference, in the precision of the model.
-        directory: where the package goes; None is a dry run, which writes nothing.
-        inputs: shapes of the inputs, as `--input` takes them.
-        custom_ops: libraries of custom operators that the model needs.
+    options: CompileOptions
+    model: OnnxModel
+    sizes: InputSizes
+    planner: Planner
+    frontend: Frontend | None = None
+    batch: str = ""
 
-    Raises:
-        ValidationError: when the package does not reproduce the model; it then stands beside
-            `directory`, named `<directory>.failed`.
-        GPipeCompilerError: whatever else is wrong; nothing has been written then.
-    """
-    _refuse_unfit(options)
-    options = dataclasses.replace(options, training=False)
-    if directory is not None:
-        refuse_taken(directory, force=options.force)
-    progress("reading the model")
-    model = read_model(path, custom_ops)
-    sizes = input_sizes(model, inputs)
-    progress("planning")
-    options = _microbatches(options, sizes)
-    planner = planner_of(model, sizes, options)
-    try:
-        made, frontier = plan_on(planner, options, progress)
-    except PlanError as error:
-        raise _explained(error, planner.graph) from error
-    _refuse_parts(made)
-
-    def refuse(halved: Plan) -> None:
-        _refuse_parts(halved)
-        if options.validate and not sizes.fixed:
-            refuse_meeting(model, sizes, halved, seed=options.seed)
-
-    made = in_one_piece(made, refuse)
-    if directory is None:
-        return Compiled(None, made, None, None, frontier=frontier)
-    compare = partial(validate_onnx, model, sizes, made, seed=options.seed)
-    held = Held(made, progress, compare if options.validate else None)
-    with left_aside(directory):
-        placed = emit_onnx(
-            made,
-            model,
-            directory,
-            sizes=sizes,
-            force=options.force,
-            progress=progress,
-            check=held.hold,
+    @classmethod
+    def open(
+        cls, file: OnnxFile, options: CompileOptions, progress: Progress, _: Launch
+    ) -> OnnxStages:
+        """Reads a model; an `OpenTarget`."""
+        _refuse_unfit(options)
+        progress("reading the model")
+        model = read_model(file.path, file.custom_ops)
+        sizes = input_sizes(model, file.inputs)
+        options = dataclasses.replace(
+            options,
+            training=False,
+            remedies=False,
+            microbatches=_microbatches(options, sizes),
         )
-    return Compiled(None, made, placed, held.found, frontier=frontier)
+        return cls(options, model, sizes, planner_of(model, sizes, options))
+
+    def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
+        """As in `Target`."""
+        try:
+            made, frontier = plan_as_asked(self.planner, self.options, progress)
+        except PlanError as error:
+            raise _explained(error, self.planner.graph) from error
+        _refuse_parts(made)
+        return in_one_piece(made, self._refuse), frontier
+
+    def _refuse(self, plan: Plan) -> None:
+        """Raises ModelError where micro-batches do not give what the batch does."""
+        _refuse_parts(plan)
+        if self.options.validate and not self.sizes.fixed:
+            refuse_meeting(self.model, self.sizes, plan, seed=self.options.seed)
+
+    def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
+        """As in `Target`."""
+        write_onnx(plan, self.model, self.sizes, folder, progress)
+
+    def validate(self, plan: Plan, folder: Path) -> Validation:
+        """As in `Target`."""
+        return validate_onnx(self.model, self.sizes, plan, folder, seed=self.options.seed)
+
+    def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
+        """As in `Target`: ONNX Runtime's times of the nodes are all there is."""
+        return plan
+
+
+open_target = OnnxStages.open
 
 
 def _refuse_parts(plan: Plan) -> None:
@@ -129,16 +122,15 @@ _SHAPES = ("Shape", "Size")
 """Operators that read nothing but a shape."""
 
 
-def _microbatches(options: CompileOptions, sizes: InputSizes) -> CompileOptions:
-    """The options, with a number of micro-batches where the model itself gives their size.
+def _microbatches(options: CompileOptions, sizes: InputSizes) -> int | Auto | None:
+    """The micro-batches asked for, or a number of them where the model itself gives their size.
 
     A mini-batch of such a model is as many micro-batches as are asked for, not a given number of
     samples.
     """
     if not sizes.fixed or isinstance(options.microbatches, int):
-        return options
-    stages = options.stages if isinstance(options.stages, int) else 1
-    return dataclasses.replace(options, microbatches=MICROBATCHES_PER_STAGE * stages)
+        return options.microbatches
+    return MICROBATCHES_PER_STAGE * (options.stages if isinstance(options.stages, int) else 1)
 
 
 def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Planner:

@@ -1,0 +1,48 @@
+"""The plan that the options ask for: of the settings given, or of the best that are found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpipe_compiler.codegen.package import Progress
+from gpipe_compiler.compile_options import CompileOptions
+from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.planner.infeasible import refuse_too_large
+from gpipe_compiler.planner.planner import Planner
+from gpipe_compiler.planner.search import explore
+from gpipe_compiler.planner.search_space import Wish
+
+MOST_IN_PLAN = 40
+"""Settings beside those on the frontier that go into a plan's JSON."""
+
+
+def plan_as_asked(
+    planner: Planner, options: CompileOptions, progress: Progress
+) -> tuple[Plan, Frontier | None]:
+    """The plan, and the settings that it was chosen from where these are not all given.
+
+    Raises:
+        DoesNotFitError: when nothing fits the devices, and that is asked or explored.
+        PlanError, UsageError: when there can be no plan.
+    """
+    policy, stages, microbatches = options.policy, options.stages, options.microbatches
+    if not (
+        isinstance(stages, Auto)
+        or isinstance(microbatches, Auto)
+        or isinstance(options.schedule, Auto)
+    ):
+        choice = planner.choose(stages, microbatches, policy)
+        made = planner.plan(choice, policy)
+        if options.must_fit:
+            refuse_too_large(planner, made, policy, choice)
+        return made, None
+    wish = Wish.of(options.cluster, stages, microbatches, options.schedule, policy)
+    found = explore(planner, wish, policy, seconds=options.search_s, progress=progress)
+    frontier = found.frontier
+    if not found.fits:
+        progress("looking for settings nearby that fit")
+        nearest = frontier.points[0].choice
+        refuse_too_large(planner, found.plan, policy, nearest, wish.free, len(frontier.points))
+    return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier

@@ -1,0 +1,170 @@
+"""Stages as torch modules, run by the package's own runtime: what a torch model is compiled to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gpipe_compiler.codegen.package import Progress, emit, write_package
+from gpipe_compiler.compile_options import CompileOptions
+from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
+from gpipe_compiler.frontend.materialise import real_example
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.passes.overlaps import refuse_overlaps
+from gpipe_compiler.passes.own_optimizer import own_optimizer
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.planner.batch_outputs import refuse_apart
+from gpipe_compiler.planner.measured import clocked
+from gpipe_compiler.planner.one_piece import in_one_piece
+from gpipe_compiler.planner.planner import Planner
+from gpipe_compiler.runtime.spec import OptimizerKind
+from gpipe_compiler.targets.planning import plan_as_asked
+from gpipe_compiler.validate.cross_sample import refuse_mixing
+from gpipe_compiler.validate.launching import Launch
+from gpipe_compiler.validate.loss_splitting import refuse_unsplit
+from gpipe_compiler.validate.package import (
+    Validation,
+    validate,
+    validate_materialised,
+    why_not_materialised,
+)
+from gpipe_compiler.validate.reference import reference_of
+from gpipe_compiler.validate.shortened import validate_shortened
+
+
+@dataclass(frozen=True, eq=False)
+class TorchStages:
+    """A torch model, to be compiled to torch modules; see `Target`.
+
+    Attributes:
+        found: the model, its batch dimensions known.
+        optimizer: the one that counts, in words for the plan.
+        launch: runs the package where it is held against the model.
+    """
+
+    options: CompileOptions
+    found: Found
+    planner: Planner
+    frontend: Frontend
+    optimizer: str
+    launch: Launch
+
+    @classmethod
+    def open(
+        cls, subject: Subject, options: CompileOptions, progress: Progress, launch: Launch
+    ) -> TorchStages:
+        """Traces a model; an `OpenTarget`."""
+        progress("tracing")
+        found = find_batch_dims(subject)
+        graph, frontend = auto.choose(found.subject, options.frontend, options.precision)
+        options, words = _with_optimizer(options, graph, found.subject)
+        planner = Planner(graph, options.cluster, options.measured, options.constraints)
+        return cls(options, found, planner, frontend, words, launch)
+
+    @property
+    def batch(self) -> str:
+        """As in `Target`."""
+        return self.found.note
+
+    @property
+    def _on_meta(self) -> bool:
+        return on_meta(self.planner.graph)
+
+    @property
+    def _example(self) -> Mapping[str, torch.Tensor] | None:
+        return real_example(self.found.subject) if self._on_meta else None
+
+    def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
+        """As in `Target`."""
+        made, frontier = plan_as_asked(self.planner, self.options, progress)
+        made = dataclasses.replace(made, optimizer=self.optimizer)
+        assert made.graph is not None
+        refuse_overlaps(made.graph, self.found.subject.model)
+        if not self.options.per_microbatch:
+            refuse_mixing(self.found, made)
+            refuse_apart(made)
+            refuse_unsplit(made)
+            progress("looking whether micro-batches give what the batch does")
+            made = in_one_piece(made, self._refuse_parts)
+        return made, frontier
+
+    def _refuse_parts(self, plan: Plan) -> None:
+        """Raises ModelError or ValidationError where micro-batches do not give the batch's."""
+        refuse_mixing(self.found, plan)
+        refuse_unsplit(plan)
+        if self.options.validate:
+            reference_of(self.found.subject, plan, self.options.seed)
+
+    def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
+        """As in `Target`."""
+        write_package(plan, folder, self.found.subject.hooks, progress, self._example)
+
+    def validate(self, plan: Plan, folder: Path) -> Validation | str:
+        """As in `Target`."""
+        subject, options = self.found.subject, self.options
+        seed, accepted = options.seed, options.per_microbatch
+        too_large = why_not_materialised(plan) if self._on_meta else ""
+        if not too_large:
+            hold = validate_materialised if self._on_meta else validate
+            return hold(
+                subject, plan, folder, seed=seed, per_microbatch=accepted, launch=self.launch
+            )
+        held = validate_shortened(
+            subject,
+            plan,
+            partial(self._packaged_alike, plan),
+            seed=seed,
+            per_microbatch=accepted,
+            launch=self.launch,
+        )
+        return held if isinstance(held, Validation) else f"{too_large}; {held}"
+
+    def _packaged_alike(
+        self, like: Plan, subject: Subject, microbatches: int, folder: Path
+    ) -> Plan:
+        """Writes the package of a subject in the schedule and number of stages of another plan."""
+        policy = dataclasses.replace(self.options.policy, schedule=like.schedule, data_parallel=1)
+        planner = Planner(auto.trace(subject, self.frontend), self.options.cluster)
+        made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
+        emit(made, folder, example=real_example(subject))
+        return made
+
+    def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
+        """As in `Target`."""
+        timed = self.options.measured and not self._on_meta
+        return clocked(plan, folder, progress) if timed else plan
+
+
+open_target = TorchStages.open
+
+
+def on_meta(graph: Graph) -> bool:
+    """Whether the model has no numbers to compare."""
+    return any(tensor.is_meta for tensor in graph.tensors.values())
+
+
+def _with_optimizer(
+    options: CompileOptions, graph: Graph, subject: Subject
+) -> tuple[CompileOptions, str]:
+    """The options with the optimizer that counts, and which it is, in words for the plan."""
+    make = subject.make_optimizer
+    if graph.loss is None:
+        return options, ""
+    if options.optimizer is not None or make is None:
+        kind = options.policy.optimizer
+        name = kind.value if isinstance(kind, OptimizerKind) else str(kind)
+        own = " (make_optimizer() is there, and not counted)" if make is not None else ""
+        return options, name + own
+    found = own_optimizer(graph, make)
+    if isinstance(found, str):
+        return options, f"sgd: what make_optimizer() remembers is not known ({found})"
+    return dataclasses.replace(options, optimizer=found), str(found)
