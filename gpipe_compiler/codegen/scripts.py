@@ -24,6 +24,7 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
         training=plan.training,
         hooks=_hooks(hooks) if hooks is not None and offered else None,
         offered=listed(offered),
+        command="train.command",
     )
 
 

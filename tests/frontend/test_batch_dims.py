@@ -22,12 +22,7 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import Subject
-<<<<<<< HEAD
-from gpipe_compiler.onnx.compile_exported import compile_exported
 from gpipe_compiler.runtime.train.comparison import flat_tensors
-=======
-from gpipe_compiler.runtime.comparison import flat_tensors
->>>>>>> 9bbd2b1 (Choose the output format once: a Target says how stages are planned, written, run and validated)
 
 TIME, BATCH, WIDTH = 7, 8, 8
 

@@ -148,7 +148,13 @@ def write_onnx_run(plan: Plan) -> str:
     """The source of `run.py`."""
     package = identifier(f"{plan.name}_x{len(plan.stages)}")
     return render(
-        "run.py.jinja", name=plan.name, package=package, training=False, hooks=None, offered=""
+        "run.py.jinja",
+        name=plan.name,
+        package=package,
+        training=False,
+        hooks=None,
+        offered="",
+        command="command",
     )
 
 
