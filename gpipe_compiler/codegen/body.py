@@ -128,7 +128,7 @@ class _Scribe:
     pending: list[_Pending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.letting_go = LettingGo(self.variables, self.releases)
+        self.letting_go = LettingGo(self.variables, self.releases, self.writer)
         self.bindings = Bindings(
             self.graph,
             self.writer,

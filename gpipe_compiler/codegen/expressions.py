@@ -95,6 +95,14 @@ class Writer:
     anchor: str = ""
     variables: dict[str, Expression] = field(default_factory=dict)
 
+    def follow(self, anchor: str) -> None:
+        """Reads the device off another tensor from here on."""
+        before = f"{self.anchor}.device"
+        for value, expression in self.variables.items():
+            if expression.flat == before:
+                self.variables[value] = name(f"{anchor}.device")
+        self.anchor = anchor
+
     def call(self, made: FunctionCall | MethodCall | ModuleCall) -> Expression:
         """A call.
 

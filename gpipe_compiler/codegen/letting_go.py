@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.layout import name
 from gpipe_compiler.codegen.releases import Releases
 from gpipe_compiler.codegen.statements import Statement
@@ -25,6 +26,7 @@ class LettingGo:
 
     variables: Variables
     releases: Releases
+    writer: Writer
     modes: Mapping[str, Mode] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
 
@@ -52,6 +54,9 @@ class LettingGo:
     def after(self, op: Op, position: int, statements: list[Statement]) -> None:
         """Deletes after the statement of an op what has ended with it."""
         for variable in self.ending(position):
+            if variable == self.writer.anchor and not self._other_anchor():
+                self.variables.forget(variable)
+                continue
             made = {
                 self.modes.get(value, Mode.ALWAYS) for value in self.variables.release(variable)
             }
@@ -59,6 +64,15 @@ class LettingGo:
                 _delete((variable,), op, made.pop(), statements)
             else:
                 self.idle.append(variable)
+
+    def _other_anchor(self) -> bool:
+        """Lets the device be read off another tensor, if one is there in both modes."""
+        for variable, held in self.variables.tensors():
+            modes = {self.modes.get(value, Mode.ALWAYS) for value in held}
+            if variable != self.writer.anchor and modes == {Mode.ALWAYS}:
+                self.writer.follow(variable)
+                return True
+        return False
 
 
 def _delete(variables: Sequence[str], op: Op, mode: Mode, statements: list[Statement]) -> None:

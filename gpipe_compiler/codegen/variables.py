@@ -75,6 +75,12 @@ class Variables:
             if all(self._last_use.get(old, -1) <= position for old in held):
                 yield variable, frozenset(held)
 
+    def tensors(self) -> Iterator[tuple[str, frozenset[str]]]:
+        """The variables that hold tensors, the latest first, and the values that they hold."""
+        for variable, held in reversed(self._holds.items()):
+            if held and all(self._kind(value) is ValueKind.TENSOR for value in held):
+                yield variable, frozenset(held)
+
     def forget(self, variable: str) -> None:
         """The variable may go on holding what it does."""
         self._watched.pop(variable, None)

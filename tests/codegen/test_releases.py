@@ -122,7 +122,22 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)))).view(h.shape)
 
 
+class Late(nn.Module):
+    """The stage's own device, asked for when what came in has been let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        wide = F.softplus(x.repeat(1, 2))
+        wide = F.gelu(wide) * torch.arange(wide.shape[1])
+        return F.gelu(wide)
+
+
 CASES = {
+    "late": (Late, torch.randn(8, 16)),
     "chains": (Chains, torch.randn(2, 3, 8, 8)),
     "modes": (Modes, torch.randn(8, 16)),
     "attention": (Attention, torch.randn(2, 24, 16)),

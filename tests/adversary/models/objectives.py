@@ -219,9 +219,8 @@ def variance(output: Tensor, target: Tensor) -> Tensor:
 
 
 def log_of_sum(output: Tensor, target: Tensor) -> Tensor:
-    return (
-        output.logsumexp(0).sum() - output.gather(1, target[:, None]).mean()
-    )  # refused: log_of_sum
+    chosen = output.gather(1, target[:, None]).mean()
+    return output.logsumexp(0).sum() - chosen  # refused: log_of_sum
 
 
 def with_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -244,9 +243,8 @@ def over_rows(output: Tensor, target: Tensor) -> Tensor:
 def halves(output: Tensor, target: Tensor) -> Tensor:
     """One loss of the first half of the batch, another of the second."""
     half = len(output) // 2
-    return (
-        F.cross_entropy(output[:half], target[:half]) + output[half:].square().mean()
-    )  # refused: halves
+    first = F.cross_entropy(output[:half], target[:half])  # refused: halves
+    return first + output[half:].square().mean()  # refused: halves
 
 
 def number_of_samples(output: Tensor, target: Tensor) -> Tensor:
@@ -263,9 +261,8 @@ def fixed_number(output: Tensor, target: Tensor) -> Tensor:
 
 
 def root_of_number(output: Tensor, target: Tensor) -> Tensor:
-    return (
-        F.cross_entropy(output, target, reduction="sum") / len(output) ** 0.5
-    )  # refused: root_of_number
+    summed = F.cross_entropy(output, target, reduction="sum")
+    return summed / len(output) ** 0.5  # refused: root_of_number
 
 
 def smooth_mask(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
