@@ -26,7 +26,6 @@ class LlamaRotaryEmbedding(nn.Module):
             sin = torch.sin(emb)
             cos = cos.to(torch.float32)
             sin = sin.to(torch.float32)
-        del x
         return cos, sin
 
 
