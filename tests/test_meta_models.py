@@ -165,7 +165,8 @@ def test_the_text_of_the_stages(tmp_path: Path, request: pytest.FixtureRequest) 
     """Every stage is, word for word, the one in the golden folder."""
     directory = compiled(MODEL, tmp_path / "p", frontend=Frontend.EXPORT, validate=False).directory
     assert directory is not None
-    texts = {path.name: path.read_text() for path in directory.glob("stage_*.py")}
+    files = (*directory.glob("stage_*.py"), directory / "layers.py")
+    texts = {path.name: path.read_text() for path in files}
     if request.config.getoption("--rewrite-golden", default=False) or not GOLDEN.exists():
         GOLDEN.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

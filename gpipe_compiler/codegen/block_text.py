@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out, name
+from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.nested import Holder
 from gpipe_compiler.ir import Op, RegionCall, StateKind
 from gpipe_compiler.ir.blocks import Parameter
@@ -25,12 +26,31 @@ class WrittenBlock:
         passed: the inputs of a call that are passed, by their places.
         parameters: what its constructor is given: names, and the parameters of the block.
         inline: whether it is an nn.Sequential, constructed where it stands.
+        shared: whether it stands in `layers.py`.
     """
 
     name: str
     passed: tuple[int, ...]
     parameters: Mapping[str, Parameter]
     inline: bool = False
+    shared: bool = False
+
+
+@dataclass(eq=False)
+class SourceFile:
+    """A file with classes of modules: that of a stage, or `layers.py` for what several have.
+
+    Attributes:
+        names: of its classes, and those that none of them takes.
+        classes: the lines of each, inner ones first.
+        containers: by their lines, the names of those that only hold modules.
+    """
+
+    names: Names
+    shared: bool = False
+    imports: Imports = field(default_factory=Imports)
+    classes: list[tuple[str, ...]] = field(default_factory=list)
+    containers: dict[tuple[str, ...], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

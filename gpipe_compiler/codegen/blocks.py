@@ -1,4 +1,4 @@
-"""The blocks of a stage as classes of their own."""
+"""The blocks of stages as classes, those that several stages call in `layers.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipe_compiler.codegen.block_text import (
     Arguments,
+    SourceFile,
     WrittenBlock,
     buffer_types,
     by_position,
@@ -30,17 +31,35 @@ from gpipe_compiler.codegen.layout import call, lay_out
 from gpipe_compiler.codegen.method_text import is_tensor, method_text, returned_type, types_of
 from gpipe_compiler.codegen.methods import Given, Method
 from gpipe_compiler.codegen.names import RESERVED, Names, class_name
+from gpipe_compiler.codegen.nested import Holder
 from gpipe_compiler.codegen.parameters import parameter_names
 from gpipe_compiler.codegen.peaks import Content, Peaks
 from gpipe_compiler.codegen.templates import contains_batch, tells_batch
-from gpipe_compiler.ir import Op, RegionCall
+from gpipe_compiler.ir import Graph, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import BlockClass, Body, Parameter
-from gpipe_compiler.ir.classes import Blocks, find_blocks, is_chain, outer_states
+from gpipe_compiler.ir.classes import Blocks, Methods, find_blocks, is_chain, outer_states
 from gpipe_compiler.ir.contents import Contents, is_under, prefixes
 from gpipe_compiler.ir.forms import Slot
 from gpipe_compiler.passes.duplicate import BatchMultiple
 from gpipe_compiler.plan import Stage
+
+
+@dataclass(frozen=True)
+class StageMethods:
+    """What a stage runs and holds.
+
+    Attributes:
+        class_name: of its module.
+        state: the modules and tensors that it owns.
+        methods: those that are written with calls of blocks, by name, in the order in which they
+            run: `forward`, and the segments that it calls.
+    """
+
+    stage: Stage
+    class_name: str
+    state: StageState
+    methods: Mapping[str, Method]
 
 
 @dataclass
@@ -49,76 +68,41 @@ class StageBlocks:
 
     Attributes:
         split: the paths of modules of which other stages run ops.
+        written: the blocks that may be constructed, by their ids.
+        file: that of the stage.
     """
 
     facts: Facts
-    state: StageState
-    imports: Imports
+    own: StageMethods
     contents: Contents
     blocks: Blocks
     split: Collection[str]
-    names: Names
     peaks: Peaks
-
-    @classmethod
-    def of(
-        cls,
-        facts: Facts,
-        stage: Stage,
-        state: StageState,
-        methods: Mapping[str, Method],
-        imports: Imports,
-        own_name: str,
-    ) -> StageBlocks:
-        """Finds and writes the blocks that some methods of a stage call.
-
-        Args:
-            methods: those to be written with calls of blocks, by name, in the order in which they
-                run: `forward`, and the segments that it calls.
-            own_name: of the class of the stage.
-        """
-        graph = facts.graph
-        here = frozenset(stage.ops)
-        absent = {
-            prefix for op in graph.ops if op.name not in here for prefix in prefixes(op.module)
-        }
-        displaced = {prefix for path in state.displaced for prefix in prefixes(path)}
-        kept = {holder.prefix[:-1] for holder in state.root.all()} - displaced
-        bodies = [Body(method.ops, method.returns) for method in methods.values()]
-        contents = Contents(graph, tuple(state.modules), tuple(state.places))
-        blocks = find_blocks(
-            contents,
-            bodies,
-            facts.templates,
-            [path for path in graph.module_classes if path in kept],
-            absent.__contains__,
-        )
-        names = Names((*RESERVED, own_name))
-        first, *others = (
-            Content(method.arguments, parts, method.returns)
-            for method, parts in zip(methods.values(), blocks.bodies, strict=True)
-        )
-        segments = dict(zip(list(methods)[1:], others, strict=True))
-        peaks = Peaks(graph, facts.runs, blocks, segments)
-        peaks.method(first)
-        made = cls(facts, state, imports, contents, blocks, absent, names, peaks)
-        for block in blocks.classes:
-            made.construction.written[id(block)] = made._write(block)
-        return made
+    written: dict[int, WrittenBlock]
+    file: SourceFile
 
     @cached_property
-    def construction(self) -> Construction:
-        """What constructs the blocks, and their classes."""
-        of_path = self.blocks.of_path
-        return Construction(
-            self.facts.graph, self.state, self.imports, of_path, self.split, self.names
-        )
+    def holders(self) -> Mapping[str, Holder]:
+        """The modules of the stage by their paths."""
+        return {holder.prefix[:-1]: holder for holder in self.own.state.root.all()}
 
     @cached_property
     def calls(self) -> Calls:
         """How methods call the blocks."""
-        holders = {holder.prefix[:-1]: holder for holder in self.state.root.all()}
-        return Calls(self.facts, self.contents, self.blocks, holders)
+        return Calls(self.facts, self.contents, self.blocks, self.holders, self.written)
+
+    def construction(self, file: SourceFile) -> Construction:
+        """What constructs the modules of the stage."""
+        return Construction(
+            self.facts.graph,
+            self.own.stage.index,
+            self.own.state,
+            file,
+            self.holders,
+            self.blocks.of_path,
+            self.split,
+            self.written,
+        )
 
     def with_calls(self, index: int, method: Method) -> Method:
         """A method of the stage with calls of blocks in place of their ops."""
@@ -130,73 +114,57 @@ class StageBlocks:
     @property
     def places(self) -> Mapping[str, str]:
         """The expressions of the stage for its blocks."""
-        return {path: self.calls.holders[path].place for path in self.blocks.of_path}
+        return {path: self.holders[path].place for path in self.blocks.of_path}
 
-    def _write(self, block: BlockClass) -> WrittenBlock:
-        first, holder = block.first, self.calls.holders[block.first.path]
+    def write(self, block: BlockClass, wanted: str, file: SourceFile) -> WrittenBlock:
+        """Adds the class of a block, whose first call is one of the stage, to a file.
+
+        Args:
+            wanted: what it is to be called.
+        """
+        first, holder = block.first, self.holders[block.first.path]
         ops = self.calls.ops(first.parts, first.outputs, first.path)
         parameters = self._parameters(block)
         given = Arguments.of(parameters)
         own_ops = {op.name for op in ops}
         attributes = {slot: own for slot, own in given.names.items() if slot.owner in own_ops}
         method, passed = self._method(block, ops, attributes)
-        self.calls.passed[id(block)] = passed
         chained = self._is_chain(block)
+        file.imports.from_torch("nn")
         if chained and block.user == nn.Sequential.__name__:
-            self.imports.from_torch("nn")
             return WrittenBlock("nn.Sequential", passed, parameters, inline=True)
-        own_name = self._name(block)
+        own_name, construction = file.names.take_numbered(wanted), self.construction(file)
         if chained:
-            made = call("super().__init__", self.construction.chain(holder, given))
+            made = call("super().__init__", construction.chain(holder, given))
             head = init_lines(given.types, lay_out(made, indent=2))
             constructor = [line for line in head if line != "        super().__init__()"]
             text = class_lines(f"{own_name}(nn.Sequential)", [], constructor, [])
         else:
             lines = [f"        self.{own} = {own}" for own in dict.fromkeys(attributes.values())]
-            constructor = [*lines, *self.construction.lines(holder, given)]
+            constructor = [*lines, *construction.lines(holder, given)]
             base = "ModuleDict" if holder.cls is nn.ModuleDict else "Module"
             text = class_lines(
                 f"{own_name}(nn.{base})",
-                buffer_types(holder, self.imports),
+                buffer_types(holder, file.imports),
                 init_lines(given.types, constructor),
-                self._forward(block, method),
+                self._forward(block, method, file.imports),
             )
-        self.construction.classes.append(text)
-        return WrittenBlock(own_name, passed, parameters)
+        file.classes.append(text)
+        return WrittenBlock(own_name, passed, parameters, shared=file.shared)
 
     def _is_chain(self, block: BlockClass) -> bool:
         """Whether a block is an nn.Sequential, all of whose modules its constructor tells whole."""
-        holder = self.calls.holders[block.first.path]
+        holder = self.holders[block.first.path]
         return is_chain(self.contents, block.first, self.facts.templates) and not any(
-            frozen_in_part(self.facts.graph, self.calls.holders[f"{call.path}.{own}"])
-            for call in block.calls
-            for own in holder.members
+            frozen_in_part(self.facts.graph, item) for _, item in holder.modules()
         )
 
     def _parameters(self, block: BlockClass) -> dict[str, Parameter]:
         """The parameters of a constructor by name, in order: sizes first."""
-        members = self.calls.holders[block.first.path].members
+        members = self.holders[block.first.path].members
         names = Names((*RESERVED, *dir(nn.Module()), *members))
         found = {names.take(parameter.name): parameter for parameter in block.parameters}
         return dict(sorted(found.items(), key=lambda item: not by_position(item[0])))
-
-    def _name(self, block: BlockClass) -> str:
-        """The user's name; of several classes that have one, with what tells it from the others."""
-        own = class_name(block.user)
-        alike = (other.first.path for other in self.blocks.classes if other.user == block.user)
-        if block.first.path in self.split:
-            own = f"{own}Part"
-        else:
-            whole = [self.calls.holders[path].members for path in alike if path not in self.split]
-            holding = {
-                word: sum(word in members for members in whole)
-                for word in self.calls.holders[block.first.path].members
-                if word.isidentifier()
-            }
-            rarest = min(holding, key=holding.__getitem__, default="")
-            if rarest and holding[rarest] < len(whole):
-                own = f"{own}With{class_name(rarest)}"
-        return self.names.take_numbered(own)
 
     def _method(
         self, block: BlockClass, ops: Sequence[Op], attributes: Mapping[Slot, str]
@@ -262,21 +230,108 @@ class StageBlocks:
                     found.add(one)
         return frozenset(found)
 
-    def _forward(self, block: BlockClass, method: Method) -> list[str]:
+    def _forward(self, block: BlockClass, method: Method, imports: Imports) -> list[str]:
         graph, root = self.facts.graph, block.first.path
         states = {
             name: self.calls.place(place, root)
-            for name, place in self.state.places.items()
+            for name, place in self.own.state.places.items()
             if is_under(self.contents.places[name], root)
         }
         modules = {
             path: self.calls.place(holder.place, root)
-            for path, holder in self.calls.holders.items()
+            for path, holder in self.holders.items()
             if is_under(path, root)
         }
-        writer = Writer(self.imports, states, modules)
+        imports.from_torch("Tensor")
+        writer = Writer(imports, states, modules)
         unlike = self._unlike(block)
         body = write_body(graph, method, writer, self.peaks.worth, unlike, direct=True)
         returned = returned_type([is_tensor(graph, value) for value in method.returns])
         types = types_of(graph, method.arguments, body.arguments)
         return method_text("forward", body, returned, [], types)
+
+
+def write_blocks(
+    facts: Facts, stages: Sequence[StageMethods]
+) -> tuple[tuple[StageBlocks, ...], SourceFile]:
+    """The blocks of some stages, written, and the file of those that several of them call."""
+    splits = [_split(facts.graph, own.stage) for own in stages]
+    sought = [_methods(facts.graph, *pair) for pair in zip(stages, splits, strict=True)]
+    found = find_blocks(sought, facts.templates)
+    classes = found[0].classes
+    layers = SourceFile(Names((*RESERVED, *(own.class_name for own in stages))), shared=True)
+    written: dict[int, WrittenBlock] = {}
+    worth: set[int] = set()
+    made: dict[int, StageBlocks] = {}
+    for own, split, methods, blocks in zip(stages, splits, sought, found, strict=True):
+        made[own.stage.index] = StageBlocks(
+            facts,
+            own,
+            methods.contents,
+            blocks,
+            split,
+            _peaks(facts, own, blocks, worth),
+            written,
+            SourceFile(layers.names),
+        )
+    wanted = _names(classes, made)
+    for block in (block for block in classes if len(block.stages) > 1):
+        written[id(block)] = made[block.first.stage].write(block, wanted[id(block)], layers)
+    for stage in made.values():
+        stage.file.names = Names(layers.names.taken)
+    for block in (block for block in classes if len(block.stages) == 1):
+        stage = made[block.first.stage]
+        written[id(block)] = stage.write(block, wanted[id(block)], stage.file)
+    return tuple(made.values()), layers
+
+
+def _split(graph: Graph, stage: Stage) -> frozenset[str]:
+    """The paths of modules of which other stages run ops."""
+    here = frozenset(stage.ops)
+    return frozenset(p for op in graph.ops if op.name not in here for p in prefixes(op.module))
+
+
+def _methods(graph: Graph, own: StageMethods, split: Collection[str]) -> Methods:
+    """A stage as blocks are looked for in it."""
+    displaced = {prefix for path in own.state.displaced for prefix in prefixes(path)}
+    kept = {holder.prefix[:-1] for holder in own.state.root.all()} - displaced
+    return Methods(
+        Contents(graph, tuple(own.state.modules), tuple(own.state.places)),
+        [Body(method.ops, method.returns) for method in own.methods.values()],
+        [path for path in graph.module_classes if path in kept],
+        split.__contains__,
+        own.stage.index,
+    )
+
+
+def _peaks(facts: Facts, own: StageMethods, blocks: Blocks, worth: set[int]) -> Peaks:
+    """What the methods of a stage have to let go of, added to what is worth it."""
+    first, *others = (
+        Content(method.arguments, parts, method.returns)
+        for method, parts in zip(own.methods.values(), blocks.bodies, strict=True)
+    )
+    segments = dict(zip(list(own.methods)[1:], others, strict=True))
+    peaks = Peaks(facts.graph, facts.runs, blocks, segments, worth)
+    peaks.method(first)
+    return peaks
+
+
+def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> dict[int, str]:
+    """The user's names; of several classes that have one, with what tells one from the others."""
+
+    def is_part(block: BlockClass) -> bool:
+        return block.first.path in stages[block.first.stage].split
+
+    held = {id(b): stages[b.first.stage].holders[b.first.path].members for b in classes}
+    names: dict[int, str] = {}
+    for block in classes:
+        own = names[id(block)] = class_name(block.user)
+        whole = [held[id(b)] for b in classes if b.user == block.user and not is_part(b)]
+        words = (word for word in held[id(block)] if word.isidentifier())
+        holding = {word: sum(word in members for members in whole) for word in words}
+        rarest = min(holding, key=holding.__getitem__, default="")
+        if is_part(block):
+            names[id(block)] = f"{own}Part"
+        elif rarest and holding[rarest] < len(whole):
+            names[id(block)] = f"{own}With{class_name(rarest)}"
+    return names

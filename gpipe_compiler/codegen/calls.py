@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
+from gpipe_compiler.codegen.block_text import WrittenBlock
 from gpipe_compiler.codegen.expressions import Layers, repeat
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.layout import consecutive
@@ -25,14 +26,14 @@ class Calls:
 
     Attributes:
         holders: the modules of the stage by their paths.
-        passed: the inputs of a call that are passed, by their places; for each block by its id.
+        written: the blocks that may be called, by their ids.
     """
 
     facts: Facts
     contents: Contents
     blocks: Blocks
     holders: Mapping[str, Holder]
-    passed: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    written: Mapping[int, WrittenBlock]
 
     def ops(self, parts: Sequence[Part], returns: Sequence[str], root: str) -> tuple[Op, ...]:
         """Parts of a method as ops: calls of blocks are calls of modules."""
@@ -75,13 +76,13 @@ class Calls:
         return Op(f"{block.path}({number})", made, result, None, around, block.mode)
 
     def _arguments(self, block: BlockCall) -> tuple[Ref | StateRef, ...]:
-        passed = self.passed[id(self.block_of(block))]
+        passed = self.written[id(self.block_of(block))].passed
         states = outer_states(self.contents, block)
         return (*(Ref(block.inputs[index]) for index in passed), *map(StateRef, states))
 
     def _loop(self, loop: Loop, number: int, root: str) -> Op:
         first, last = loop.calls[0], loop.calls[-1]
-        passed = self.passed[id(self.block_of(first))]
+        passed = self.written[id(self.block_of(first))].passed
         carried = tuple(passed.index(index) for index in loop.carried)
         each = self._each([call.path for call in loop.calls], root, carried)
         made = FunctionCall(repeat, (each, *self._arguments(first)))

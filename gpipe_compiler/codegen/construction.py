@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import groupby
 
 from torch import nn
 
 from gpipe_compiler.codegen.block_text import (
     Arguments,
+    SourceFile,
     WrittenBlock,
     buffer_types,
     by_position,
@@ -20,9 +20,8 @@ from gpipe_compiler.codegen.block_text import (
 )
 from gpipe_compiler.codegen.constants import write_literal
 from gpipe_compiler.codegen.constructors import StageState, construct, construct_member
-from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, name
-from gpipe_compiler.codegen.names import Names, class_name
+from gpipe_compiler.codegen.names import class_name
 from gpipe_compiler.codegen.nested import Holder
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.blocks import BlockClass
@@ -40,39 +39,35 @@ class Construction:
     type checkers know nothing of what is set on an nn.Module from outside.
 
     Attributes:
+        stage: its number.
+        file: that they are written in.
+        holders: the modules of the stage by their paths.
         of_path: the blocks, by the paths of their modules.
         split: the paths of modules of which other stages run ops.
-        names: of classes.
         written: the blocks that may be constructed, by their ids.
-        classes: the lines of all classes, inner ones first.
     """
 
     graph: Graph
+    stage: int
     state: StageState
-    imports: Imports
+    file: SourceFile
+    holders: Mapping[str, Holder]
     of_path: Mapping[str, BlockClass]
     split: Collection[str]
-    names: Names
-    written: dict[int, WrittenBlock] = field(default_factory=dict)
-    classes: list[tuple[str, ...]] = field(default_factory=list)
-    _containers: dict[tuple[str, ...], str] = field(default_factory=dict)
-
-    @cached_property
-    def _holders(self) -> Mapping[str, Holder]:
-        return {holder.prefix[:-1]: holder for holder in self.state.root.all()}
+    written: Mapping[int, WrittenBlock]
 
     def lines(self, holder: Holder, given: Arguments = NO_ARGUMENTS) -> list[str]:
         """The body of the `__init__` of a module, without `super().__init__()`."""
         made = self._inside(holder, given)
         own = None if holder is self.state.root else holder
-        return construct(self.graph, self.state, self.imports, own, made, given.names)
+        return construct(self.graph, self.state, self.file.imports, own, made, given.names)
 
     def chain(self, holder: Holder, given: Arguments = NO_ARGUMENTS) -> list[Expression]:
         """The modules of an nn.Sequential; equal ones in a row by a generator."""
         made = (
             self._block(path, given)
             if (path := item.prefix[:-1]) in self.of_path
-            else construct_member(self.graph, item, self.imports, given.names)
+            else construct_member(self.graph, item, self.file.imports, given.names)
             for _, item in holder.modules()
         )
         runs = [list(run) for _, run in groupby(made, key=lambda item: item.flat)]
@@ -99,13 +94,16 @@ class Construction:
         block = self.of_path[path]
         written = self.written[id(block)]
         if written.inline:
-            return call(written.name, self.chain(self._holders[path], _moved(block, path, given)))
+            return call(written.name, self.chain(self.holders[path], _moved(block, path, given)))
         arguments = []
         for own, parameter in written.parameters.items():
             slot = Slot(path, block.parameters.index(parameter))
             known = given.names.get(slot)
-            value = name(known) if known else write_literal(parameter.values[path], self.imports)
+            number = parameter.values[self.stage, path]
+            value = name(known) if known else write_literal(number, self.file.imports)
             arguments.append(value if by_position(own) else value.prefixed(f"{own}="))
+        if written.shared and not self.file.shared:
+            self.file.imports.layer(written.name)
         return call(written.name, arguments)
 
     def _container(self, holder: Holder, given: Arguments) -> Expression:
@@ -113,19 +111,20 @@ class Construction:
         lines = self.lines(holder, given)
         text = "\n".join(lines)
         types = {own: kind for own, kind in given.types.items() if _reads(text, own)}
-        buffers, init = buffer_types(holder, self.imports), init_lines(types, lines)
+        buffers, init = buffer_types(holder, self.file.imports), init_lines(types, lines)
         base = "ModuleDict" if holder.cls is nn.ModuleDict else "Module"
         key = (base, *buffers, *init)
-        if key not in self._containers:
+        known = self.file.containers.get(key)
+        if known is None:
             path = holder.prefix[:-1]
             user = self.graph.module_classes.get(path, "")
-            known = user and not hasattr(nn, user)
-            wanted = class_name(user if known else path.rpartition(".")[2])
-            own = self.names.take_numbered(f"{wanted}Part" if path in self.split else wanted)
-            self._containers[key] = own
-            self.classes.append(class_lines(f"{own}(nn.{base})", buffers, init, []))
+            named = user and not hasattr(nn, user)
+            wanted = class_name(user if named else path.rpartition(".")[2])
+            known = self.file.names.take_numbered(f"{wanted}Part" if path in self.split else wanted)
+            self.file.containers[key] = known
+            self.file.classes.append(class_lines(f"{known}(nn.{base})", buffers, init, []))
         passed = [name(own) if by_position(own) else name(f"{own}={own}") for own in types]
-        return call(self._containers[key], passed)
+        return call(known, passed)
 
 
 def _has_attributes(holder: Holder) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from gpipe_compiler.codegen.layout import WIDTH
 
 STANDARD = ("math", "operator")
 
@@ -16,6 +18,7 @@ class Imports:
         self._functional = False
         self._checkpoint = False
         self._libraries: dict[str, str] = {}
+        self._layers: set[str] = set()
 
     def torch(self) -> None:
         """`import torch`."""
@@ -41,6 +44,10 @@ class Imports:
         """Imports a module for the operators it registers under `torch.ops.<namespace>`."""
         self._libraries[module] = namespace
 
+    def layer(self, name: str) -> None:
+        """`from .layers import name`, a class or function that several stages have."""
+        self._layers.add(name)
+
     def lines(self) -> list[str]:
         """The import block, sorted as isort would sort it."""
         standard = sorted(module for module in self._modules if module in STANDARD)
@@ -58,7 +65,16 @@ class Imports:
             third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_case))}")
         if self._checkpoint:
             third.append("from torch.utils.checkpoint import checkpoint")
-        return _blocks([f"import {module}" for module in standard], third)
+        own = from_lines(".layers", sorted(self._layers, key=_case)) if self._layers else []
+        return _blocks([f"import {module}" for module in standard], third, own)
+
+
+def from_lines(origin: str, names: Sequence[str]) -> list[str]:
+    """`from origin import ...`, on a line if it fits."""
+    flat = f"from {origin} import {', '.join(names)}"
+    if len(flat) <= WIDTH:
+        return [flat]
+    return [f"from {origin} import (", *(f"    {item}," for item in names), ")"]
 
 
 def _case(name: str) -> tuple[bool, str]:

@@ -77,6 +77,11 @@ class Names:
     def __contains__(self, text: object) -> bool:
         return text in self._taken
 
+    @property
+    def taken(self) -> frozenset[str]:
+        """All that were given out, and the reserved ones."""
+        return frozenset(self._taken)
+
 
 def class_name(text: str) -> str:
     """`resnet50` as the name of a class: `Resnet50`."""

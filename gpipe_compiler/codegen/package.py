@@ -21,7 +21,7 @@ from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.readme import write_readme
 from gpipe_compiler.codegen.schedule import write_schedule
 from gpipe_compiler.codegen.scripts import write_init, write_run
-from gpipe_compiler.codegen.stage import write_stage
+from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.codegen.weights import has_weights, write_weights
 from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Hooks
@@ -133,8 +133,11 @@ def write_package(
     graph = plan.graph
     tell("writing the stages")
     facts = Facts.of(graph)
-    stages = [write_stage(plan, facts, stage) for stage in plan.stages]
+    sources = write_stages(plan, facts)
+    stages = sources.stages
     texts = {f"stage_{stage.index}.py": stage.text for stage in stages}
+    if sources.layers:
+        texts["layers.py"] = sources.layers
     weight = write_loss_weight(plan, graph)
     if weight is not None:
         texts[f"{MODULE}.py"] = weight.text

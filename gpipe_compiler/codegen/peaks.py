@@ -75,14 +75,15 @@ class Peaks:
 
     Attributes:
         segments: by name, what runs again in the backward.
-        worth: the storages found, as the first call of each block numbers them.
+        worth: the storages found, as the first call of each block numbers them; those of all
+            stages, which have blocks in common.
     """
 
     graph: Graph
     runs: Mapping[str, OpRun]
     blocks: Blocks
-    segments: Mapping[str, Content] = field(default_factory=dict)
-    worth: set[int] = field(default_factory=set)
+    segments: Mapping[str, Content]
+    worth: set[int]
     _known: dict[tuple[int, bool], _Need] = field(default_factory=dict)
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import TypeVar
 from gpipe_compiler.codegen import loss_weight
 from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal, write_nest
 from gpipe_compiler.codegen.diagram import diagram
-from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.imports import Imports, from_lines
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.codegen.loss_weight import WeightSource
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
@@ -69,8 +69,8 @@ def write_schedule(
         together=_together(plan),
         drawing=_drawing(plan),
         imports=imports.lines(),
-        spec_import=_import(".runtime.spec", sorted(from_spec)),
-        modules=_import(".", modules),
+        spec_import=from_lines(".runtime.spec", sorted(from_spec)),
+        modules=from_lines(".", modules),
         orders=orders,
         wrapped=wrapped,
         spec=text.splitlines(),
@@ -91,14 +91,6 @@ def _manner_enums(plan: Plan) -> list[str]:
     if any(stage.remat is not Remat.NONE for stage in plan.stages):
         found.append(Remat.__name__)
     return found
-
-
-def _import(origin: str, names: Sequence[str]) -> list[str]:
-    """`from origin import ...`, on a line if it fits."""
-    flat = f"from {origin} import {', '.join(names)}"
-    if len(flat) <= WIDTH:
-        return [flat]
-    return [f"from {origin} import (", *(f"    {item}," for item in names), ")"]
 
 
 def _together(plan: Plan) -> list[str]:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.block_text import buffer_types
-from gpipe_compiler.codegen.blocks import StageBlocks
+from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods, write_blocks
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts, Randoms
-from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
@@ -27,7 +26,7 @@ from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.peaks import Content
 from gpipe_compiler.codegen.returning import Body
-from gpipe_compiler.codegen.segments import buffers_of, split_off
+from gpipe_compiler.codegen.segments import Segment, buffers_of, split_off
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
 from gpipe_compiler.plan import Plan, Stage
@@ -81,67 +80,113 @@ def has_separate_loss(plan: Plan, graph: Graph) -> bool:
     return maker is not None and maker.name in graph.loss_only
 
 
-def write_stage(plan: Plan, facts: Facts, stage: Stage) -> StageSource:
-    """The source of a stage.
+@dataclass(frozen=True)
+class Sources:
+    """The stages of a package, and `layers.py`: the classes that several have, "" for none."""
+
+    stages: tuple[StageSource, ...]
+    layers: str
+
+
+def write_stages(plan: Plan, facts: Facts, stages: Sequence[Stage] | None = None) -> Sources:
+    """The source of stages, all of the plan unless some are given; one alone imports no other file.
 
     Raises:
         EmitError: naming the user's line, when something in it has no spelling.
     """
-    graph = facts.graph
-    separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
-    outputs = _outputs(plan, graph, stage)
-    whole = forward_method(facts, stage, outputs)
-    losses = [loss_method(facts, stage, outputs)] if separate else []
-    ops = [op for method in (whole, *losses) for op in method.ops]
-    state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
-    forward, segments = split_off(facts, stage, whole, OF_STAGE | state.attributes)
-    methods = {FORWARD: forward, **{segment.name: segment.method for segment in segments}}
-    class_name, imports = f"Stage{stage.index}", Imports()
-    imports.from_torch("nn")
-    blocks = StageBlocks.of(facts, stage, state, methods, imports, class_name)
-    written = _bodies(blocks, methods, losses)
-    buffers = _buffers(graph, state.originals)
-    changed = _written(facts, ops, buffers) if plan.training else ()
-    writes = outermost(changed, buffers)
-    held = {
-        item.name: outermost(buffers_of(facts, item, changed, buffers), buffers)
-        for item in segments
-    }
-    initial = initial_steps(graph, state.originals.values())
-    initial_text = initial_lines(initial, state.originals.values(), imports)
-    constructor = blocks.construction.lines(state.root)
-    registered = buffer_types(state.root, imports)
+    drafts = [_Draft.of(plan, facts, stage) for stage in (stages or plan.stages)]
+    blocks, layers = write_blocks(facts, [draft.own for draft in drafts])
+    sources = tuple(
+        draft.source(plan, facts, own) for draft, own in zip(drafts, blocks, strict=True)
+    )
+    if not layers.classes:
+        return Sources(sources, "")
     text = render(
-        "stage.py.jinja",
-        title=_title(plan, stage, ops),
-        imports=imports.lines(),
-        blocks=blocks.construction.classes,
-        class_name=class_name,
-        base=state.root.cls.__name__,
-        buffers=registered,
-        constructor=constructor,
-        methods=[_method_lines(plan, graph, stage, item) for item in written],
-        renamed=renamed_table(state),
-        writes=_writes_lines(writes),
-        segments=_segments_lines(held),
-        initial=initial_text,
+        "layers.py.jinja",
+        name=plan.name,
+        imports=layers.imports.lines(),
+        blocks=layers.classes,
     )
-    return StageSource(
-        index=stage.index,
-        class_name=class_name,
-        text=text,
-        inputs=forward.arguments,
-        outputs=outputs,
-        loss_inputs=losses[0].arguments if losses else (),
-        state=state.originals,
-        renamed=bool(state.renamed),
-        random_ops=facts.random_ops(ops, training=True),
-        random_in_eval=facts.random_ops(ops, training=False),
-        initial=initial,
-        writes=writes,
-        mixes=plan.training and any(op.name in facts.mixing for op in ops),
-        segments=held,
-    )
+    return Sources(sources, text)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What a stage is to do.
+
+    Attributes:
+        ops: all, those of the loss included.
+        losses: `loss`, where the stage has it.
+    """
+
+    own: StageMethods
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+    losses: tuple[Method, ...]
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, facts: Facts, stage: Stage) -> _Draft:
+        graph = facts.graph
+        separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
+        outputs = _outputs(plan, graph, stage)
+        whole = forward_method(facts, stage, outputs)
+        losses = (loss_method(facts, stage, outputs),) if separate else ()
+        ops = tuple(op for method in (whole, *losses) for op in method.ops)
+        state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
+        forward, segments = split_off(facts, stage, whole, OF_STAGE | state.attributes)
+        methods = {FORWARD: forward, **{segment.name: segment.method for segment in segments}}
+        own = StageMethods(stage, f"Stage{stage.index}", state, methods)
+        return cls(own, ops, outputs, losses, segments)
+
+    def source(self, plan: Plan, facts: Facts, blocks: StageBlocks) -> StageSource:
+        """The stage, written."""
+        graph, own, stage, state = facts.graph, self.own, self.own.stage, self.own.state
+        imports = blocks.file.imports
+        imports.from_torch("nn")
+        written = _bodies(blocks, own.methods, self.losses)
+        buffers = _buffers(graph, state.originals)
+        changed = _written(facts, self.ops, buffers) if plan.training else ()
+        writes = outermost(changed, buffers)
+        held = {
+            item.name: outermost(buffers_of(facts, item, changed, buffers), buffers)
+            for item in self.segments
+        }
+        initial = initial_steps(graph, state.originals.values())
+        initial_text = initial_lines(initial, state.originals.values(), imports)
+        constructor = blocks.construction(blocks.file).lines(state.root)
+        registered = buffer_types(state.root, imports)
+        text = render(
+            "stage.py.jinja",
+            title=_title(plan, stage, self.ops),
+            imports=imports.lines(),
+            blocks=blocks.file.classes,
+            class_name=own.class_name,
+            base=state.root.cls.__name__,
+            buffers=registered,
+            constructor=constructor,
+            methods=[_method_lines(plan, graph, stage, item) for item in written],
+            renamed=renamed_table(state),
+            writes=_writes_lines(writes),
+            segments=_segments_lines(held),
+            initial=initial_text,
+        )
+        return StageSource(
+            index=stage.index,
+            class_name=own.class_name,
+            text=text,
+            inputs=own.methods[FORWARD].arguments,
+            outputs=self.outputs,
+            loss_inputs=self.losses[0].arguments if self.losses else (),
+            state=state.originals,
+            renamed=bool(state.renamed),
+            random_ops=facts.random_ops(self.ops, training=True),
+            random_in_eval=facts.random_ops(self.ops, training=False),
+            initial=initial,
+            writes=writes,
+            mixes=plan.training and any(op.name in facts.mixing for op in self.ops),
+            segments=held,
+        )
 
 
 def _bodies(
@@ -155,11 +200,12 @@ def _bodies(
     for method in losses:
         blocks.peaks.method(Content(method.arguments, method.ops, method.returns))
         called[LOSS] = method
+    imports, state = blocks.file.imports, blocks.own.state
     if any(method.arguments or method.returns for method in called.values()):
-        blocks.imports.from_torch("Tensor")
-    state, written = blocks.state, []
+        imports.from_torch("Tensor")
+    written = []
     for label, method in called.items():
-        writer = Writer(blocks.imports, state.places, {**state.modules, **blocks.places})
+        writer = Writer(imports, state.places, {**state.modules, **blocks.places})
         body = write_body(blocks.facts.graph, method, writer, blocks.peaks.worth)
         written.append(_Written(label, method, body))
     return written

@@ -12,7 +12,7 @@ those of the module around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -29,12 +29,16 @@ class BlockCall:
         path: of the module.
         inputs: the values it is given, in the order in which it reads them.
         outputs: the values it makes that are read after it, in the order in which it makes them.
+        stage: the stage whose method makes the call.
+        again: whether it runs a second time in the backward.
     """
 
     path: str
     parts: tuple[Part, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    stage: int = 0
+    again: bool = False
 
     @property
     def ops(self) -> Iterator[Op]:
@@ -74,12 +78,12 @@ class Parameter:
 
     Attributes:
         slots: where it stands in the first call.
-        values: by the paths of the instances.
+        values: by the stages and paths of the instances.
     """
 
     name: str
     slots: tuple[Slot, ...]
-    values: Mapping[str, object]
+    values: Mapping[tuple[int, str], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +93,6 @@ class BlockClass:
     Attributes:
         user: the user's name for the class of the modules.
         calls: in order; the first one stands for all.
-        paths: of the instances, in order.
     """
 
     user: str
@@ -106,6 +109,11 @@ class BlockClass:
         """Those of the instances."""
         return tuple(dict.fromkeys(call.path for call in self.calls))
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that call it."""
+        return tuple(dict.fromkeys(call.stage for call in self.calls))
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -115,19 +123,28 @@ class Body:
     returns: tuple[str, ...]
 
 
-def nest(body: Body, is_block: Callable[[str], bool]) -> tuple[Part, ...]:
+def nest(
+    body: Body,
+    is_block: Callable[[str], bool],
+    stage: int = 0,
+    again: Collection[str] = (),
+) -> tuple[Part, ...]:
     """The ops of a method and its calls of modules, at the outermost level.
 
     Args:
         is_block: whether the module at a path is a block; ops of one that is not are taken for
             those of the module around it.
+        stage: that the method is one of.
+        again: the paths of modules whose calls run a second time in the backward.
     """
-    return _Nesting(body, is_block).parts(range(len(body.ops)), 0)
+    return _Nesting(body, is_block, stage, again).parts(range(len(body.ops)), 0)
 
 
 class _Nesting:
-    def __init__(self, body: Body, is_block: Callable[[str], bool]) -> None:
-        self._ops = body.ops
+    def __init__(
+        self, body: Body, is_block: Callable[[str], bool], stage: int, again: Collection[str]
+    ) -> None:
+        self._ops, self._stage, self._again = body.ops, stage, again
         paths = {op.module for op in body.ops}
         self._chain = {path: tuple(filter(is_block, prefixes(path))) for path in paths}
         self._last: dict[str, float] = {v: i for i, op in enumerate(body.ops) for v in op.inputs}
@@ -158,4 +175,6 @@ class _Nesting:
             self.parts(places, depth),
             tuple(value for value in read if value not in made),
             tuple(value for value in made if self._last.get(value, -1) > places[-1]),
+            self._stage,
+            path in self._again,
         )

@@ -12,7 +12,7 @@ from gpipe_compiler.ir.arguments import Argument, Ref
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, Former, Slot, states_read
-from gpipe_compiler.ir.graph import ValueKind
+from gpipe_compiler.ir.graph import Graph, ValueKind
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
 
 MOST_PARAMETERS = 8
@@ -23,12 +23,38 @@ SMALL = 2
 
 
 @dataclass(frozen=True, eq=False)
+class Methods:
+    """The methods of one stage.
+
+    Attributes:
+        contents: what the stage holds.
+        modules: the paths of those that may be blocks.
+        split: whether a module has ops that are not among these.
+        stage: its number.
+        again: the paths of modules whose calls run a second time in the backward.
+    """
+
+    contents: Contents
+    bodies: Sequence[Body]
+    modules: Collection[str]
+    split: Callable[[str], bool]
+    stage: int = 0
+    again: Collection[str] = ()
+
+    def nest(self, blocks: Collection[str]) -> tuple[tuple[Part, ...], ...]:
+        """The ops and calls of each, where the modules at these paths are blocks."""
+        return tuple(
+            nest(body, blocks.__contains__, self.stage, self.again) for body in self.bodies
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of some methods.
+    """The blocks of the methods of a stage.
 
     Attributes:
         bodies: of each method, its ops and calls at the outermost level.
-        classes: inner blocks first.
+        classes: inner blocks first; of all stages for which they were looked for together.
         of_path: the block that each module is an instance of.
     """
 
@@ -37,53 +63,50 @@ class Blocks:
     of_path: Mapping[str, BlockClass]
 
 
-def find_blocks(
-    contents: Contents,
-    bodies: Sequence[Body],
-    templates: Mapping[str, Argument],
-    modules: Iterable[str],
-    split: Callable[[str], bool],
-) -> Blocks:
-    """The blocks of some methods of one stage.
+def find_blocks(stages: Sequence[Methods], templates: Mapping[str, Argument]) -> tuple[Blocks, ...]:
+    """The blocks of some stages, which equal calls in different ones have in common.
 
     Args:
-        contents: what the stage holds.
-        templates: what the values are that the stage reads off shapes.
-        modules: the paths of those that may be blocks.
-        split: whether a module has ops that are not among these.
+        templates: what the values are that the stages read off shapes.
     """
-    blocks = set(modules)
+    blocks = [set(methods.modules) for methods in stages]
     while True:
-        nested = tuple(nest(body, blocks.__contains__) for body in bodies)
-        calls = [call for parts in nested for call in calls_in(parts)]
-        ops = [op for body in bodies for op in body.ops]
-        check = _Check(contents, ops, templates, split)
-        bad = {call.path for call in calls if not check.can_be(call)}
-        if not bad:
-            grouping = _Grouping(contents, templates, calls)
+        nested = [methods.nest(paths) for methods, paths in zip(stages, blocks, strict=True)]
+        calls = [[call for parts in bodies for call in calls_in(parts)] for bodies in nested]
+        bad = []
+        for methods, found in zip(stages, calls, strict=True):
+            check = _Check(methods, templates)
+            bad.append({call.path for call in found if not check.can_be(call)})
+        if not any(bad):
+            contents = {methods.stage: methods.contents for methods in stages}
+            grouping = _Grouping(contents, templates, list(chain(*calls)))
             grouping.run()
-            bad = grouping.unequal
-            if not bad:
-                return Blocks(nested, tuple(grouping.classes), grouping.of_path)
-        blocks -= bad
+            bad = [grouping.unequal.get(methods.stage, set()) for methods in stages]
+        if not any(bad):
+            classes = tuple(grouping.classes)
+            of_paths = [
+                {call.path: grouping.of_call[call.stage, call.path] for call in found}
+                for found in calls
+            ]
+            return tuple(
+                Blocks(bodies, classes, of_path)
+                for bodies, of_path in zip(nested, of_paths, strict=True)
+            )
+        for paths, worse in zip(blocks, bad, strict=True):
+            paths.difference_update(worse)
 
 
 class _Check:
     """Whether calls can be those of a block."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        ops: Sequence[Op],
-        templates: Collection[str],
-        split: Callable[[str], bool],
-    ) -> None:
-        self._contents = contents
+    def __init__(self, methods: Methods, templates: Collection[str]) -> None:
+        ops = [op for body in methods.bodies for op in body.ops]
+        self._contents = methods.contents
         self._templates = templates
-        self._graph = contents.graph
+        self._graph = methods.contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
         self._modules = {module for op in ops for module in _modules_called(op)}
-        self._split = split
+        self._split = methods.split
 
     def can_be(self, call: BlockCall) -> bool:
         """Whether a call can be one of a block, and is worth it."""
@@ -135,26 +158,32 @@ class _Grouping:
     """Joins equal calls, inner ones first.
 
     Attributes:
-        unequal: the modules of which one call is not like another.
+        contents: of each stage.
+        of_call: the blocks of the calls, by their stages and paths.
+        unequal: by stage, the modules of which one call is not like another.
     """
 
-    contents: Contents
+    contents: Mapping[int, Contents]
     templates: Mapping[str, Argument]
     calls: Sequence[BlockCall]
     classes: list[BlockClass] = field(default_factory=list)
-    of_path: dict[str, BlockClass] = field(default_factory=dict)
-    unequal: set[str] = field(default_factory=set)
+    of_call: dict[tuple[int, str], BlockClass] = field(default_factory=dict)
+    unequal: dict[int, set[str]] = field(default_factory=dict)
+
+    def _differs(self, call: BlockCall) -> None:
+        self.unequal.setdefault(call.stage, set()).add(call.path)
 
     def run(self) -> None:
         """Finds the classes, up to the first modules that are unequal."""
         for calls in self._by_height():
             formed = [(call, *self._form(call)) for call in calls]
             groups: dict[Hashable, list[tuple[BlockCall, list[Constant]]]] = {}
-            keys: dict[str, Hashable] = {}
+            keys: dict[tuple[int, str], Hashable] = {}
             for call, form, constants in formed:
                 numbers = tuple(constant.form for constant in constants)
-                if keys.setdefault(call.path, (form, numbers)) != (form, numbers):
-                    self.unequal.add(call.path)
+                key = call.stage, call.path
+                if keys.setdefault(key, (form, numbers)) != (form, numbers):
+                    self._differs(call)
                 groups.setdefault(form, []).append((call, constants))
             if self.unequal:
                 return
@@ -165,12 +194,12 @@ class _Grouping:
         """The calls without inner ones, then those that hold only such, and so on."""
         heights: dict[int, int] = {}
         levels: list[list[BlockCall]] = []
-        of_path: dict[str, int] = {}
+        known: dict[tuple[int, str], int] = {}
         for call in self.calls:
             inner = [heights[id(part)] for part in call.parts if isinstance(part, BlockCall)]
             height = heights[id(call)] = max(inner, default=-1) + 1
-            if of_path.setdefault(call.path, height) != height:
-                self.unequal.add(call.path)
+            if known.setdefault((call.stage, call.path), height) != height:
+                self._differs(call)
             if height == len(levels):
                 levels.append([])
             levels[height].append(call)
@@ -195,42 +224,48 @@ class _Grouping:
         parameters: tuple[Parameter, ...],
     ) -> None:
         calls = tuple(call for call, _ in members)
-        made = BlockClass(self.contents.graph.module_classes[calls[0].path], calls, parameters)
+        made = BlockClass(self._user(calls[0]), calls, parameters)
         self.classes.append(made)
-        self.of_path.update(dict.fromkeys(made.paths, made))
+        self.of_call.update(((call.stage, call.path), made) for call in calls)
+
+    def _user(self, call: BlockCall) -> str:
+        return self.contents[call.stage].graph.module_classes[call.path]
 
     def _form(self, call: BlockCall) -> tuple[Hashable, list[Constant]]:
         """What a call is but for names and numbers, and the numbers."""
-        former = Former(call.path, self.contents.places)
+        contents = self.contents[call.stage]
+        former = Former(call.path, contents.places)
         inner = dict.fromkeys(part.path for part in call.parts if isinstance(part, BlockCall))
-        held, constants = self.contents.form(call.path, inner)
+        held, constants = contents.form(call.path, inner)
         for path in inner:
             constants.extend(
-                Constant(Slot(path, number), parameter.values[path], parameter.name)
-                for number, parameter in enumerate(self.of_path[path].parameters)
+                Constant(Slot(path, number), parameter.values[call.stage, path], parameter.name)
+                for number, parameter in enumerate(self.of_call[call.stage, path].parameters)
             )
-        given = tuple((former.number(value), self._given(value)) for value in call.inputs)
+        given = tuple(
+            (former.number(value), self._given(contents.graph, value)) for value in call.inputs
+        )
         parts: list[Hashable] = []
         for part in call.parts:
             if isinstance(part, BlockCall):
                 wires = [tuple(map(former.number, w)) for w in (part.inputs, part.outputs)]
-                outer = tuple(map(former.state, outer_states(self.contents, part)))
-                block = id(self.of_path[part.path])
-                parts.append(("call", block, former.local(part.path), *wires, outer))
+                outer = tuple(map(former.state, outer_states(contents, part)))
+                block = id(self.of_call[part.stage, part.path])
+                local = former.local(part.path)
+                parts.append(("call", block, local, *wires, outer, part.again))
             else:
                 parts.append(former.op(part))
         returned = tuple(map(former.number, call.outputs))
-        user = self.contents.graph.module_classes[call.path]
-        form = (user, held, given, tuple(parts), returned)
+        form = (self._user(call), held, given, tuple(parts), returned)
         return form, [*constants, *former.constants]
 
-    def _given(self, name: str) -> Hashable:
+    def _given(self, graph: Graph, name: str) -> Hashable:
         """What is known of a value that a call is given."""
-        value = self.contents.graph.values.get(name)
+        value = graph.values.get(name)
         if value is None:
             return None
         template = repr(self.templates[name]) if name in self.templates else ""
-        size = self.contents.graph.batch_size
+        size = graph.batch_size
         dim = value.batch_dim
         batch = None if dim is None else (dim, value.splittable, value.shape[dim] / size)
         return (value.kind, template, batch)
@@ -293,7 +328,7 @@ def _parameters(
         Parameter(
             first[places[0]].name,
             tuple(first[place].slot for place in places),
-            {call.path: constants[places[0]].value for call, constants in members},
+            {(call.stage, call.path): constants[places[0]].value for call, constants in members},
         )
         for places in slots.values()
     )

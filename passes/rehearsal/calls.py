@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, Ref
 from gpipe_compiler.ir.blocks import Body, calls_in
-from gpipe_compiler.ir.classes import find_blocks
+from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.rehearsal.part import Part
@@ -24,8 +24,8 @@ def calls_of(part: Part) -> tuple[range, ...]:
     modules = dict.fromkeys(op.call.module for op in part.ops if isinstance(op.call, ModuleCall))
     contents = Contents(graph, tuple(modules), part.states)
     paths = [path for path in graph.module_classes if path in contents.holders]
-    templates = shape_values(graph)
-    found = find_blocks(contents, list(_bodies(part)), templates, paths, absent.__contains__)
+    methods = Methods(contents, list(_bodies(part)), paths, absent.__contains__)
+    (found,) = find_blocks([methods], shape_values(graph))
     place = {op.name: position for position, op in enumerate(part.ops)}
     calls = (call for parts in found.bodies for call in calls_in(parts))
     places = ([place[op.name] for op in call.ops] for call in calls)

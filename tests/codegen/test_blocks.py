@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.facts import Facts
-from gpipe_compiler.codegen.stage import write_stage
+from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.plan import Plan
 
 
@@ -69,7 +69,7 @@ class Layers(nn.Module):
 def text_of(plan: Plan) -> str:
     """The source of the one stage of a plan."""
     assert plan.graph is not None
-    return write_stage(plan, Facts.of(plan.graph), plan.stages[0]).text
+    return write_stages(plan, Facts.of(plan.graph)).stages[0].text
 
 
 def module_of(text: str) -> nn.Module:

@@ -20,7 +20,7 @@ import torch
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.codegen.facts import Facts
-from gpipe_compiler.codegen.stage import write_stage
+from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.compile import plan, trace
 
 HERE = Path(__file__).parent
@@ -62,17 +62,18 @@ def test_the_stages_of_a_model(label: str, request: pytest.FixtureRequest) -> No
     graph = trace(model.model, model.args, model.kwargs, target=model.target, loss_fn=model.loss_fn)
     made = plan(graph, stages=4, microbatches=4, cluster=CLUSTER)
     assert made.graph is not None
-    facts = Facts.of(made.graph)
-    texts = [write_stage(made, facts, stage).text for stage in made.stages]
+    sources = write_stages(made, Facts.of(made.graph))
+    texts = {f"stage_{stage.index}.py": stage.text for stage in sources.stages}
+    texts["layers.py"] = sources.layers
     folder = GOLDEN / label
     if request.config.getoption("--rewrite-golden", default=False):
         folder.mkdir(parents=True, exist_ok=True)
-        for number, text in enumerate(texts):
-            (folder / f"stage_{number}.py").write_text(text)
+        for file, text in texts.items():
+            (folder / file).write_text(text)
 
-    assert max(len(text.splitlines()) for text in texts) <= model.most
+    assert max(len(text.splitlines()) for text in texts.values()) <= model.most
     if pinned("torch") and pinned("transformers"):
-        assert texts == [(folder / f"stage_{number}.py").read_text() for number in range(4)]
+        assert texts == {file: (folder / file).read_text() for file in texts}
 
 
 def test_ruff_finds_nothing_in_the_stages() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
 from gpipe_compiler.ir.blocks import BlockCall, Body, Part, calls_in, nest, ops_of
-from gpipe_compiler.ir.classes import Blocks, find_blocks
+from gpipe_compiler.ir.classes import Blocks, Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import states_read
 
@@ -63,7 +63,8 @@ def blocks_of(graph: Graph) -> Blocks:
     states = dict.fromkeys(name for op in ops for name in states_read(op))
     contents = Contents(graph, tuple(modules), tuple(states))
     body = Body(ops, graph.output_values)
-    return find_blocks(contents, [body], {}, graph.module_classes, lambda _: False)
+    (found,) = find_blocks([Methods(contents, [body], graph.module_classes, lambda _: False)], {})
+    return found
 
 
 def test_the_blocks_of_a_model() -> None:

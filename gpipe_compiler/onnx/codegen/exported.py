@@ -24,7 +24,7 @@ from torch import nn
 from torch.export import Dim
 
 from gpipe_compiler.codegen.facts import Facts
-from gpipe_compiler.codegen.stage import StageSource, write_stage
+from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall, Op, ValueKind
 from gpipe_compiler.onnx.codegen.stages import boundary, stage_file
@@ -52,7 +52,7 @@ def export_stages(plan: Plan, folder: Path, progress: Callable[[str], None]) -> 
     for stage in plan.stages:
         progress(f"exporting stage {stage.index} of {len(plan.stages)}")
         _refuse_other_kinds(graph, stage)
-        source = write_stage(plan, facts, stage)
+        (source,) = write_stages(plan, facts, [stage]).stages
         path = folder / stage_file(stage)
         with tempfile.TemporaryDirectory(prefix="gpipe-export-") as scratch, _unlogged():
             file = Path(scratch, f"stage_{stage.index}.py")

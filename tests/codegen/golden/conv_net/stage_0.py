@@ -2,20 +2,7 @@
 
 from torch import Tensor, nn
 
-
-class ResidualPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # models.py:26-27
-        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
-        out = self.conv2(out)
-        return out
+from .layers import ResidualPart
 
 
 class Stage0(nn.Module):

@@ -3,25 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class ResidualPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn2 = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
-        # models.py:27-29
-        out = self.bn2(out)  # (B, 4, 8, 8)
-        out += x
-        relu_out: Tensor = self.relu(out)
-        return relu_out
+from .layers import ResidualPart2
 
 
 class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": ResidualPart()})
+        self.blocks = nn.ModuleDict({"1": ResidualPart2()})
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 

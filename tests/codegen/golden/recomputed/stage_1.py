@@ -3,40 +3,13 @@
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
-class ResidualPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn2 = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
-        # models.py:27-29
-        out = self.bn2(out)  # (B, 4, 8, 8)
-        out += x
-        relu_out: Tensor = self.relu(out)
-        return relu_out
-
-
-class ResidualPart2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # models.py:26-27
-        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
-        out = self.conv2(out)
-        return out
+from .layers import ResidualPart, ResidualPart2
 
 
 class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": ResidualPart(), "1": ResidualPart2()})
+        self.blocks = nn.ModuleDict({"0": ResidualPart2(), "1": ResidualPart()})
 
     def forward(self, out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.

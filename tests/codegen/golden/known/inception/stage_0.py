@@ -3,18 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class ConvNorm(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, padding: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(
-            in_channels, out_channels, kernel_size=kernel_size, padding=padding, bias=False
-        )
-        self.norm = nn.BatchNorm2d(out_channels, eps=0.001)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # inception.py:35
-        return F.relu(self.norm(self.conv(x)), inplace=True)
+from .layers import ConvNorm
 
 
 class InceptionPart(nn.Module):

@@ -1,21 +1,9 @@
 """Stage 1 of InceptionNet, the 2nd of 4: early.0.conv3.conv to early.2.conv5."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class ConvNorm(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, padding: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(
-            in_channels, out_channels, kernel_size=kernel_size, padding=padding, bias=False
-        )
-        self.norm = nn.BatchNorm2d(out_channels, eps=0.001)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # inception.py:35
-        return F.relu(self.norm(self.conv(x)), inplace=True)
+from .layers import ConvNorm, Inception
 
 
 class InceptionPart(nn.Module):
@@ -30,26 +18,6 @@ class InceptionPart(nn.Module):
         # inception.py:57
         conv3_out = self.conv3(narrow3_out)  # (B, 8, 16, 16)
         conv5_out = self.conv5(narrow5_out)
-        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], 1)  # (B, 32, 16, 16)
-
-
-class Inception(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.point = ConvNorm(32, 8, kernel_size=1, padding=0)
-        self.narrow3 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.conv3 = ConvNorm(4, 8, kernel_size=3, padding=1)
-        self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
-        self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # inception.py:55-57
-        point_out = self.point(x)  # (B, 8, 16, 16)
-        conv3_out = self.conv3(self.narrow3(x))
-        conv5_out = self.conv5(self.narrow5(x))
-        branches = F.max_pool2d(x, [3, 3], stride=[1, 1], padding=[1, 1])  # (B, 32, 16, 16)
-        pooled_out = self.pooled(branches)  # (B, 8, 16, 16)
         return torch.cat([point_out, conv3_out, conv5_out, pooled_out], 1)  # (B, 32, 16, 16)
 
 

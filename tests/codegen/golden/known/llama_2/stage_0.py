@@ -4,11 +4,12 @@ From model.embed_tokens to model.layers.0.self_attn.o_proj.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layers import LlamaAttention, LlamaRMSNorm
 
-class LlamaRotaryEmbedding(nn.Module):
+
+class LlamaRotaryEmbeddingWithOriginalInvFreq(nn.Module):
     inv_freq: Tensor
     original_inv_freq: Tensor
 
@@ -29,67 +30,6 @@ class LlamaRotaryEmbedding(nn.Module):
         return cos, sin
 
 
-class LlamaRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_llama.py:63-66
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)  # (B, 16, 32)
-        return self.weight * hidden_states.to(torch.float32)
-
-
-class LlamaAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(32, 32, bias=False)
-        self.k_proj = nn.Linear(32, 16, bias=False)
-        self.v_proj = nn.Linear(32, 16, bias=False)
-        self.o_proj = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # masking_utils.py:880, modeling_llama.py:121-269, sdpa_attention.py:193-206
-        batch = hidden_states.shape[0]
-        query_states = self.q_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
-        sin = sin.unsqueeze(1)
-        mul = query_states * cos  # (B, 4, 16, 8)
-        x1 = query_states[..., :4]  # (B, 4, 16, 4)
-        x2 = query_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 4, 16, 8)
-        del query_states, x1, x2
-        mul_2 = rotate_half_out * sin
-        del rotate_half_out
-        q_embed = mul + mul_2
-        del mul, mul_2
-        mul = key_states * cos  # (B, 2, 16, 8)
-        x1 = key_states[..., :4]  # (B, 2, 16, 4)
-        x2 = key_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 2, 16, 8)
-        del key_states, x1, x2
-        mul_2 = rotate_half_out * sin
-        del rotate_half_out
-        k_embed = mul + mul_2
-        del mul, mul_2
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            q_embed,
-            k_embed,
-            value_states,
-            scale=0.3535533905932738,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
 class LlamaDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +46,7 @@ class LlamaModelPart(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
         self.layers = nn.ModuleDict({"0": LlamaDecoderLayerPart()})
-        self.rotary_emb = LlamaRotaryEmbedding()
+        self.rotary_emb = LlamaRotaryEmbeddingWithOriginalInvFreq()
 
 
 class Stage0(nn.Module):

@@ -1,38 +1,8 @@
 """Stage 1 of LlamaForCausalLM, the 2nd of 4: model.layers.0 to model.layers.1.input_layernorm."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class LlamaRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_llama.py:63-66
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
-        add = variance + 1e-06
-        del variance
-        rsqrt = torch.rsqrt(add)
-        del add
-        hidden_states = hidden_states * rsqrt  # (B, 16, 32)
-        return self.weight * hidden_states.to(torch.float32)
-
-
-class LlamaMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(32, 64, bias=False)
-        self.up_proj = nn.Linear(32, 64, bias=False)
-        self.down_proj = nn.Linear(64, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # modeling_llama.py:164
-        down_proj: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
+from .layers import LlamaMLP, LlamaRMSNorm
 
 
 class LlamaDecoderLayerPart(nn.Module):

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers torch.ops.transformers)
 from torch import Tensor, nn
 
+from .layers import MixtralAttention, MixtralRMSNorm, MixtralTopKRouter
 
-class MixtralRotaryEmbedding(nn.Module):
+
+class MixtralRotaryEmbeddingWithOriginalInvFreq(nn.Module):
     inv_freq: Tensor
     original_inv_freq: Tensor
 
@@ -30,74 +32,7 @@ class MixtralRotaryEmbedding(nn.Module):
         return cos, sin
 
 
-class MixtralRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_mixtral.py:144-147
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, 16, 32)
-        return self.weight * hidden_states.to(torch.float32)
-
-
-class MixtralAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(32, 32, bias=False)
-        self.k_proj = nn.Linear(32, 16, bias=False)
-        self.v_proj = nn.Linear(32, 16, bias=False)
-        self.o_proj = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # masking_utils.py:880, modeling_mixtral.py:202-326, sdpa_attention.py:193-206
-        batch = hidden_states.shape[0]
-        query_states = self.q_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
-        sin = sin.unsqueeze(1)
-        mul = query_states * cos  # (B, 4, 16, 8)
-        x1 = query_states[..., :4]  # (B, 4, 16, 4)
-        x2 = query_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 4, 16, 8)
-        q_embed = mul + rotate_half_out * sin
-        mul = key_states * cos  # (B, 2, 16, 8)
-        x1 = key_states[..., :4]  # (B, 2, 16, 4)
-        x2 = key_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 2, 16, 8)
-        k_embed = mul + rotate_half_out * sin
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            q_embed,
-            k_embed,
-            value_states,
-            scale=0.3535533905932738,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
-class MixtralTopKRouter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 32))
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_mixtral.py:105-108
-        router_logits = F.linear(hidden_states, self.weight)  # (16*B, 4)
-        router_probs = F.softmax(router_logits.float(), dim=-1)
-        router_top_value, router_indices = router_probs.topk(2)
-        router_top_value /= router_top_value.sum(-1, True)
-        return router_indices, router_top_value
-
-
-class MixtralExperts(nn.Module):
+class MixtralExperts2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(4, 128, 32))
@@ -142,11 +77,11 @@ class MixtralExperts(nn.Module):
         return final_hidden_states
 
 
-class MixtralSparseMoeBlock(nn.Module):
+class MixtralSparseMoeBlock2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = MixtralTopKRouter()
-        self.experts = MixtralExperts()
+        self.experts = MixtralExperts2()
 
     def forward(self, post_attention_layernorm_out: Tensor) -> Tensor:
         # masking_utils.py:880, modeling_mixtral.py:125-128
@@ -160,13 +95,13 @@ class MixtralSparseMoeBlock(nn.Module):
         return hidden_states
 
 
-class MixtralDecoderLayer(nn.Module):
+class MixtralDecoderLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.self_attn = MixtralAttention()
         self.input_layernorm = MixtralRMSNorm()
         self.post_attention_layernorm = MixtralRMSNorm()
-        self.mlp = MixtralSparseMoeBlock()
+        self.mlp = MixtralSparseMoeBlock2()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_mixtral.py:360-364
@@ -181,8 +116,8 @@ class MixtralModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
-        self.layers = nn.ModuleDict({"0": MixtralDecoderLayer()})
-        self.rotary_emb = MixtralRotaryEmbedding()
+        self.layers = nn.ModuleDict({"0": MixtralDecoderLayer2()})
+        self.rotary_emb = MixtralRotaryEmbeddingWithOriginalInvFreq()
 
 
 class Stage0(nn.Module):

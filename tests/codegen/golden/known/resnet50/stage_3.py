@@ -3,50 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Bottleneck(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out_channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out_channels)
-        self.conv3 = nn.Conv2d(out_channels, in_channels, kernel_size=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(in_channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # resnet50.py:47-51
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        out += x
-        relu_out: Tensor = self.relu(out)
-        return relu_out
-
-
-class BottleneckWithShortcut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(128, 64, kernel_size=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(64, 64, kernel_size=3, stride=2, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(64)
-        self.conv3 = nn.Conv2d(64, 256, kernel_size=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(256)
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(128, 256, kernel_size=1, stride=2, bias=False), nn.BatchNorm2d(256)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        # resnet50.py:47-51
-        out = self.relu(self.bn1(self.conv1(x)))  # (B, 64, 4, 4)
-        out = self.relu(self.bn2(self.conv2(out)))  # (B, 64, 2, 2)
-        out = self.bn3(self.conv3(out))  # (B, 256, 2, 2)
-        out += self.shortcut(x)
-        relu_out: Tensor = self.relu(out)
-        return relu_out
+from .layers import Bottleneck, BottleneckWithShortcut
 
 
 class Stage3(nn.Module):
@@ -54,7 +11,7 @@ class Stage3(nn.Module):
         super().__init__()
         self.layer3 = nn.ModuleDict({"5": Bottleneck(128, 32)})
         self.layer4 = nn.Sequential(
-            BottleneckWithShortcut(), *(Bottleneck(256, 64) for _ in range(2))
+            BottleneckWithShortcut(128, 64, 256, stride=2), *(Bottleneck(256, 64) for _ in range(2))
         )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(256, 10)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layers import SwinMLP
+
 
 class SwinPatchEmbeddings(nn.Module):
     def __init__(self) -> None:
@@ -74,20 +76,6 @@ class SwinAttention(nn.Module):
         return attn_output
 
 
-class SwinMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(16, 64)
-        self.fc2 = nn.Linear(64, 16)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:479-481, activations.py:89
-        hidden_states = self.fc1(hidden_states)  # (B, 1024, 64)
-        activation_fn_out = F.gelu(hidden_states)
-        hidden_states = self.fc2(activation_fn_out)  # (B, 1024, 16)
-        return hidden_states
-
-
 class SwinEmbeddings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +98,7 @@ class SwinLayer(nn.Module):
         self.attention = SwinAttention()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
-        self.mlp = SwinMLP()
+        self.mlp = SwinMLP(16, 64)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:491-614

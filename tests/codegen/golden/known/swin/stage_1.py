@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layers import SwinMLP, SwinPatchMerging
+
 
 class SwinRelativePositionBias(nn.Module):
     relative_position_index: Tensor
@@ -66,41 +68,6 @@ class SwinAttention(nn.Module):
         return attn_output
 
 
-class SwinMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(16, 64)
-        self.fc2 = nn.Linear(64, 16)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:479-481, activations.py:89
-        hidden_states = self.fc1(hidden_states)  # (B, 1024, 64)
-        activation_fn_out = F.gelu(hidden_states)
-        hidden_states = self.fc2(activation_fn_out)  # (B, 1024, 16)
-        return hidden_states
-
-
-class SwinPatchMerging(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.reduction = nn.Linear(64, 32, bias=False)
-
-    def forward(self, input_feature: Tensor) -> Tensor:
-        # modeling_swin.py:314-543
-        batch = input_feature.shape[0]
-        input_feature = input_feature.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
-        item = input_feature[:, ::2, ::2]  # (B, 16, 16, 16)
-        item_2 = input_feature[:, 1::2, ::2]
-        item_3 = input_feature[:, ::2, 1::2]
-        item_4 = input_feature[:, 1::2, 1::2]
-        input_feature = torch.cat([item, item_2, item_3, item_4], -1)  # (B, 16, 16, 64)
-        input_feature = input_feature.view(batch, -1, 64)  # (B, 256, 64)
-        input_feature = self.norm(input_feature)
-        input_feature = self.reduction(input_feature)  # (B, 256, 32)
-        return input_feature
-
-
 class SwinAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +115,7 @@ class SwinLayer(nn.Module):
         self.attention = SwinAttention()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
-        self.mlp = SwinMLP()
+        self.mlp = SwinMLP(16, 64)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:491-621
@@ -232,7 +199,7 @@ class SwinStagePart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict({"1": SwinLayer()})
-        self.downsample = SwinPatchMerging()
+        self.downsample = SwinPatchMerging(64, 32, view_number=32, view_number_2=16)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         input_feature: Tensor = self.downsample(self.blocks["1"](hidden_states))  # (B, 256, 32)

@@ -7,19 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class SwinMLP(nn.Module):
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(in_features, out_features)
-        self.fc2 = nn.Linear(out_features, in_features)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:479-481, activations.py:89
-        hidden_states = self.fc1(hidden_states)
-        activation_fn_out = F.gelu(hidden_states)
-        hidden_states = self.fc2(activation_fn_out)
-        return hidden_states
+from .layers import SwinMLP, SwinPatchMerging
 
 
 class SwinRelativePositionBias(nn.Module):
@@ -74,27 +62,6 @@ class SwinAttention(nn.Module):
         attn_output = attn_output.reshape(query_states, 16, -1)  # (16*B, 16, 32)
         attn_output = self.o_proj(attn_output)
         return attn_output
-
-
-class SwinPatchMerging(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(128)
-        self.reduction = nn.Linear(128, 64, bias=False)
-
-    def forward(self, input_feature: Tensor) -> Tensor:
-        # modeling_swin.py:314-543
-        batch = input_feature.shape[0]
-        input_feature = input_feature.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
-        item = input_feature[:, ::2, ::2]  # (B, 8, 8, 32)
-        item_2 = input_feature[:, 1::2, ::2]
-        item_3 = input_feature[:, ::2, 1::2]
-        item_4 = input_feature[:, 1::2, 1::2]
-        input_feature = torch.cat([item, item_2, item_3, item_4], -1)  # (B, 8, 8, 128)
-        input_feature = input_feature.view(batch, -1, 128)  # (B, 64, 128)
-        input_feature = self.norm(input_feature)
-        input_feature = self.reduction(input_feature)  # (B, 64, 64)
-        return input_feature
 
 
 class SwinRelativePositionBias2(nn.Module):
@@ -281,7 +248,7 @@ class SwinStagePart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict({"0": SwinLayerPart(), "1": SwinLayer()})
-        self.downsample = SwinPatchMerging()
+        self.downsample = SwinPatchMerging(128, 64, view_number=16, view_number_2=32)
 
     def forward(self, windows: Tensor, input_feature: Tensor) -> Tensor:
         _, hidden_states = self.blocks["0"](windows, input_feature)  # (B, 256, 32)

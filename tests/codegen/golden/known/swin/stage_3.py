@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layers import SwinMLP
+
 
 class SwinRelativePositionBias(nn.Module):
     relative_position_index: Tensor
@@ -62,20 +64,6 @@ class SwinAttention(nn.Module):
         return attn_output
 
 
-class SwinMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(64, 256)
-        self.fc2 = nn.Linear(256, 64)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:479-481, activations.py:89
-        hidden_states = self.fc1(hidden_states)  # (B, 64, 256)
-        activation_fn_out = F.gelu(hidden_states)
-        hidden_states = self.fc2(activation_fn_out)  # (B, 64, 64)
-        return hidden_states
-
-
 class SwinAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +110,7 @@ class SwinLayer(nn.Module):
         self.attention = SwinAttention()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
-        self.mlp = SwinMLP()
+        self.mlp = SwinMLP(64, 256)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:491-621
@@ -198,7 +186,7 @@ class SwinLayer2(nn.Module):
         self.attention = SwinAttention2()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
-        self.mlp = SwinMLP()
+        self.mlp = SwinMLP(64, 256)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:491-614

@@ -7,17 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class T5LayerNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_t5.py:65-72
-        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, True)  # (B, 16, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)  # (B, 16, 32)
-        return self.weight * hidden_states
+from .layers import T5Block, T5BlockPart, T5LayerFF, T5LayerNorm
 
 
 class T5AttentionWithRelativeAttentionBias(nn.Module):
@@ -69,56 +59,7 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         return values, attn_output
 
 
-class T5DenseActDense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wi = nn.Linear(32, 64, bias=False)
-        self.act = nn.ReLU(inplace=True)
-        self.dropout = nn.Dropout(0.1)
-        self.wo = nn.Linear(64, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_t5.py:84-93
-        hidden_states = self.wi(hidden_states)  # (B, 16, 64)
-        hidden_states = self.act(hidden_states)
-        hidden_states = self.dropout(hidden_states)
-        hidden_states = self.wo(hidden_states)  # (B, 16, 32)
-        return hidden_states
-
-
-class T5Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(32, 32, bias=False)
-        self.k = nn.Linear(32, 32, bias=False)
-        self.v = nn.Linear(32, 32, bias=False)
-        self.o = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        # masking_utils.py:543, modeling_t5.py:304-367, sdpa_attention.py:87-206
-        batch = hidden_states.shape[0]
-        query_states = self.q(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        position_bias_mask = torch.where(attention_mask, values, -3.4028234663852886e38)
-        create_position_bias_mask_out = position_bias_mask.contiguous()
-        del position_bias_mask
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states,
-            key_states,
-            value_states,
-            attn_mask=create_position_bias_mask_out,
-            dropout_p=0.1 if self.training else 0.0,
-            scale=1.0,
-        )
-        del create_position_bias_mask_out
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
-        attn_output = self.o(attn_output)
-        return attn_output
-
-
-class T5LayerSelfAttention(nn.Module):
+class T5LayerSelfAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias()
@@ -132,38 +73,10 @@ class T5LayerSelfAttention(nn.Module):
         return values, attention_output
 
 
-class T5LayerFF(nn.Module):
+class T5Block3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.DenseReluDense = T5DenseActDense()
-        self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_t5.py:140
-        dropout_out = self.dropout(self.DenseReluDense(self.layer_norm(hidden_states)))
-        hidden_states = hidden_states + dropout_out
-        return hidden_states
-
-
-class T5LayerSelfAttention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.SelfAttention = T5Attention()
-        self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        # modeling_t5.py:400
-        attn_output = self.SelfAttention(self.layer_norm(hidden_states), attention_mask, values)
-        attention_output: Tensor = hidden_states + self.dropout(attn_output)
-        return attention_output
-
-
-class T5Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         values, attention_output = self.layer["0"](hidden_states, attention_mask)
@@ -171,32 +84,12 @@ class T5Block(nn.Module):
         return values, hidden_states
 
 
-class T5Block2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        hidden_states = self.layer["1"](self.layer["0"](hidden_states, attention_mask, values))
-        return hidden_states
-
-
-class T5BlockPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2()})
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        attention_output: Tensor = self.layer["0"](hidden_states, attention_mask, values)
-        return attention_output
-
-
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
         self.dropout = nn.Dropout(0.1)
-        self.block = nn.ModuleDict({"0": T5Block(), "1": T5Block2(), "2": T5BlockPart()})
+        self.block = nn.ModuleDict({"0": T5Block3(), "1": T5Block(), "2": T5BlockPart()})
 
 
 class Stage0(nn.Module):
@@ -224,6 +117,7 @@ class Stage0(nn.Module):
         q_arange = torch.arange(16, device=input_ids.device)  # (16,)
         q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
         bidirectional_mask_function_out = q_indices >= 0
+        del q_arange, q_indices
         attention_mask = bidirectional_mask_function_out.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, 16, 32)
         del inputs_embeds

@@ -1,0 +1,32 @@
+"""What several stages of conv_net have."""
+
+from torch import Tensor, nn
+
+
+class ResidualPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # models.py:26-27
+        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
+        out = self.conv2(out)
+        return out
+
+
+class ResidualPart2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn2 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+        # models.py:27-29
+        out = self.bn2(out)  # (B, 4, 8, 8)
+        out += x
+        relu_out: Tensor = self.relu(out)
+        return relu_out

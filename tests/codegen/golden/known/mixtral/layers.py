@@ -1,0 +1,173 @@
+"""What several stages of MixtralForCausalLM have."""
+
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers torch.ops.transformers)
+from torch import Tensor, nn
+
+
+class MixtralRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_mixtral.py:144-147
+        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
+        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, 16, 32)
+        return self.weight * hidden_states.to(torch.float32)
+
+
+class MixtralAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 32, bias=False)
+        self.k_proj = nn.Linear(32, 16, bias=False)
+        self.v_proj = nn.Linear(32, 16, bias=False)
+        self.o_proj = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # masking_utils.py:880, modeling_mixtral.py:202-326, sdpa_attention.py:193-206
+        batch = hidden_states.shape[0]
+        query_states = self.q_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
+        cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
+        sin = sin.unsqueeze(1)
+        mul = query_states * cos  # (B, 4, 16, 8)
+        x1 = query_states[..., :4]  # (B, 4, 16, 4)
+        x2 = query_states[..., 4:]
+        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 4, 16, 8)
+        q_embed = mul + rotate_half_out * sin
+        mul = key_states * cos  # (B, 2, 16, 8)
+        x1 = key_states[..., :4]  # (B, 2, 16, 4)
+        x2 = key_states[..., 4:]
+        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 2, 16, 8)
+        k_embed = mul + rotate_half_out * sin
+        attn_output: Tensor = F.scaled_dot_product_attention(
+            q_embed,
+            k_embed,
+            value_states,
+            scale=0.3535533905932738,
+            is_causal=True,
+            enable_gqa=True,
+        )
+        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
+        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
+        attn_output = self.o_proj(attn_output)
+        return attn_output
+
+
+class MixtralTopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 32))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_mixtral.py:105-108
+        router_logits = F.linear(hidden_states, self.weight)  # (16*B, 4)
+        router_probs = F.softmax(router_logits.float(), dim=-1)
+        router_top_value, router_indices = router_probs.topk(2)
+        router_top_value /= router_top_value.sum(-1, True)
+        return router_indices, router_top_value
+
+
+class MixtralRotaryEmbedding(nn.Module):
+    inv_freq: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.empty(4), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_mixtral.py:192-197
+        with torch.no_grad():
+            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
+            emb = torch.cat([freqs, freqs], -1)
+            cos = torch.cos(emb)
+            sin = torch.sin(emb)
+            cos = cos.to(torch.float32)
+            sin = sin.to(torch.float32)
+        return cos, sin
+
+
+class MixtralExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(4, 128, 32))
+        self.down_proj = nn.Parameter(torch.empty(4, 32, 64))
+
+    def forward(self, top_k_weights: Tensor, top_k_index: Tensor, hidden_states: Tensor) -> Tensor:
+        # model.layers.0.mlp.experts (moe.py:528-535)
+        mul_13 = top_k_weights.shape[0] * 2
+        final_hidden_states = top_k_weights.shape[0]
+
+        # moe.py:383-579, activations.py:103
+        sample_weights = top_k_weights.reshape(-1)  # (32*B,)
+        expert_ids = top_k_index.reshape(-1)
+        expert_ids_g, perm = expert_ids.sort()
+        selected_hidden_states_g = hidden_states[perm // 2]  # (32*B, 32)
+        sample_weights_g = sample_weights[perm]  # (32*B,)
+        histc_input = expert_ids_g.float()
+        del expert_ids_g
+        tokens_per_expert = torch.histc(histc_input, 4, 0, 3)  # (4,)
+        del histc_input
+        offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        del tokens_per_expert
+        out = self.gate_up_proj.transpose(-2, -1)  # (4, 32, 128)
+        selected_hidden_states_g = selected_hidden_states_g.to(torch.float32)  # (32*B, 32)
+        grouped_mm_out = torch.ops.transformers.grouped_mm_fallback.default(
+            selected_hidden_states_g, out, offsets
+        )
+        gate, up = grouped_mm_out.chunk(2, -1)
+        act_fn_out = F.silu(gate)  # (32*B, 64)
+        default_apply_gate_out = act_fn_out * up
+        out = self.down_proj.transpose(-2, -1)  # (4, 64, 32)
+        default_apply_gate_out = default_apply_gate_out.to(torch.float32)  # (32*B, 64)
+        grouped_mm_out = torch.ops.transformers.grouped_mm_fallback.default(
+            default_apply_gate_out, out, offsets
+        )
+        del offsets
+        weighted_out = grouped_mm_out * sample_weights_g.unsqueeze(-1)
+        inv_perm = torch.empty_like(perm)  # (32*B,)
+        inv_perm.index_put_([perm], torch.arange(mul_13, device=top_k_weights.device))
+        weighted_out = weighted_out[inv_perm]  # (32*B, 32)
+        final_hidden_states_2: Tensor = weighted_out.view(final_hidden_states, 2, 32).sum(1)
+        final_hidden_states_2 = final_hidden_states_2.to(torch.float32)
+        return final_hidden_states_2
+
+
+class MixtralSparseMoeBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = MixtralTopKRouter()
+        self.experts = MixtralExperts()
+
+    def forward(self, post_attention_layernorm_out: Tensor) -> Tensor:
+        # masking_utils.py:880, modeling_mixtral.py:125-128
+        batch = post_attention_layernorm_out.shape[0]
+        hidden_states: Tensor = post_attention_layernorm_out.view(-1, 32)  # (16*B, 32)
+        router_indices, router_top_value = self.gate(hidden_states)
+        grouped_mm_experts_forward_out = self.experts(
+            router_top_value, router_indices, hidden_states
+        )
+        hidden_states = grouped_mm_experts_forward_out.reshape(batch, 16, 32)  # (B, 16, 32)
+        return hidden_states
+
+
+class MixtralDecoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = MixtralAttention()
+        self.input_layernorm = MixtralRMSNorm()
+        self.post_attention_layernorm = MixtralRMSNorm()
+        self.mlp = MixtralSparseMoeBlock()
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # modeling_mixtral.py:360-364
+        attn_output = self.self_attn(self.input_layernorm(hidden_states), cos, sin)  # (B, 16, 32)
+        hidden_states = hidden_states + attn_output
+        del attn_output
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states
