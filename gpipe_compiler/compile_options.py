@@ -38,6 +38,9 @@ class CompileOptions:
         cut_inside: the share of the best step that may be given for cuts which open fewer modules
             of the model; 0 for cuts anywhere.
         prove: find out how far the cut may be from the best, however long that takes.
+        print_after: names of passes after which the graph is printed to standard error, and of
+            analyses whose table is (`passes.pipeline`).
+        pass_options: options of passes, as `PASS.OPTION=VALUE`.
         remedies: tell in the plan what other settings would save of memory.
         target: the output format, by its name in `targets.TARGETS`.
     """
@@ -67,6 +70,8 @@ class CompileOptions:
     prove: bool = False
     remedies: bool = False
     target: str = "torch"
+    print_after: tuple[str, ...] = ()
+    pass_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # refuses choices that do not go together

@@ -20,14 +20,15 @@ from torch.nn import functional as F
 from gpipe_compiler import emit, plan
 from gpipe_compiler import trace as trace_call
 from gpipe_compiler.cli.arguments import compile_parser, inspect_parser, memory_parser
+from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import Link, read_cluster
 from gpipe_compiler.cluster.catalogue import NVLINK3
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Graph, ModuleCall
-from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.runtime import spec as onnx_spec
 from gpipe_compiler.onnx.runtime.command import parser_for as onnx_parser_for
+from gpipe_compiler.passes import pipeline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.runtime.train.arguments import parser_for
@@ -49,15 +50,14 @@ COMMAND_PAGES = [page for page in PAGES if page.parent.name != "benchmarks"]
 
 
 class Twice(nn.Module):
-    """One layer called twice, with identities between."""
+    """One layer called twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.skip = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.skip(self.layer(x)) + self.layer(self.skip(x))
+        return self.layer(x) + self.layer(x.relu())
 
 
 @pytest.fixture(scope="module")
@@ -116,20 +116,82 @@ def test_the_documented_analysis_finds_the_layer_that_is_called_twice(
     assert {"layer.weight", "layer.bias"} == set(use.shared)
 
 
-def test_the_documented_transformation_changes_no_number(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
+class Clamped(nn.Module):
+    """Two pairs of clamps, and one whose middle is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.clamp_min(-1.0).clamp_max(1.0)).clamp_min(-0.5).clamp_max(0.5)
+        low = y.clamp_min(0.1)
+        return low.clamp_max(0.2) + low
+
+
+CLAMPED_FILE = """
+import torch
+from tests.test_docs import Clamped as build_model
+
+def example_inputs():
+    return torch.linspace(-2, 2, 16).reshape(4, 4),
+
+def example_target():
+    return torch.zeros(4, 4)
+
+def loss_fn(output, target):
+    return (output - target).square().mean()
+"""
+
+
+def methods_of(text: str) -> list[str]:
+    return re.findall(r"\.(clamp\w*)\(", text)
+
+
+def test_the_documented_passes_are_added_by_an_entry_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    smaller = passes_of_the_page(monkeypatch)["drop_identities"](graph)
-    x = torch.randn(4, 4)
+    """The transformation with its option, by the command; and the package equals the model."""
+    page = passes_of_the_page(monkeypatch)
+    *plain, inplace = pipeline.PASSES
+    added = pipeline.Pass("fuse_clamps", page["FuseClamps"]())
+    monkeypatch.setattr(pipeline, "PASSES", (*plain, added, inplace))
+    table = pipeline.Analysis("parameter_use", page["parameter_use"])
+    monkeypatch.setattr(pipeline, "ANALYSES", (*pipeline.ANALYSES, table))
+    (tmp_path / "clamped.py").write_text(CLAMPED_FILE)
+    asked = [str(tmp_path / "clamped.py"), "--stages", "2", "-o", str(tmp_path / "package")]
+    asked += ["--microbatches", "2", "--no-inplace", "--print-after", "parameter_use"]
+    printed = []
+    for option in ([], ["--pass-option", "fuse_clamps.most=1", "--dry-run"]):
+        assert compile_command([*asked, "--print-after", "fuse_clamps", *option]) == 0
+        printed.append(capfd.readouterr().err)
 
-    def output(of: Graph) -> Tensor:
-        interpreter = Interpreter(of, of.tensors, training=False)
-        return interpreter.resolve(of.outputs, interpreter.run({of.inputs[0].name: x}))
+    assert ["# after fuse_clamps: 2 samples, fp32" in text for text in printed] == [True, True]
+    left = ["clamp_min", "clamp_max"]
+    assert [methods_of(text) for text in printed] == [
+        ["clamp", "clamp", *left],
+        ["clamp", *left, *left],
+    ]
+    assert all("layer.weight: (layer)" in text for text in printed)
 
-    left = [op for op in smaller.ops if isinstance(op.call, ModuleCall)]
 
-    assert {"layer"} == {graph.modules[op.call.module].path for op in left}
-    assert torch.equal(output(graph), output(smaller))
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["--print-after", "simplfy"], ["simplify", "inplace", "saved_tensors", "all"]),
+        (["--pass-option", "simplify.most=1"], ["there is no such option"]),
+    ],
+)
+def test_a_name_that_there_is_not_lists_those_that_there_are(
+    words: list[str], listed: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "clamped.py").write_text(CLAMPED_FILE)
+
+    code = compile_command([str(tmp_path / "clamped.py"), "--stages", "2", "--dry-run", *words])
+
+    assert code == 2
+    told = capfd.readouterr().err
+    assert all(name in told for name in listed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -174,6 +236,7 @@ def test_commands_are_found() -> None:
         "docs/graph_file.md": 1,
         "docs/memory.md": 4,
         "docs/serving.md": 5,
+        "docs/writing_passes.md": 2,
     }
 
     assert {page: len(list(commands_of((ROOT / page).read_text()))) for page in pages} == pages

@@ -169,6 +169,21 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         help="the dimension of an input that is the batch, where it cannot be told; none for one "
         "that all samples share; repeatable",
     )
+    group.add_argument(
+        "--print-after",
+        metavar="PASS",
+        action="append",
+        default=[],
+        help="print the graph to standard error after this pass, or the table of an analysis; all: "
+        "after every pass; repeatable (a name that there is not lists them)",
+    )
+    group.add_argument(
+        "--pass-option",
+        metavar="PASS.OPTION=VALUE",
+        action="append",
+        default=[],
+        help="an option of a pass; repeatable",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON document instead")
     group.add_argument(
         "--seed", type=seed, default=0, help="of random weights and inputs (default %(default)s)"

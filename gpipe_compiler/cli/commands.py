@@ -80,6 +80,8 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         prove=arguments.prove,
         remedies=arguments.remedies,
         target=of_file(arguments.model) or arguments.target,
+        print_after=tuple(arguments.print_after),
+        pass_options=tuple(arguments.pass_option),
     )
     with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")

@@ -10,9 +10,9 @@ from gpipe_compiler.onnx import OnnxFile
 
 _MODEL = (
     *("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel", "loss"),
-    *("frontend", "per_microbatch", "batch_dim"),
+    *("frontend", "per_microbatch", "batch_dim", "print_after", "pass_option"),
 )
-"""Options that say how a package trains, or how a model is traced."""
+"""Options that say how a package trains, or how a model is traced and transformed."""
 
 
 def onnx_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> OnnxFile:

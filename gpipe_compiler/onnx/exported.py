@@ -22,7 +22,7 @@ from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.one_piece import in_one_piece
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.targets.planning import plan_as_asked
+from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.targets.torch_stages import on_meta
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.launching import Launch
@@ -67,7 +67,7 @@ class ExportedStages:
                 "the model is on the meta device, so there are no weights to export",
                 hint="build it on the processor, or compile it with --target torch",
             )
-        planner = Planner(graph, options.cluster, options.measured, options.constraints)
+        planner = planner_of(graph, options)
         return cls(options, found, batch.subject, planner, frontend, batch.note)
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:

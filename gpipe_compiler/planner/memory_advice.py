@@ -19,7 +19,6 @@ from gpipe_compiler.passes.cost import Costs, OpCost
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
 from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.passes.remat import FEW
 from gpipe_compiler.plan import Plan, Stage
@@ -198,9 +197,9 @@ class _Trials:
         Op times of a plan whose ops were measured change by as much as their rooflines do.
         """
         samples = microbatch_size(changed.batch_size, changed.microbatches, changed.replicas)
-        graph = self.planner.described(samples, precision)
-        if self.policy.in_place:
-            plain, graph = graph, transform(graph, Setting(samples, precision), IN_PLACE)
+        in_place = self.policy.in_place
+        plain, graph = self.planner.described(samples, precision, in_place=in_place)
+        if in_place:
             stage_of = {
                 op: stage.index
                 for stage in changed.stages

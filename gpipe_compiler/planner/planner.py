@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from gpipe_compiler.cluster import Cluster
@@ -14,7 +14,7 @@ from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.passes.pipeline import IN_PLACE, Setting, transform
+from gpipe_compiler.passes.pipeline import INPLACE, Pipeline, Setting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.batch_outputs import apart_outputs
@@ -60,6 +60,7 @@ class Planner:
         graph: at the batch size of its example.
         measured: time the ops on this machine, instead of estimating them.
         analysis: of a graph that torch cannot run; None for all others.
+        pipeline: the passes that describe and transform the graph.
     """
 
     graph: Graph
@@ -67,6 +68,7 @@ class Planner:
     measured: bool = False
     constraints: Constraints = NO_CONSTRAINTS
     analysis: Analysis | None = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
     _prepared: dict[tuple[int, Precision, bool], Prepared] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,24 +140,35 @@ class Planner:
         return self._prepared[key]
 
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
-        plain = self.described(samples, precision)
-        at = Setting(samples, precision)
-        graph = transform(plain, at, IN_PLACE) if in_place else plain
+        plain, graph = self.described(samples, precision, in_place=in_place)
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
         return Prepared(graph, costs, Facts.of(graph, costs[0], plain))
 
-    def described(self, samples: int, precision: Precision) -> Graph:
+    def described(
+        self, samples: int, precision: Precision, *, in_place: bool
+    ) -> tuple[Graph, Graph]:
         """The graph at a size of micro-batch, without costs; of one that torch can run.
+
+        Returns:
+            It before any op writes in place that need not, and the graph to be planned.
 
         Raises:
             ModelError: naming the op that cannot run on so few samples.
         """
-        graph = transform(self.graph, Setting(samples, precision))
-        lost = [name for name in self.constraints.names if not ops_of(graph, name)]
+        at = Setting(samples, precision, in_place=in_place)
+        plain, graph = self._transformed(at)
+        lost = [name for name in self.constraints.names if not ops_of(plain, name)]
         if not lost:
-            return graph
+            return plain, graph
         kept = frozenset(op.name for name in lost for op in ops_of(self.graph, name))
-        return transform(self.graph, Setting(samples, precision, kept))
+        return self._transformed(replace(at, kept=kept))
+
+    def _transformed(self, at: Setting) -> tuple[Graph, Graph]:
+        plain = graph = self.graph
+        for name, graph in self.pipeline.run(self.graph, at):
+            if name != INPLACE:
+                plain = graph
+        return plain, graph
 
     def plan(
         self,

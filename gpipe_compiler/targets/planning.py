@@ -6,7 +6,9 @@ import dataclasses
 
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile_options import CompileOptions
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.passes.pipeline import Pipeline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.infeasible import refuse_too_large
@@ -16,6 +18,12 @@ from gpipe_compiler.planner.search_space import Wish
 
 MOST_IN_PLAN = 40
 """Settings beside those on the frontier that go into a plan's JSON."""
+
+
+def planner_of(graph: Graph, options: CompileOptions) -> Planner:
+    """What plans a traced graph, with the passes that the options ask for."""
+    pipeline = Pipeline().asked(options.print_after, options.pass_options)
+    return Planner(graph, options.cluster, options.measured, options.constraints, pipeline=pipeline)
 
 
 def plan_as_asked(

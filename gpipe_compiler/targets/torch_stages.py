@@ -27,7 +27,7 @@ from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.one_piece import in_one_piece
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind
-from gpipe_compiler.targets.planning import plan_as_asked
+from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.loss_splitting import refuse_unsplit
@@ -67,7 +67,7 @@ class TorchStages:
         found = find_batch_dims(subject)
         graph, frontend = auto.choose(found.subject, options.frontend, options.precision)
         options, words = _with_optimizer(options, graph, found.subject)
-        planner = Planner(graph, options.cluster, options.measured, options.constraints)
+        planner = planner_of(graph, options)
         return cls(options, found, planner, frontend, words, launch)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gpipe_compiler.ir import Graph, MethodCall, Op
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes import pipeline
-from gpipe_compiler.passes.pipeline import PASSES, Pass, Setting, transform
+from gpipe_compiler.passes.pipeline import ANALYSES, PASSES, Pass, Pipeline, Setting, transform
 from gpipe_compiler.planner.planner import Planner
 
 
@@ -60,7 +61,7 @@ def test_an_illegal_graph_names_the_pass(graph: Graph) -> None:
         return graph.replace(ops=graph.ops[1:])
 
     with pytest.raises(IllegalGraphError, match="after forgets"):
-        transform(graph, Setting(2), (*PASSES, Pass("forgets", forgets)))
+        transform(graph, Setting(2), Pipeline((*PASSES, Pass("forgets", forgets))))
 
 
 def test_an_op_that_a_constraint_names_stays(graph: Graph) -> None:
@@ -71,3 +72,34 @@ def test_an_op_that_a_constraint_names_stays(graph: Graph) -> None:
     named = Constraints(split_at=("view",))
     kept = Planner(graph, local_cluster(), constraints=named).prepare(1, Policy()).graph
     assert "view" in kept.op_of
+
+
+def printed(graph: Graph, *names: str) -> list[str]:
+    """What is written of a run of which these are printed."""
+    lines: list[str] = []
+    asked = dataclasses.replace(Pipeline().asked(names), write=lines.append)
+    transform(graph, Setting(2), asked)
+    return lines
+
+
+def test_the_graph_is_printed_as_it_is_after_a_pass(graph: Graph) -> None:
+    (before,), (after,) = printed(graph, "shapes"), printed(graph, "simplify")
+
+    assert before.startswith("# after shapes: 2 samples, fp32\ngraph Twice (batch 2)")
+    assert "operator.mul" in before
+    assert "operator.mul" not in after
+    assert "view" not in after
+
+
+def test_all_prints_after_every_pass_in_order(graph: Graph) -> None:
+    titles = [re.findall(r"^# after (\w+)", text)[0] for text in printed(graph, "all")]
+
+    assert titles == [step.name for step in PASSES]
+
+
+@pytest.mark.parametrize("analysis", [analysis.name for analysis in ANALYSES])
+def test_every_analysis_prints_its_table(graph: Graph, analysis: str) -> None:
+    (text,) = printed(graph, analysis)
+
+    assert text.startswith(f"# after {analysis}: ")
+    assert text.count("\n") >= 2

@@ -14,7 +14,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Ref, RegionCall
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import PASSES, Setting, transform
+from gpipe_compiler.passes.pipeline import Setting, transform
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
 
@@ -190,7 +190,7 @@ def test_numbers_and_gradients_of_a_model_are_the_same_bits(batch):
     torch.manual_seed(0)
     model = Scaled()
     graph = trace(model, (torch.randn(3, 6, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    simple = transform(graph, Setting(3), PASSES)
+    simple = transform(graph, Setting(3))
     (region,) = [op.call for op in simple.ops if isinstance(op.call, RegionCall)]
     assert len(region.body.ops) == 3
     x = torch.randn(batch, 6, 4)
