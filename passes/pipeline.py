@@ -196,7 +196,7 @@ def _with_option(passes: Sequence[Pass], text: str) -> tuple[Pass, ...]:
 
 def options_of(step: Pass) -> Mapping[str, object]:
     """The options of a pass with their values: numbers, words, and what is on or off."""
-    run = step.run
+    run: object = step.run
     if not dataclasses.is_dataclass(run) or isinstance(run, type):
         return {}
     return {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
