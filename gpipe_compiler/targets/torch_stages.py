@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -61,7 +62,7 @@ class TorchStages:
     @classmethod
     def open(
         cls, subject: Subject, options: CompileOptions, progress: Progress, launch: Launch
-    ) -> TorchStages:
+    ) -> Self:
         """Traces a model; an `OpenTarget`."""
         progress("tracing")
         found = find_batch_dims(subject)
