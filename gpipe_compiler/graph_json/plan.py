@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -15,8 +14,6 @@ from gpipe_compiler.graph_json.file import BareGraph, check_graph
 from gpipe_compiler.graph_json.setting import BareSetting, setting_of, with_kinds
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.best_case import CLOSE
-from gpipe_compiler.passes.cut.counts import cut_counts, equal_devices
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -120,13 +117,6 @@ def _best(
     Raises:
         PlanError: when there is no such cut.
     """
-    settings = []
-    for stages in range(most, 0, -1):
-        with contextlib.suppress(PlanError):  # some schedules cannot have any number of stages
-            settings.append(setting_of(asked, stages, training=training))
-    if settings and equal_devices(settings):
-        setting, found = cut_counts(problem, settings, prove=asked.prove)
-        return Found(problem, setting, found), found.lower_bound_s
     search = _Search(problem, asked, training=training)
     search.every_count(most)
     return search.certified(), search.bound_s
@@ -206,7 +196,7 @@ class _Search:
         best = self.best
         if not self.asked.prove or self.bound_s >= best.value_s * (1 - PROVED):
             return best
-        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+        from gpipe_compiler.passes.cut.certificate import CLOSE, certify  # loads a solver
 
         widest = self._settings[max(self._settings)]
         certificate = certify(self.problem, widest, best.value_s, fewer=True)

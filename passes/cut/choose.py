@@ -16,7 +16,6 @@ import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut.best_case import CLOSE
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted
@@ -256,7 +255,7 @@ class _Cutter:
 
     def _certified(self) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""
-        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+        from gpipe_compiler.passes.cut.certificate import CLOSE, certify  # loads a solver
 
         work = self.work // PER_SOLVER
         certificate = certify(

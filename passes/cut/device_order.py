@@ -121,8 +121,8 @@ class DeviceOrder:
                 near = self.links[0][1]
                 receives, sends = near, near
             else:
-                receives = _fastest([self.between(s, stage) for s in range(stage)])
-                sends = _fastest([self.between(stage, s) for s in range(stage + 1, self.stages)])
+                receives = fastest([self.between(s, stage) for s in range(stage)])
+                sends = fastest([self.between(stage, s) for s in range(stage + 1, self.stages)])
             pace = StageRates(
                 seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s
             )
@@ -188,7 +188,7 @@ class DeviceOrder:
         )
 
 
-def _fastest(links: Sequence[Link]) -> Link:
+def fastest(links: Sequence[Link]) -> Link:
     """A link that none of these betters."""
     if not links:
         return NO_LINK
@@ -210,7 +210,7 @@ def ideal(setting: Setting, loads: tuple[Load, ...], again: Floats) -> DeviceOrd
         min(seat.update_latency_s for seat in seats),
     )
     links = {link for a, row in enumerate(setting.links) for b, link in enumerate(row) if a != b}
-    link = _fastest(list(links))
+    link = fastest(list(links))
     rows = tuple(tuple(NO_LINK if a == b else link for b in range(count)) for a in range(count))
     devices = (best,) * count
     return DeviceOrder((), devices, setting.placement, rows, loads, again, setting.splits_backward)

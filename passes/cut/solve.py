@@ -60,7 +60,6 @@ class Solver:
         work: numbers worked out, about, by all searches whose length is not known beforehand.
 
     Attributes:
-        known_s: the objective of a cut found elsewhere: only better ones are looked for.
         proves: whether what searches leave open is enumerated, which may take long. Else it is
             only where stages share devices, of whose steps little else is known, and `SHORTLY`.
     """
@@ -75,7 +74,6 @@ class Solver:
         work: int = WORK,
     ) -> None:
         self.setting, self.judge, self.lineups, self.repeats = setting, judge, lineups, repeats
-        self.known_s = math.inf
         self.proves = False
         self.room = 0
         self.least_excess = True
@@ -110,11 +108,6 @@ class Solver:
         if self._best is None or max(self._best.excess) > self.room:
             return math.inf
         return self._best.rank(self.setting.objective)[1]
-
-    @property
-    def ceiling(self) -> float:
-        """What a cut has to better."""
-        return min(self.value, self.known_s)
 
     def reaches(self, bound: float) -> bool:
         """Whether a lower bound proves the best cut so far."""
@@ -214,53 +207,10 @@ class Solver:
             self._improve(space, lineup, chain)
         return [lineup for _, _, lineup, _ in found]
 
-    # --- one count of several ----------------------------------------------------------------
-
-    def offer(self, space: Space, chain: Sequence[int]) -> None:
-        """Keeps a chain of the only order of devices, when it is the best so far."""
-        self._offer(space, self.lineups[0], chain)
-
-    def better(self, space: Space, chain: Sequence[int]) -> None:
-        """The same after its boundaries have been moved to better places."""
-        if self.brief:
-            self._improve(space, self.lineups[0], tuple(chain))
-
-    def least(self, bounds: Tables) -> float:
-        """A lower bound on the cuts of a family into so many stages, from its tables."""
-        stages, m, kind = self.setting.stages, self._m, self.setting.kind
-        if not self._step:
-            return float(bounds.stage_s[stages, -1])
-        way = float(bounds.way_s[stages, -1])
-        if not math.isfinite(way):
-            return math.inf
-        there, back = float(bounds.forward_s[stages, -1]), float(bounds.backward_s[stages, -1])
-        line = there + back if kind in _LINES else max(there, back)
-        return max(way + (m - 1) * line, m * float(bounds.device_s[stages, -1]))
-
-    def close(self, space: Space, bounds: Tables, *, whole: bool) -> float:
-        """Searches the family for what is better than the best known; returns a lower bound.
-
-        Args:
-            whole: whether it is all that there is, so that what remains open is worth more time.
-        """
-        lineup = self.lineups[0]
-        leading = self.value <= self.known_s  # another count is seldom worth as much work
-        bound = self._prove_by(space, lineup, bounds, thorough=whole or leading)
-        if whole and self._enumerates and bound < self.ceiling * (1 - TOLERANCE):
-            self._work = self._for_enumeration(space)
-            bound = max(bound, self._enumerate(space, lineup))
-        return bound
-
     # --- searches ----------------------------------------------------------------------------
 
-    def _prove_by(
-        self, space: Space, lineup: DeviceOrder, bounds: Tables, *, thorough: bool = True
-    ) -> float:
-        """Searches by what is known of the schedule; returns a lower bound.
-
-        Args:
-            thorough: whether more is to be done by a bound of 1F1B than to look for a good cut.
-        """
+    def _prove_by(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
+        """Searches by what is known of the schedule; returns a lower bound."""
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
             return self._prove_longest(space, lineup, bounds)
@@ -276,8 +226,8 @@ class Solver:
             return plain
         least = plain
         if kind is ScheduleKind.ONE_F_ONE_B:
-            least = max(least, self._search_rounds(space, lineup, bounds, thorough=thorough))
-            if least >= self.ceiling * (1 - TOLERANCE):
+            least = max(least, self._search_rounds(space, lineup, bounds))
+            if least >= self.value * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
         most = min(1.0, self.work / WORK)
@@ -288,14 +238,12 @@ class Solver:
         ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
         return max(least, self._search(space, lineup, bounds, ordered).bound_s)
 
-    def _search_rounds(
-        self, space: Space, lineup: DeviceOrder, bounds: Tables, *, thorough: bool
-    ) -> float:
+    def _search_rounds(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
         """Searches by a bound of 1F1B: with few labels for a good cut, then maybe with many."""
         stages, again = self.setting.stages, lineup.again
         few = Rounds(self._m, stages, again, GLANCE)
         found = self._search(space, lineup, bounds, few)
-        if found.all_seen or not thorough:
+        if found.all_seen:
             return found.bound_s
         space.limit(self.longest_stage())
         rounds = Rounds(self._m, stages, again)
@@ -304,7 +252,7 @@ class Solver:
     def _prove_longest(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
         """The same for the longest stage."""
         least = float(bounds.stage_s[self.setting.stages, -1])
-        if least >= self.ceiling * (1 - TOLERANCE):
+        if least >= self.value * (1 - TOLERANCE):
             return least
         sends = Sends.of(space, lineup)
         if sends is None:
@@ -315,7 +263,7 @@ class Solver:
         self, space: Space, lineup: DeviceOrder, bounds: Tables, criterion: Criterion
     ) -> Found:
         """Searches by one criterion, and keeps what it finds."""
-        found = search(space, lineup, bounds, criterion, self.ceiling)
+        found = search(space, lineup, bounds, criterion, self.value)
         if found.chain is not None and not space.idle:
             self._offer(space, lineup, found.chain)
             self._improve(space, lineup, found.chain)
@@ -323,14 +271,14 @@ class Solver:
 
     def _enumerate(self, space: Space, lineup: DeviceOrder) -> float:
         todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats)
-        outcome, self._work = todo.run(self.ceiling, self._work)
+        outcome, self._work = todo.run(self.value, self._work)
         if outcome.chain is not None:
             self._offer(space, lineup, outcome.chain)
         return outcome.bound
 
     def longest_stage(self) -> float:
         """A stage that computes for longer cannot be in a better cut than the best so far."""
-        known_s = self.ceiling
+        known_s = self.value
         if not self._step or not math.isfinite(known_s):
             return known_s
         if self.setting.kind in _LINES and not self.lineups[0].shared and self._m > 1:

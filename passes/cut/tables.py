@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, StageRates
 from gpipe_compiler.passes.cut.pairs import Row
@@ -42,28 +42,19 @@ class Tables:
     stage_s: Floats
 
 
-def tables(space: Space, lineup: DeviceOrder, *, fewer: bool = False) -> Tables:
-    """The tables, exact where there are few pairs, otherwise from sums and single nodes.
-
-    Args:
-        fewer: whether the whole graph may be cut into fewer stages than the line-up has; then the
-            tables hold for line-ups of fewer stages too.
-    """
+def tables(space: Space, lineup: DeviceOrder) -> Tables:
+    """The tables, exact where there are few pairs, otherwise from sums and single nodes."""
     pairs = 0
     paces = len(set(lineup.paces))
     for start in range(space.size - 1):
         pairs += len(space.row(start, lineup.paces[0]).ends)
         if pairs * paces > EXACT_PAIRS:
-            return _rough(space, lineup, fewer=fewer)
-    return _exact(space, lineup, fewer=fewer)
+            return _rough(space, lineup)
+    return _exact(space, lineup)
 
 
-def boundaries(space: Space, lineup: DeviceOrder, *, fewer: bool = False) -> Floats:
-    """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I].
-
-    Args:
-        fewer: whether fewer stages may hold the whole graph.
-    """
+def boundaries(space: Space, lineup: DeviceOrder) -> Floats:
+    """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I]."""
     graph = space.graph
     held = np.zeros((lineup.stages + 1, space.size))
     free = not any(graph.first_stage[: graph.size - graph.last]) and all(
@@ -77,16 +68,16 @@ def boundaries(space: Space, lineup: DeviceOrder, *, fewer: bool = False) -> Flo
     held[-1, :-1] = np.inf
     if not space.idle:
         held[1:, 0] = np.inf
-        held[: 1 if fewer else -1, -1] = np.inf
+        held[:-1, -1] = np.inf
     elif graph.last:
         held[:-1, -1] = np.inf
     return held
 
 
-def _rough(space: Space, lineup: DeviceOrder, *, fewer: bool) -> Tables:
+def _rough(space: Space, lineup: DeviceOrder) -> Tables:
     stages = lineup.stages
     counts = np.arange(stages + 1)[:, None]
-    possible = boundaries(space, lineup, fewer=fewer)
+    possible = boundaries(space, lineup)
     if not space.idle:
         possible[space.nodes[None, :] < counts] = np.inf
 
@@ -168,10 +159,10 @@ def _unlike(lineup: DeviceOrder, low: int, high: int) -> int:
     return low + 1 if alike else high
 
 
-def _exact(space: Space, lineup: DeviceOrder, *, fewer: bool) -> Tables:
+def _exact(space: Space, lineup: DeviceOrder) -> Tables:
     table = np.full((5, lineup.stages + 1, space.size), np.inf)
     table[:, 0, 0] = 0.0
-    possible = boundaries(space, lineup, fewer=fewer)
+    possible = boundaries(space, lineup)
     for start in range(space.size):
         table[..., start] += possible[:, start]
         if space.idle:
@@ -208,24 +199,7 @@ def bottleneck_chain(
     Returns:
         As many down-sets as stages and one, the empty one first; None where there is no such cut.
     """
-    return _chains(space, lineup, boundaries(space, lineup), apart=apart).get(lineup.stages)
-
-
-def bottleneck_chains(
-    space: Space, lineup: DeviceOrder, *, apart: bool = False
-) -> dict[int, tuple[int, ...]]:
-    """The same for every number of stages up to those of the line-up, whose devices are equal."""
-    return _chains(space, lineup, boundaries(space, lineup, fewer=True), apart=apart)
-
-
-def _chains(
-    space: Space, lineup: DeviceOrder, best: Floats, *, apart: bool
-) -> dict[int, tuple[int, ...]]:
-    """For every number of stages with any cut, the best chain.
-
-    Args:
-        best: `boundaries`.
-    """
+    best = boundaries(space, lineup)
     stages = lineup.stages
     possible = best.copy()
     best[1:] = np.inf
@@ -243,9 +217,12 @@ def _chains(
             better = reached < view[:, span]
             view[:, span] = np.where(better, reached, view[:, span])
             links[:, span] = np.where(better, start, links[:, span])
-    best[1:, -1] += possible[1:, -1]
-    ended = np.flatnonzero(np.isfinite(best[1:, -1])) + 1
-    return {count: _walk_back(parent, count, space.size) for count in map(int, ended)}
+    if not math.isfinite(best[stages, -1] + possible[stages, -1]):
+        return None
+    chain = [space.size - 1]
+    for made in range(stages, 0, -1):
+        chain.append(int(parent[made, chain[-1]]))
+    return tuple(reversed(chain))
 
 
 def least_excess(space: Space, lineup: DeviceOrder) -> float:
@@ -299,10 +276,3 @@ def tails(space: Space, lineup: DeviceOrder, cost: Callable[[int, int, Row], Flo
             best[low:high, start] = reached.min(axis=1)
         best[:, start] += possible[:, start]
     return best
-
-
-def _walk_back(parent: npt.NDArray[np.int32], stages: int, size: int) -> tuple[int, ...]:
-    chain = [size - 1]
-    for made in range(stages, 0, -1):
-        chain.append(int(parent[made, chain[-1]]))
-    return tuple(reversed(chain))

@@ -9,18 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
-from bare_brute import Pipeline, Question, TooManyError, graphs, least, value
+from bare_brute import Pipeline, Question, graphs, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler import BareGraph, BareSetting, Objective, ScheduleKind, plan_graph
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.graph_json.file import BareOp
-from gpipe_compiler.passes.cut import counts, ground
+from gpipe_compiler.passes.cut import ground
 from gpipe_compiler.passes.cut.contract import contract, lean
 from gpipe_compiler.passes.cut.orders import down_sets, topological_orders
 from gpipe_compiler.runtime.schedule.choosing import orders_for
@@ -44,34 +43,6 @@ def questions(draw: st.DrawFn) -> Question:
         prove=True,
     )
     return Question(BareGraph(tuple(ops), graph.edges), asked)
-
-
-@settings(max_examples=60, deadline=None)
-@given(questions())
-def test_the_merged_graph_tells_no_more_than_is_true(q: Question) -> None:
-    """As where the graph as it is has too many down-sets, and the merged one does not."""
-    try:
-        best = least(q)
-    except TooManyError:
-        return
-    merged = q.asked.objective is Objective.STEP and q.asked.schedule is not ScheduleKind.GPIPE
-    asked: list[object] = []
-
-    def few(graph: Any, limit: int) -> list[int] | None:
-        asked.append(graph)
-        return None if merged and len(asked) == 1 else down_sets(graph, limit)
-
-    with (
-        mock.patch.object(counts, "down_sets", few),
-        mock.patch.object(ground, "most_places", return_value=1),
-    ):
-        plan = plan_graph(q.graph, q.asked)
-
-    near = 1e-6 * max(1.0, best)
-    assert plan.lower_bound_s <= best + near
-    assert plan.value_s >= best - near
-    if plan.proved:
-        assert plan.value_s <= best + near
 
 
 @settings(max_examples=60, deadline=None)

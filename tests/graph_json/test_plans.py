@@ -125,7 +125,10 @@ def test_what_is_only_searched_in_part_is_bounded(
         most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0), prove=True
     )
 
-    with mock.patch("gpipe_compiler.passes.cut.counts.MOST_DOWN_SETS", 2):
+    with (
+        mock.patch("gpipe_compiler.passes.cut.choose.MOST_DOWN_SETS", 2),
+        mock.patch("gpipe_compiler.passes.cut.ground.most_places", return_value=2),
+    ):
         plan = plan_graph(graph, asked)
 
     check(graph, plan, most)
