@@ -1,273 +1,296 @@
-"""What the memory of a plan would be with other settings, its stages left as they are.
-
-Every setting is played like the plan itself (`memory.devices`). A new compile with it may find
-better stages for it; it can always have these.
+"""What other settings come to: what they would save of a plan's memory, and which fit where it
+does not. Every one is planned as a compile with it would be, in less time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
-from gpipe_compiler.errors import GPipeCompilerError, PlanError
-from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.devices import device_memories
-from gpipe_compiler.options.policy import Policy
-from gpipe_compiler.passes.cost import Costs, OpCost
-from gpipe_compiler.passes.costs_by_kind import costs_by_kind
-from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.rehearsal import MemoryTraces
-from gpipe_compiler.passes.remat import FEW
-from gpipe_compiler.plan import Plan, Stage
-from gpipe_compiler.plan.timeline import timeline
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
+from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.plan.what_if import Remedy, WhatIf
-from gpipe_compiler.planner.memory_fit import layout_of
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.planner.planning import microbatch_size
-from gpipe_compiler.planner.remat import DeviceRematOptions, ways
-from gpipe_compiler.runtime.schedule import (
-    forward_only,
-    orders_for,
-    placement_for,
-    splits_backward,
-)
-from gpipe_compiler.runtime.schedule.actions import Orders
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
-from gpipe_compiler.text.units import format_limit
+from gpipe_compiler.planner.search import AT_FIRST, most_over
+from gpipe_compiler.planner.search_space import EVERYTHING, Free
+from gpipe_compiler.runtime.schedule.choosing import devices_for, placement_for, splits_backward
+from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.text.units import format_bytes, format_limit, format_seconds
+
+MOST_TRIED = 12
+"""Settings that are planned to find nearby ones that fit, at most."""
+
+
+class DoesNotFitError(PlanError):
+    """No plan fits the memory of its devices; the hint names settings nearby that would."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Another choice or policy, with what is changed, as on the command line."""
+
+    choice: Choice
+    policy: Policy
+    words: tuple[str, ...] = ()
+
+    def to(self, word: str, **settings: object) -> _Change:
+        """The same with other settings of the choice."""
+        changed = dataclasses.replace(self.choice, **settings)  # type: ignore[arg-type]  # by name
+        return _Change(changed, self.policy, (*self.words, word))
+
+    def planned(self, planner: Planner) -> Plan:
+        """Its plan.
+
+        Raises:
+            PlanError, UsageError, ModelError: where there can be none.
+        """
+        choice = self.choice
+        policy = dataclasses.replace(self.policy, schedule=choice.schedule, remat=choice.remat)
+        return planner.plan(choice, policy, AT_FIRST, exact_memory=True)
+
+
+# --- what would save memory -----------------------------------------------------------------------
 
 
 def what_if(planner: Planner, plan: Plan, policy: Policy) -> WhatIf:
-    """What each remedy would save.
-
-    A remedy that the model or the schedule refuses is left out.
+    """What each remedy would save; those that the model or the schedule refuses are left out.
 
     Args:
-        bench: that made the plan, of a graph that torch can run.
+        planner: that made the plan, of a graph that torch can run.
         policy: that of the plan; its schedule is the plan's, whatever it says.
     """
-    return _Trials(planner, plan, dataclasses.replace(policy, schedule=plan.schedule)).told()
+    devices = len(plan.orders)
+    choice = Choice(len(plan.stages), devices, plan.schedule, plan.microbatches, policy.remat)
+    start = _Change(choice, policy)
+    found = [r for change in _remedies(planner, plan, start) if (r := _remedy(planner, change))]
+    full = next((r for r in found if r.change == "--remat full"), None)
+    if full is not None:
+        found += _in_part(planner, plan, start, full)
+    return WhatIf(tuple(found))
 
 
-@dataclass(frozen=True)
-class _Trials:
-    """A plan to be changed."""
+def _remedies(planner: Planner, plan: Plan, start: _Change) -> Iterator[_Change]:
+    """Twice as many micro-batches, or the next number; recomputing; another schedule for the same
+    stages on the same devices; 16 bits."""
+    more = _more_microbatches(planner, start)
+    yield from itertools.islice(
+        (c for c in more if c.choice.microbatches >= 2 * plan.microbatches), 1
+    )
+    recomputing = (
+        () if all(s.remat is Remat.FULL for s in plan.stages) else (*_full(planner, start),)
+    )
+    yield from recomputing
+    if plan.training and plan.batchnorm is not BatchNorm.EXACT:
+        placement = plan.placement or tuple(range(len(plan.stages)))
+        for kind in ScheduleKind:
+            with contextlib.suppress(ValueError):
+                places = placement_for(kind, len(plan.stages), len(plan.orders))
+                if kind is plan.schedule or splits_backward(kind) or places != placement:
+                    continue
+                other = start.to(f"--schedule {kind.value}", schedule=kind)
+                yield other
+                yield from _full(planner, other) if recomputing else ()
+    yield from _half_precision(start)
+
+
+def _remedy(planner: Planner, change: _Change) -> Remedy | None:
+    try:
+        made = change.planned(planner)
+    except GPipeCompilerError:
+        return None  # what it asks for cannot be had of this model
+    words = " ".join(change.words)
+    return Remedy(words, made.prediction.device_bytes, made.prediction.step_s)
+
+
+def _in_part(planner: Planner, plan: Plan, start: _Change, full: Remedy) -> Iterator[Remedy]:
+    """The fastest way to half of what recomputing everything would save."""
+    most = (max(plan.prediction.device_bytes) + max(full.device_bytes)) // 2
+    smaller = planner.with_memory(most)
+    found = _remedy(smaller, start.to("--remat auto", remat=RematChoice.AUTO))
+    if found is not None and max(full.device_bytes) < max(found.device_bytes) <= most:
+        words = f"{found.change} --memory {format_limit(max(found.device_bytes))}"
+        yield dataclasses.replace(found, change=words)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def _full(planner: Planner, start: _Change) -> Iterator[_Change]:
+    if planner.graph.loss is not None and start.choice.remat is not RematChoice.FULL:
+        yield start.to("--remat full", remat=RematChoice.FULL)
+
+
+def _more_microbatches(planner: Planner, start: _Change) -> Iterator[_Change]:
+    batch_size = planner.batch_size // start.policy.data_parallel
+    for count in range(start.choice.microbatches + 1, batch_size + 1):
+        if not batch_size % count:
+            yield start.to(f"--microbatches {count}", microbatches=count)
+
+
+def _one_f_one_b(planner: Planner, start: _Change) -> Iterator[_Change]:
+    gpipe = start.choice.schedule is ScheduleKind.GPIPE and planner.graph.loss is not None
+    if gpipe and start.policy.batchnorm is not BatchNorm.EXACT:
+        kind = ScheduleKind.ONE_F_ONE_B
+        yield start.to(f"--schedule {kind.value}", schedule=kind)
+
+
+def _more_stages(planner: Planner, start: _Change) -> Iterator[_Change]:
+    cluster, stages = planner.cluster, start.choice.stages
+    there = len(cluster.devices) // start.policy.data_parallel
+    for count in (stages + 1, 2 * stages, 4 * stages):
+        with contextlib.suppress(ValueError):
+            wanted = devices_for(start.choice.schedule, count)
+            if cluster.endless or wanted <= there:
+                yield start.to(f"--stages {count}", stages=count, devices=wanted)
+
+
+def _half_precision(start: _Change) -> Iterator[_Change]:
+    if start.policy.precision is Precision.FP32:
+        half = dataclasses.replace(start.policy, precision=Precision.BF16)
+        yield _Change(start.choice, half, (*start.words, "--precision bf16"))
+
+
+_Kind = Callable[[_Change], Iterator[_Change]]
+
+
+def _kinds(planner: Planner, free: Free) -> list[_Kind]:
+    """What can be changed, in the order in which changes are put on top of one another."""
+    given: Sequence[tuple[bool, Callable[[Planner, _Change], Iterator[_Change]]]] = (
+        (free.remat, _full),
+        (free.schedule, _one_f_one_b),
+        (free.microbatches, _more_microbatches),
+        (free.stages, _more_stages),
+    )
+    return [*(partial(kind, planner) for wanted, kind in given if wanted), _half_precision]
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+def refuse_too_large(
+    planner: Planner,
+    plan: Plan,
+    policy: Policy,
+    choice: Choice,
+    free: Free = EVERYTHING,
+    tried: int = 1,
+) -> None:
+    """Makes sure that a plan fits its devices.
+
+    Args:
+        policy: that of the plan.
+        choice: the rest of what it was made for.
+        tried: settings of which none fits, and this is the nearest.
+
+    Raises:
+        DoesNotFitError: by how much it does not, and the nearest settings that would.
+    """
+    if not most_over(plan):
+        return
+    subject = "the plan"
+    if tried > 1:
+        subject = f"none of {tried:,} settings fits; the nearest, {describe(choice)},"
+    hints = [f"--memory {format_limit(max(plan.prediction.device_bytes))} and nothing else changed"]
+    hints += [
+        f"{near.words}: {format_bytes(near.peak_bytes)} at most, "
+        f"{format_seconds(near.step_s)} a step instead of {format_seconds(plan.prediction.step_s)}"
+        for near in nearby(planner, choice, policy, free)
+    ]
+    listing = "".join(f"\n    {hint}" for hint in hints)
+    raise DoesNotFitError(f"{subject} {_fault(plan)}", hint=f"what would fit:{listing}")
+
+
+def describe(choice: Choice) -> str:
+    """A choice in words."""
+    return (
+        f"{counted(choice.stages, 'stage')} on {counted(choice.devices, 'device')}, "
+        f"{choice.schedule.value}, {counted(choice.microbatches, 'micro-batch', 'es')}, "
+        f"remat {choice.remat.value}"
+    )
+
+
+def _fault(plan: Plan) -> str:
+    """On which device how much is missing, and what is held there."""
+    held = plan.prediction.device_bytes
+    over = [size - device.memory for size, device in zip(held, plan.devices, strict=True)]
+    rank = max(range(len(held)), key=over.__getitem__)
+    places = plan.placement or tuple(range(len(plan.stages)))
+    stages = [stage for stage in plan.stages if places[stage.index] == rank]
+    state = sum(stage.state_bytes for stage in stages)
+    numbers = ", ".join(str(stage.index) for stage in stages)
+    others = sum(excess > 0 for excess in over) - 1
+    further = ""
+    if others:
+        further = f"; {others} other{'s are' if others > 1 else ' is'} too small as well"
+    return (
+        f"needs {format_bytes(over[rank])} more than the {format_bytes(plan.devices[rank].memory)} "
+        f"of device {rank} (stage{'s' if len(stages) > 1 else ''} {numbers}{further}): it holds "
+        f"{format_bytes(state)} of {_state_words(plan)}, and {format_bytes(held[rank] - state)} "
+        "of activations"
+    )
+
+
+def _state_words(plan: Plan) -> str:
+    if not plan.training:
+        return "parameters and buffers"
+    return "parameters, buffers, gradients and what the optimizer keeps"
+
+
+@dataclass(frozen=True, slots=True)
+class Nearby:
+    """Settings that fit: how they differ, in words, and what they come to."""
+
+    words: str
+    peak_bytes: int
+    step_s: float
+
+
+def nearby(
+    planner: Planner, choice: Choice, policy: Policy, free: Free = EVERYTHING
+) -> list[Nearby]:
+    """The nearest settings that fit.
+
+    Each kind of change by itself, as little of it as will do; where none does, one after the
+    other on top, until all together fit or nothing is left to change. At most `MOST_TRIED` plans
+    are made.
+    """
+    tries = _Tries(planner)
+    start = _Change(choice, policy)
+    kinds = _kinds(planner, free)
+    found = [near for kind in kinds if (near := tries.first(kind(start))) is not None]
+    if found:
+        return sorted(found, key=lambda near: near.step_s)
+    for kind in kinds:
+        furthest = list(kind(start))
+        if furthest:
+            start = furthest[-1]
+            near = tries.first([start])
+            if near is not None:
+                return [near]
+    return []
+
+
+@dataclass
+class _Tries:
+    """Plans changes, as long as there are not too many."""
 
     planner: Planner
-    plan: Plan
-    policy: Policy
+    left: int = MOST_TRIED
 
-    def told(self) -> WhatIf:
-        """All that is to be told."""
-        found: list[Remedy] = []
-        for trial in (
-            self._microbatches,
-            self._full,
-            self._auto,
-            self._schedules,
-            self._bf16,
-        ):
-            try:
-                found.extend(trial())
-            except GPipeCompilerError:
-                continue  # what it asks for cannot be had of this model
-        return WhatIf(tuple(found))
-
-    # --- the remedies ------------------------------------------------------------------------
-
-    def _microbatches(self) -> Iterator[Remedy]:
-        """The next number of micro-batches that is at least twice theirs."""
-        plan = self.plan
-        batch = plan.batch_size // plan.replicas
-        more = (n for n in range(2 * plan.microbatches, batch + 1) if not batch % n)
-        count = next(more, None)
-        if count is not None:
-            changed = dataclasses.replace(
-                plan, microbatches=count, orders=self._orders(plan.schedule, count)
-            )
-            yield self._with_graph(f"--microbatches {count}", changed, plan.precision)
-
-    def _full(self) -> Iterator[Remedy]:
-        if self.plan.training and self._whole.stages != self.plan.stages:
-            yield self._recomputed
-
-    @cached_property
-    def _whole(self) -> Plan:
-        """The plan with every stage run again whole."""
-        return dataclasses.replace(self.plan, stages=tuple(map(_full, self.plan.stages)))
-
-    @cached_property
-    def _recomputed(self) -> Remedy:
-        return self._remedy("--remat full", self._whole, self._known)
-
-    def _auto(self) -> Iterator[Remedy]:
-        """The fastest way to half of what recomputing everything would save."""
-        plan = self.plan
-        if not plan.training:
-            return
-        least = max(self._recomputed.device_bytes)
-        most = (max(plan.prediction.device_bytes) + least) / 2
-        changed = dataclasses.replace(plan, stages=self._fitted(most))
-        if changed.stages not in (plan.stages, self._whole.stages):
-            remedy = self._remedy("", changed, self._known)
-            words = f"--remat auto --memory {format_limit(max(remedy.device_bytes))}"
-            yield dataclasses.replace(remedy, change=words)
-
-    def _schedules(self) -> Iterator[Remedy]:
-        """The schedules that put stages where they are; and recomputing on top of the best."""
-        plan = self.plan
-        if not plan.training or plan.batchnorm is BatchNorm.EXACT:
-            return
-        for kind in ScheduleKind:
-            if kind is plan.schedule or splits_backward(kind):
-                continue
-            orders = self._placed_orders(kind)
-            if orders is None or orders == plan.orders:
-                continue
-            changed = dataclasses.replace(plan, schedule=kind, orders=orders)
-            words = f"--schedule {kind.value}"
-            yield self._remedy(words, changed, self._known)
-            if self._whole.stages != plan.stages:
-                changed = dataclasses.replace(changed, stages=self._whole.stages)
-                yield self._remedy(f"{words} --remat full", changed, self._known)
-
-    def _bf16(self) -> Iterator[Remedy]:
-        if self.plan.precision is Precision.FP32:
-            changed = dataclasses.replace(self.plan, precision=Precision.BF16)
-            yield self._with_graph("--precision bf16", changed, Precision.BF16)
-
-    # --- how they are made -------------------------------------------------------------------
-
-    @cached_property
-    def _graph(self) -> Graph:
-        assert self.plan.graph is not None
-        return self.plan.graph
-
-    @cached_property
-    def _known(self) -> MemoryTraces:
-        """Of the plan's own graph."""
-        facts = self.planner.prepare(self.plan.microbatches, self.policy).facts
-        return facts.rehearsals if facts.graph is self._graph else MemoryTraces(self._graph)
-
-    @cached_property
-    def _estimates(self) -> Sequence[Costs]:
-        """The costs of the plan's own graph on each kind of device, by their rooflines."""
-        if not self.planner.measured:
-            return self.planner.prepare(self.plan.microbatches, self.policy).costs
-        return costs_by_kind(self._graph, self.plan.cluster.kinds, measured=False)
-
-    @cached_property
-    def _placement(self) -> tuple[int, ...]:
-        return self.plan.placement or tuple(range(len(self.plan.stages)))
-
-    def _orders(self, kind: ScheduleKind, microbatches: int) -> Orders:
-        if not self.plan.training:
-            return forward_only(self._placement, microbatches, self.plan.joint)
-        try:
-            return orders_for(kind, self._placement, microbatches, self.plan.joint)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
-
-    def _placed_orders(self, kind: ScheduleKind) -> Orders | None:
-        """The orders of another schedule; None where it would put the stages elsewhere."""
-        plan = self.plan
-        try:
-            if placement_for(kind, len(plan.stages), len(plan.orders)) != self._placement:
-                return None
-            return orders_for(kind, self._placement, plan.microbatches)
-        except ValueError:
-            return None
-
-    def _remedy(self, words: str, changed: Plan, rehearsals: MemoryTraces) -> Remedy:
-        layout = layout_of(changed, self.policy.optimizer)
-        memory = device_memories(rehearsals.graph, layout, rehearsals)
-        # What the simulation leaves out, as sums of shared gradients, stays.
-        step_s = self.plan.prediction.step_s + timeline(changed).step_s - self._step_s
-        return Remedy(words, tuple(device.peak for device in memory), step_s)
-
-    @cached_property
-    def _step_s(self) -> float:
-        return timeline(self.plan).step_s
-
-    def _with_graph(self, words: str, changed: Plan, precision: Precision) -> Remedy:
-        """Micro-batches of another size, or in another precision.
-
-        Op times of a plan whose ops were measured change by as much as their rooflines do.
-        """
-        samples = microbatch_size(changed.batch_size, changed.microbatches, changed.replicas)
-        in_place = self.policy.in_place
-        plain, graph = self.planner.described(samples, precision, in_place=in_place)
-        if in_place:
-            stage_of = {
-                op: stage.index
-                for stage in changed.stages
-                for op in stage.ops
-                if op not in stage.duplicates
-            }
-            wrong = torn(graph, plain, effects(graph), stage_of)
-            graph = undone(graph, plain, wrong) if wrong else graph
-        kinds = self.plan.cluster.kinds
-        before, after = self._estimates, costs_by_kind(graph, kinds, measured=False)
-        stages = []
-        for stage in changed.stages:
-            kind = kinds.index(self.plan.device(stage.index))
-            stages.append(_scaled(stage, before[kind], after[kind]))
-        crossings = tuple(_described(crossing, graph) for crossing in changed.crossings)
-        changed = dataclasses.replace(
-            changed, graph=graph, stages=tuple(stages), crossings=crossings
-        )
-        return self._remedy(words, changed, MemoryTraces(graph))
-
-    def _fitted(self, memory: float) -> tuple[Stage, ...]:
-        """The stages, recomputing as little as fits so many bytes a device, as the search counts.
-
-        Those of devices that fit stay as they are.
-        """
-        plan = self.plan
-        prepared = self.planner.prepare(plan.microbatches, self.policy)
-        split = splits_backward(plan.schedule)
-        stages = list(plan.stages)
-        for order, size in zip(plan.orders, plan.prediction.device_bytes, strict=True):
-            if size <= memory:
-                continue
-            numbers = sorted({action.stage for action in order})
-            kind = plan.cluster.kinds.index(plan.device(numbers[0]))
-            costs = prepared.costs[kind].ops
-            seconds = {name: cost.forward_s for name, cost in costs.items()}
-            known = {n: ways(prepared.facts, stages[n], seconds, FEW) for n in numbers}
-            device = DeviceRematOptions.of(order, plan.joint, stages, known, split=split)
-            for number, way in device.fastest(memory, tuple(Remat))[1].items():
-                stages[number] = way.of(stages[number], split=split)
-        return tuple(stages)
-
-
-def _full(stage: Stage) -> Stage:
-    return dataclasses.replace(stage, remat=Remat.FULL, segments=())
-
-
-def _described(crossing: Crossing, graph: Graph) -> Crossing:
-    """The boundary value as it is in another graph of the same ops."""
-    value = graph.values[crossing.value]
-    assert value.dtype is not None  # only tensors cross
-    return dataclasses.replace(crossing, shape=value.shape, dtype=value.dtype)
-
-
-def _scaled(stage: Stage, before: Costs, after: Costs) -> Stage:
-    """A stage whose times have changed as those of its ops did."""
-    old = [before.ops[name] for name in stage.ops]
-    new = [after.ops[name] for name in stage.ops]
-
-    def ratio(of: Callable[[OpCost], float]) -> float:
-        whole = sum(map(of, old))
-        return sum(map(of, new)) / whole if whole > 0 else 1.0
-
-    forward, backward = ratio(lambda cost: cost.forward_s), ratio(lambda cost: cost.backward_s)
-    return dataclasses.replace(
-        stage,
-        forward_s=stage.forward_s * forward,
-        segments_s=stage.segments_s * forward,
-        backward_s=stage.backward_s * backward,
-        weight_s=stage.weight_s * backward,
-    )
+    def first(self, changes: Iterable[_Change]) -> Nearby | None:
+        """The first of some changes that fits."""
+        for change in itertools.islice(changes, self.left):
+            self.left -= 1
+            with contextlib.suppress(PlanError, UsageError, ModelError):
+                plan = change.planned(self.planner)
+                if not most_over(plan):
+                    peak = max(plan.prediction.device_bytes, default=0)
+                    return Nearby(" ".join(change.words), peak, plan.prediction.step_s)
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -78,6 +79,13 @@ class Planner:
     def batch_size(self) -> int:
         """Samples of a mini-batch."""
         return self.graph.batch_size
+
+    def with_memory(self, size: int) -> Planner:
+        """The same on devices of so many bytes each."""
+        cluster = self.cluster.with_memory(size)
+        alike = len(cluster.kinds) == len(self.cluster.kinds)
+        known = self._prepared if alike else {}  # costs on each kind, in their order
+        return dataclasses.replace(self, cluster=cluster, _prepared=known)
 
     def choose(self, stages: int, microbatches: int | None, policy: Policy) -> Choice:
         """What is given, as a choice, on as many devices as its schedule needs.

@@ -11,7 +11,7 @@ from gpipe_compiler.options.policy import Auto
 from gpipe_compiler.passes.pipeline import Pipeline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.planner.infeasible import refuse_too_large
+from gpipe_compiler.planner.memory_advice import refuse_too_large
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore
 from gpipe_compiler.planner.search_space import Wish

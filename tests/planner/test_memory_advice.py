@@ -17,7 +17,7 @@ from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.compile import plan_as_asked
 from gpipe_compiler.errors import ExitCode
 from gpipe_compiler.options.policy import Auto, RematChoice
-from gpipe_compiler.planner.infeasible import DoesNotFitError
+from gpipe_compiler.planner.memory_advice import DoesNotFitError
 from gpipe_compiler.planner.search import most_over
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
