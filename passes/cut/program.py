@@ -354,7 +354,13 @@ def _is(expression: Expression, number: float) -> bool:
 
 def _total(parts: Iterable[Expression]) -> Expression:
     """The sum of numbers and expressions."""
-    return highspy.Highs.qsum([part for part in parts if not _is(part, 0.0)], 0.0)
+    known, terms = 0.0, []
+    for part in parts:
+        if isinstance(part, float):
+            known += part
+        else:
+            terms.append(part)
+    return highspy.Highs.qsum(terms) + known if terms else known
 
 
 def _closure_sums(
