@@ -108,7 +108,8 @@ class Facts:
         stage = max(range(len(stages)), key=shares.__getitem__)
         if shares[stage] <= _MOST_OF_IT or 2 / len(stages) >= shares[stage]:
             return ""
-        held = [group for group in self.atoms.groups if group <= set(stages[stage])]
+        here = set(stages[stage])
+        held = [group for group in self.atoms.groups if group <= here]
         group = max(held, key=lambda g: sum(work[name] for name in g), default=frozenset[str]())
         if 2 * sum(work[name] for name in group) < shares[stage] * whole:
             return ""
@@ -439,6 +440,7 @@ def _crossings(
         for value in values:
             targets.setdefault(value, []).append(stage)
     found = []
+    held = list(map(frozenset, ops))
     makers = [(source.name, None) for source in graph.inputs]
     makers.extend((value, op) for op in graph.ops for value in op.outputs)  # type: ignore[misc]  # the inputs' None and an Op
     for value, maker in makers:
@@ -453,7 +455,7 @@ def _crossings(
                 location=maker.source if maker is not None else None,
                 hint="this is a fault of the compiler: an atom or a duplicate is missing",
             )
-        readers = (op for op in graph.consumers.get(value, ()) for s in later if op.name in ops[s])
+        readers = (op for op in graph.consumers.get(value, ()) for s in later if op.name in held[s])
         found.append(
             Crossing(
                 value,

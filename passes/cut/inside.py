@@ -22,7 +22,7 @@ from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
-from gpipe_compiler.passes.cut.open_chains import Chains, Places, StageSeconds
+from gpipe_compiler.passes.cut.open_chains import Chains, Places, StageSeconds, opened_by_prefixes
 from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.seats import seat_orders
@@ -139,7 +139,7 @@ class _Inside:
         along the order of the model."""
         row = prefixes(range(graph.size))
         ends = masks_between(graph, self.best.stage_of)
-        opens = Places(graph, self.modules, row).opens
+        opens = opened_by_prefixes(graph, self.modules)
         sizes = [mask.bit_count() for mask in ends]
         far = [min(abs(place - size) for size in sizes) for place in range(len(row))]
         order = sorted(range(len(row)), key=lambda p: (far[p] > EACH, opens[p], far[p]))

@@ -65,12 +65,15 @@ def module_calls(paths: Sequence[str], keys: Sequence[Hashable]) -> tuple[Module
             counts = any((node, path) in own for node in nodes)
             if 1 < len(nodes) < len(paths) and (counts or tuple(nodes) not in found):
                 found[tuple(nodes)] = path, counts
-    counted = [(path, set(nodes)) for nodes, (path, counts) in found.items() if counts]
+    around: dict[str, list[set[int]]] = {}
+    for nodes, (path, counts) in found.items():
+        if counts:
+            around.setdefault(path, []).append(set(nodes))
     return tuple(
         ModuleNodes(
             path,
             nodes,
-            counts * sum(f"{path}.".startswith(f"{p}.") and nodes[0] in n for p, n in counted),
+            counts * sum(nodes[0] in call for p in _prefixes(path) for call in around.get(p, ())),
         )
         for nodes, (path, counts) in found.items()
     )

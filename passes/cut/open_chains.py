@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
@@ -20,16 +19,13 @@ from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.modules import ModuleNodes, weights
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers, bits
 
 ROWS = 400_000
 """Ways to go on from all labels of one stage, about, at most."""
 
 FEWEST = 4
 """Labels of a place that are kept, at least."""
-
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Booleans = npt.NDArray[np.bool_]
 
 
 class Places:
@@ -48,15 +44,13 @@ class Places:
         self.graph = graph
         chosen = {*masks, 0, (1 << graph.size) - 1}
         self.masks = sorted(chosen, key=lambda mask: (mask.bit_count(), mask))
-        self.member: Booleans = np.array(
-            [[mask >> node & 1 for node in range(graph.size)] for mask in self.masks], dtype=bool
-        )
+        self.member = bits(self.masks, graph.size)
+        columns = np.ascontiguousarray(self.member.T)
         node_of = {node: index for index, members in enumerate(graph.members) for node in members}
-        inside = np.zeros((graph.size, len(modules)), dtype=bool)
+        divided = np.zeros((self.size, len(modules)), dtype=np.bool_)
         for index, module in enumerate(modules):
-            inside[[node_of[node] for node in module.nodes], index] = True
-        some = self.member @ inside
-        divided: Booleans = some & (~self.member @ inside)
+            held = columns[sorted({node_of[node] for node in module.nodes})]
+            divided[:, index] = held.any(axis=0) & ~held.all(axis=0)
         weight = weights(modules)
         self.opens: Integers = divided @ weight
         self._divided, self._weight = divided, weight
@@ -84,6 +78,17 @@ class Places:
         cannot = np.array(self.graph.first_stage) > stage
         wrong = (~self.member & must).any(axis=1) | (self.member & cannot).any(axis=1)
         return np.flatnonzero(~wrong)
+
+
+def opened_by_prefixes(graph: Contracted, modules: Sequence[ModuleNodes]) -> Integers:
+    """What a cut after each number of nodes opens, along the order of the graph."""
+    place = {node: index for index, members in enumerate(graph.members) for node in members}
+    steps = np.zeros(graph.size + 2, dtype=np.int64)
+    for module, weight in zip(modules, weights(modules), strict=True):
+        places = [place[node] for node in module.nodes]
+        steps[min(places) + 1] += weight
+        steps[max(places) + 1] -= weight
+    return np.cumsum(steps)[:-1]
 
 
 class StageSeconds:

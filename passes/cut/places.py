@@ -12,7 +12,7 @@ from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.orders import neighbours, topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.space import Integers
+from gpipe_compiler.passes.cut.space import Integers, bits
 
 WHOLE = 2**40
 """The computing of the whole graph, in the whole numbers that are counted with: sums are exact."""
@@ -152,10 +152,7 @@ class Places:
 
     def _members(self, masks: Sequence[int]) -> Integers:
         """1 for every node that a down-set holds: shape (down-sets, nodes)."""
-        size = self.graph.size
-        packed = b"".join(mask.to_bytes(size // 8 + 1, "little") for mask in masks)
-        rows = np.frombuffer(packed, np.uint8).reshape(len(masks), size // 8 + 1)
-        return np.unpackbits(rows, axis=1, bitorder="little")[:, :size].astype(np.int64)
+        return bits(masks, self.graph.size).astype(np.int64)
 
     def _about(self, middles: Sequence[float], share: float, most: int) -> set[int]:
         found: set[int] = set()

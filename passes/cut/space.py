@@ -62,7 +62,7 @@ class Space:
         alone = graph.last and not graph.last_alone and not idle
         forbidden = whole ^ pinned if alone else whole
         chosen = {m for m in masks if not m & pinned and m != forbidden} | {0, whole}
-        member = _bits(list(chosen), graph.size)
+        member = bits(list(chosen), graph.size)
         # Integer sums are exact, so that no set sorts before its subset.
         least = graph.least_s
         scale = float(least.sum()) or 1.0
@@ -327,7 +327,7 @@ def _key(mask: int) -> bytes:
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
 
-def _bits(masks: Sequence[int], size: int) -> Booleans:
+def bits(masks: Sequence[int], size: int) -> Booleans:
     """One row of booleans per mask."""
     width = (size + 7) // 8
     raw = b"".join(mask.to_bytes(width, "little") for mask in masks)
