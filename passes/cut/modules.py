@@ -66,14 +66,14 @@ def module_calls(paths: Sequence[str], keys: Sequence[Hashable]) -> tuple[Module
             if 1 < len(nodes) < len(paths) and (counts or tuple(nodes) not in found):
                 found[tuple(nodes)] = path, counts
     around: dict[str, list[set[int]]] = {}
-    for nodes, (path, counts) in found.items():
+    for call, (path, counts) in found.items():
         if counts:
-            around.setdefault(path, []).append(set(nodes))
+            around.setdefault(path, []).append(set(call))
     return tuple(
         ModuleNodes(
             path,
             nodes,
-            counts * sum(nodes[0] in call for p in _prefixes(path) for call in around.get(p, ())),
+            counts * sum(nodes[0] in other for p in _prefixes(path) for other in around.get(p, ())),
         )
         for nodes, (path, counts) in found.items()
     )
