@@ -6,7 +6,7 @@ Every example as a package of one stage without a loss. In a process of its own,
 a warm-up: the most that torch's allocator gives out in a forward, beside the most that lives at a
 time (`buffers.Activations`). Then the peak of the whole process, and the page
 faults and processor time of a forward: as the system's malloc works, and as `run.py` has it, which
-keeps what is freed (`runtime/train/memory.py`). An arena could save the same faults, and no more.
+keeps what is freed (`runtime/train/process.py`). An arena could save the same faults, and no more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.passes.rehearsal import rehearse
-from gpipe_compiler.runtime.train.memory import keep_memory
+from gpipe_compiler.runtime.train.process import keep_memory
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 from live_bytes import measured, peak

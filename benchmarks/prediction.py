@@ -52,7 +52,7 @@ from gpipe_compiler.planner.measured import Start, start_command, step_seconds
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime.train.clocked import Clocked
+from gpipe_compiler.runtime.train.stage_times import MeasuredStages
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = 2
@@ -154,7 +154,10 @@ def rounds_of(cases: Sequence[Case], start: Start, count: int) -> list[list[Roun
         raise SystemExit(f"{start.value}: exit code {finished.returncode}")
     rows = json.loads(report.read_text())
     return [
-        [Round(step_seconds(case.plan, Clocked.of(row["clock"])), row["seconds"]) for row in found]
+        [
+            Round(step_seconds(case.plan, MeasuredStages.from_json(row["stages"])), row["seconds"])
+            for row in found
+        ]
         for case, found in zip(cases, rows, strict=True)
     ]
 
@@ -165,7 +168,7 @@ def worker(words: Sequence[str], rounds: int, report: Path) -> None:
     found: list[list[dict[str, Any]]] = [[] for _ in opened]
     for _ in range(rounds):
         for row, package in zip(found, opened, strict=True):
-            row.append({"clock": package.clock(), "seconds": package.bench()})
+            row.append({"stages": package.time_stages(), "seconds": package.bench()})
     if opened[0].pipe.rank == 0:
         report.write_text(json.dumps(found))
     for package in opened:
@@ -182,11 +185,11 @@ class Opened:
     part: Any
     """Imports a module of the package's `runtime.train` by name."""
 
-    def clock(self) -> dict[str, Any]:
-        """What `run.py clock` writes."""
+    def time_stages(self) -> str:
+        """What `run.py bench --report` writes."""
         inputs, target = self.part("data").example_call(self.pipe.spec, self.folder, None)
-        found = self.part("stage_clock").clock(self.pipe, inputs, target, PHASE_S)
-        return dict(found.fields())
+        found = self.part("stage_clock").measure_stages(self.pipe, inputs, target, PHASE_S)
+        return str(found.to_json())
 
     def bench(self) -> float:
         """The median that `run.py bench` prints."""
@@ -207,7 +210,7 @@ def _open(folder: str, steps: str) -> Opened:
     def part(name: str) -> Any:
         return importlib.import_module(f"{path.name}.runtime.train.{name}")
 
-    part("memory").keep_memory()
+    part("process").keep_memory()
     return Opened(path, int(steps), package.Pipeline(), part)
 
 

@@ -21,7 +21,7 @@ from gpipe_compiler.cli.arguments import (
 )
 from gpipe_compiler.cli.graph_json import is_graph, plan_file
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
-from gpipe_compiler.runtime.train.console import obeyed
+from gpipe_compiler.runtime.train.process import obeyed
 from gpipe_compiler.runtime.wording import printable_lines
 from gpipe_compiler.text.units import format_source
 from gpipe_compiler.validate.launching import fresh, spare

@@ -22,7 +22,7 @@ from gpipe_compiler.cluster import core_count
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.gpus import gpu_count
-from gpipe_compiler.runtime.train.clocked import Clocked, StageSeconds
+from gpipe_compiler.runtime.train.stage_times import MeasuredStages, StageSeconds
 from gpipe_compiler.simulate.contention import simulate_sharing
 from gpipe_compiler.simulate.step import StageTimes
 
@@ -75,37 +75,33 @@ def start_command(script: Path, devices: int, start: Start) -> list[str]:
     return [*torchrun, f"--nproc-per-node={devices}", run]
 
 
-def time_stages(directory: Path, devices: int, start: Start) -> Clocked:
+def time_stages(directory: Path, devices: int, start: Start) -> MeasuredStages:
     """The stages of a package, timed in processes of their own.
 
     Raises:
         ValidationError: when the package cannot be run.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-clock-") as scratch:
-        report = Path(scratch, "clock.json")
-        command = [
-            *start_command(directory / "run.py", devices, start),
-            "clock",
-            "--report",
-            str(report),
-        ]
+        report = Path(scratch, "stages.json")
+        words = ["bench", "--steps", "1", "--report", str(report)]
+        command = [*start_command(directory / "run.py", devices, start), *words]
         finished = subprocess.run(command, check=False, capture_output=True, text=True)
         with contextlib.suppress(OSError):
-            return Clocked.read(report)
+            return MeasuredStages.from_json(report.read_text(encoding="utf-8"))
     raise ValidationError(
         f"the package cannot be timed in {start.value}: exit code {finished.returncode}\n"
         f"{finished.stderr.strip()}"
     )
 
 
-def step_seconds(plan: Plan, found: Clocked) -> float:
+def step_seconds(plan: Plan, found: MeasuredStages) -> float:
     """The step of a plan whose stages take the measured times, as `run.py bench` measures it:
     forward and backward of a mini-batch, without the optimizer."""
     alone, together = (_times(stages, found) for stages in (found.alone, found.together))
     return simulate_sharing(plan.orders, alone, together, plan.joint).step_s + found.around_s
 
 
-def _times(stages: Sequence[StageSeconds], found: Clocked) -> list[StageTimes]:
+def _times(stages: Sequence[StageSeconds], found: MeasuredStages) -> list[StageTimes]:
     return [
         _stage_times(seconds, receive_s, gradient_s)
         for seconds, receive_s, gradient_s in zip(

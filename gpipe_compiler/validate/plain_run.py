@@ -23,7 +23,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.comparison import Kind, Tensors, flat_tensors
-from gpipe_compiler.runtime.train.stages_in_a_row import LOSS_SCALE
+from gpipe_compiler.runtime.train.sequential_run import LOSS_SCALE
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.whole_draws import DrawsOfAll, DrawsOfOne

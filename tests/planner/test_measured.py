@@ -19,7 +19,7 @@ from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.planner import measured as clocking
 from gpipe_compiler.planner.measured import Start, step_seconds, time_stages
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.runtime.train.clocked import Clocked, StageSeconds
+from gpipe_compiler.runtime.train.stage_times import MeasuredStages, StageSeconds
 
 
 def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):
@@ -30,7 +30,9 @@ def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):
 
 def clocked(one, two=None, receive_s=0.0, around_s=0.0):
     """Two stages that take the same, alone and (`two`) together."""
-    return Clocked((one,) * 2, (two or one,) * 2, (0.0, receive_s), (0.0, receive_s), around_s)
+    return MeasuredStages(
+        (one,) * 2, (two or one,) * 2, (0.0, receive_s), (0.0, receive_s), around_s
+    )
 
 
 def test_stages_and_what_is_around_them_add_up_to_the_step():

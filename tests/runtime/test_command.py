@@ -12,8 +12,8 @@ from torch.distributed.run import get_args_parser
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.weights import load_file, save_file, save_weights
 from gpipe_compiler.runtime.train.arguments import parser_for
-from gpipe_compiler.runtime.train.clocked import Clocked
 from gpipe_compiler.runtime.train.command import main
+from gpipe_compiler.runtime.train.stage_times import MeasuredStages
 
 HOOKS = """
 import torch
@@ -45,17 +45,19 @@ def test_torchrun_lets_the_options_through():
     """Before Python 3.12 it refuses words that begin several options of its own, such as --log."""
     theirs = get_args_parser()._option_string_actions
     commands = parser_for(skip_spec())._subparsers._group_actions[0].choices
-    assert commands.keys() == {"train", "infer", "check", "bench", "clock", "export"}
+    assert commands.keys() == {"train", "infer", "check", "bench", "export"}
     for name, command in commands.items():
         for option in command._option_string_actions:
             assert sum(other.startswith(option) for other in theirs) <= 1, (name, option)
 
 
-def test_clock_tells_times_and_writes_them(package, capsys):
-    assert main(skip_spec(), package, argv=["clock", "--report", str(package / "times.json")]) == 0
+def test_bench_tells_stage_times_and_writes_them(package, capsys):
+    assert main(skip_spec(), package, argv=["bench", "--report", str(package / "times.json")]) == 0
 
     assert "around the stages" in capsys.readouterr().out
-    assert len(Clocked.read(package / "times.json").together) == len(skip_spec().stages)
+    assert len(MeasuredStages.from_json((package / "times.json").read_text()).together) == len(
+        skip_spec().stages
+    )
 
 
 def losses(text):

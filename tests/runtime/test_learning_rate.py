@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.train.hooks import UserHooks
-from gpipe_compiler.runtime.train.learning_rate import Rate, RateChoice, RateShape, make_scheduler
+from gpipe_compiler.runtime.train.optimizer import Rate, RateChoice, RateShape, make_scheduler
 
 STEPS = 10
 

@@ -23,7 +23,7 @@ from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
 from gpipe_compiler.runtime.train.check import check_pipeline
 from gpipe_compiler.runtime.train.comparison import Kind, pack
-from gpipe_compiler.runtime.train.stages_in_a_row import LOSS_SCALE
+from gpipe_compiler.runtime.train.sequential_run import LOSS_SCALE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

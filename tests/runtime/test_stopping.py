@@ -10,8 +10,8 @@ import time
 import pytest
 
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.train import stopping
-from gpipe_compiler.runtime.train.stopping import StopSignals, exit_code
+from gpipe_compiler.runtime.train import process
+from gpipe_compiler.runtime.train.process import StopSignals, exit_code
 
 
 @pytest.fixture
@@ -72,6 +72,6 @@ def test_a_rank_that_alone_was_told_to_stop(monkeypatch):
         signals.check_alone()
         os.kill(os.getpid(), signal.SIGTERM)
         signals.check_alone()
-        monkeypatch.setattr(stopping.time, "monotonic", lambda: now + 2 * stopping.ALONE_S)
+        monkeypatch.setattr(process.time, "monotonic", lambda: now + 2 * process.ALONE_S)
         with pytest.raises(PipelineError, match=r"this rank alone was told to stop \(SIGTERM\)"):
             signals.check_alone()

@@ -20,7 +20,7 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.runtime.core.storing import HeldError, locked, place
 from gpipe_compiler.runtime.core.weights import load_file, save_file
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.train.keeping import CheckpointOptions, Keeper
+from gpipe_compiler.runtime.train.checkpoint_manager import CheckpointManager, CheckpointOptions
 from gpipe_compiler.runtime.train.training_log import StepLog
 from gpipe_compiler.runtime.train.update import Stepped
 
@@ -134,14 +134,14 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
         world = None
         rank = 0
 
-    keeper = Keeper(Alone(), None, None, CheckpointOptions(tmp_path / "kept"))  # type: ignore[arg-type]
+    manager = CheckpointManager(Alone(), None, None, CheckpointOptions(tmp_path / "kept"))  # type: ignore[arg-type]
     (tmp_path / "kept").mkdir()
     other = holder(tmp_path / "kept" / ".lock")
     with pytest.raises(UsageError, match="another run writes its checkpoints"):
-        keeper.resume()
+        manager.resume()
     end(other)
-    assert keeper.resume() is None
-    keeper.close()
+    assert manager.resume() is None
+    manager.close()
     assert not [*(tmp_path / "kept").iterdir()]
 
 

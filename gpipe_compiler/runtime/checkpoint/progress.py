@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -113,3 +114,25 @@ def progress_from(counts: Mapping[str, int], items: Mapping[str, Any]) -> Progre
     states = {name: RandomState(**items[name]) for name in _GENERATORS if name in items}
     known: dict[str, Any] = {**counts, **states, "data": items.get("data")}
     return Progress(**known)
+
+
+_NUMPY_SEEDS = 1 << 32
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator of the process, so that data shuffled by any of them is the same."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % _NUMPY_SEEDS)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever is drawn inside has not been drawn afterwards."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()

@@ -1,4 +1,4 @@
-"""The words of the command: `run.py train | infer | check | bench | clock | export`."""
+"""The words of the command: `run.py train | infer | check | bench | export`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from ..spec import (
     ScheduleKind,
 )
 from ..wording import counted, printable
+from .checkpoint_manager import KEPT, LATEST, CheckpointOptions
 from .data import InputChoice
 from .hooks import UserHooks
-from .keeping import KEPT, LATEST, CheckpointOptions
-from .learning_rate import RateChoice, RateShape
-from .optimizer import OptimizerChoice
+from .optimizer import OptimizerChoice, RateChoice, RateShape
 from .train import TrainOptions
 
 STEPS = 100
@@ -66,10 +65,11 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     _add_common(check, spec)
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--steps", type=positive, default=10, metavar="N")
+    bench.add_argument("--stages", action="store_true", help="time each of its stages, too")
+    bench.add_argument(
+        "--report", type=path, metavar="FILE", help="JSON to write with the times of the stages"
+    )
     _add_common(bench, spec)
-    clock = commands.add_parser("clock", help="time its stages, for a prediction of the step")
-    clock.add_argument("--report", type=path, metavar="FILE", help="JSON to write")
-    _add_common(clock, spec)
     if spec.loss is not None:
         export = commands.add_parser("export", help="write the weights of a checkpoint")
         export.add_argument("--checkpoint", type=path, metavar="PATH", required=True)
@@ -89,7 +89,7 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
     steps = arguments.steps
     if steps is None and arguments.epochs is None:
         steps = STEPS
-    problems = [text for text, wrong in _contradictions(arguments, hooks, steps).items() if wrong]
+    problems = [text for text, wrong in _contradictions(arguments, hooks).items() if wrong]
     if problems:
         raise UsageError("; ".join(problems))
     return TrainOptions(
@@ -111,22 +111,16 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
     )
 
 
-def _contradictions(
-    given: argparse.Namespace, hooks: UserHooks, steps: int | None
-) -> dict[str, bool]:
+def _contradictions(given: argparse.Namespace, hooks: UserHooks) -> dict[str, bool]:
     """What is wrong with options, with whether it is so here."""
     own_data = hooks.train_data is not None and given.input is None
     own_optimizer = hooks.make_optimizer is not None and given.optimizer is None
     own_schedule = hooks.make_scheduler is not None and given.lr_schedule is None
-    ends = given.lr_schedule in (RateShape.LINEAR, RateShape.COSINE)
     return {
         f"--lr: make_optimizer() of {hooks.name} sets the learning rate, unless an --optimizer is "
         "named": given.lr is not None and own_optimizer,
         f"--warmup-steps: make_scheduler() of {hooks.name} sets the learning rate's course, unless "
         "an --lr-schedule is named": given.warmup_steps > 0 and own_schedule,
-        f"--warmup-steps {given.warmup_steps} leaves nothing of {steps} steps": (
-            steps is not None and ends and given.warmup_steps >= steps
-        ),
         "--epochs counts passes over train_data(), and there is none here": (
             given.epochs is not None and not own_data
         ),

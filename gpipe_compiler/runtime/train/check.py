@@ -36,7 +36,7 @@ from .comparison import (
     worst_of,
 )
 from .data import call_of
-from .stages_in_a_row import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
+from .sequential_run import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
 INPUT = "input/"
 """What stands before the name of an input in a reference file."""

@@ -1,4 +1,4 @@
-"""The command of a package: `run.py train | infer | check | bench | clock | export`."""
+"""The command of a package: `run.py train | infer | check | bench | export`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from .. import checkpoint
+from ..checkpoint.progress import seed_all
 from ..core.pipeline import Pipeline
 from ..core.programs import replicas_by_default
-from ..core.weights import INDEX
+from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec
 from ..wording import printable_lines
 from .arguments import parser_for, train_options
 from .check import check_pipeline, format_rows, write_rows
-from .console import obeyed, say
 from .data import InputChoice, example_call
-from .generators import seed_all
 from .hooks import UserHooks
 from .inference import bench, infer
-from .memory import keep_memory
-from .model_files import load_weights, save
-from .stage_clock import clock
-from .stopping import exit_code
+from .process import exit_code, keep_memory, obeyed, say
+from .stage_clock import measure_stages
 from .train import TrainOptions, train
 
 FAILED_CHECK = 3
@@ -138,7 +137,7 @@ def _train(
     if signal:
         return exit_code(signal)
     if arguments.save is not None:
-        save(pipe, arguments.save)
+        save_model(pipe, arguments.save)
     return 0
 
 
@@ -147,6 +146,38 @@ def _load(pipe: Pipeline, arguments: argparse.Namespace) -> None:
         load_weights(pipe, arguments.load)
     if pipe.rank == 0:
         say(pipe.describe())
+
+
+def load_weights(pipe: Pipeline, path: Path) -> None:
+    """Take over weights: one safetensors file, a folder of them with an index, or a checkpoint.
+
+    Of a folder of checkpoints the newest is taken. Every rank calls it.
+
+    Raises:
+        WeightsError, CheckpointError: when there are none that can be read.
+        UsageError: when they are those of another model.
+    """
+    if not path.is_dir():
+        pipe.load_state_dict(load_file(path))
+    elif (path / INDEX).is_file():
+        weights = Weights.open(path)
+        pipe.load_state_dict(weights.load(weights.files, torch.device("cpu")))
+    else:
+        seed, step = pipe.seed, pipe.step_number
+        checkpoint.load_checkpoint(pipe, None, checkpoint.latest(path) or path)
+        pipe.seed, pipe.step_number = seed, step
+
+
+def save_model(pipe: Pipeline, path: Path) -> None:
+    """Write the weights under the model's names: one file, or a folder with an index."""
+    state = pipe.gather_state_dict()
+    if pipe.rank != 0:
+        return
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        save_weights(state, path)
+    say(f"weights saved to {path}")
 
 
 def _work(
@@ -160,15 +191,10 @@ def _work(
         return 0
     if arguments.command == "bench":
         bench(pipe, directory, InputChoice(samples=arguments.batch_size), arguments.steps)
+        if arguments.stages or arguments.report is not None:
+            _time_stages(pipe, directory, arguments)
         return 0
     inputs, target = example_call(pipe.spec, directory, arguments.batch_size)
-    if arguments.command == "clock":
-        found = clock(pipe, inputs, target)
-        if pipe.rank == 0:
-            say(str(found))
-            if arguments.report is not None:
-                found.write(arguments.report)
-        return 0
     rows = check_pipeline(pipe, stored, inputs, target, arguments.reference)
     passed = all(row.passed for row in rows)
     if pipe.rank == 0 or not passed:
@@ -176,6 +202,14 @@ def _work(
     if arguments.report is not None and pipe.rank == 0:
         write_rows(rows, arguments.report)
     return 0 if passed else FAILED_CHECK
+
+
+def _time_stages(pipe: Pipeline, directory: Path, arguments: argparse.Namespace) -> None:
+    found = measure_stages(pipe, *example_call(pipe.spec, directory, arguments.batch_size))
+    if pipe.rank == 0:
+        say(str(found))
+        if arguments.report is not None:
+            arguments.report.write_text(found.to_json(), encoding="utf-8")
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..checkpoint.progress import undisturbed
 from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks
 from ..core.weighing import divisor
 from ..errors import AgreedError, UsageError
 from ..spec import LossTerm
 from .batches import NOTHING, Batches, Source, disagreement, located
+from .broadcast import broadcast_from_rank0
 from .data import samples_of
-from .generators import undisturbed
 from .hooks import UserHooks
-from .lockstep import decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ class _Pass:
     def run(self) -> Evaluated:
         """Evaluate every batch."""
         while True:
-            going, loss = decided(self.pipe, self._next, 2, "the next batch of evaluation")
+            going, loss = broadcast_from_rank0(
+                self.pipe, self._next, 2, "the next batch of evaluation"
+            )
             if self.pipe.rank != 0 and self.pipe.feeds:
                 self._next()
                 if bool(going) != (self.batch is not NOTHING):

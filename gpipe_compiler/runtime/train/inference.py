@@ -14,8 +14,8 @@ from ..core.pipeline import Pipeline
 from ..core.programs import planned_placement
 from ..core.weights import save_file
 from .comparison import flat_tensors
-from .console import say
 from .data import InputChoice, call_on, samples_of
+from .process import say
 
 WARM_UP = 3
 

@@ -11,14 +11,13 @@ from ..checkpoint.progress import Progress
 from ..core.pipeline import Pipeline
 from ..errors import AgreedError, StageError
 from .batches import NOTHING, Batch, Batches, Source, disagreement
+from .broadcast import broadcast_from_rank0
+from .checkpoint_manager import CheckpointManager, CheckpointOptions
 from .data import InputChoice, call_on
 from .evaluation import evaluate
 from .hooks import UserHooks
-from .keeping import CheckpointOptions, Keeper
-from .learning_rate import Rate, RateChoice, make_scheduler
-from .lockstep import decided
-from .optimizer import OptimizerChoice, make_optimizer
-from .stopping import StopSignals
+from .optimizer import OptimizerChoice, Rate, RateChoice, make_optimizer, make_scheduler
+from .process import StopSignals
 from .training_log import StepLog, Teller
 from .update import Update
 
@@ -99,9 +98,10 @@ class _Training:
         self._where_data_is_read(lambda: self._open(directory), "the data")
         optimizer = make_optimizer(pipe, hooks, options.optimizer)
         steps = self._steps_in_all()
-        self.rate = Rate(optimizer, make_scheduler(optimizer, hooks, options.rate, steps))
+        scheduler = make_scheduler(optimizer, hooks, options.rate, steps)
+        self.rate = Rate(optimizer, scheduler)
         self.update = Update(pipe, optimizer, self.rate, options.clip_norm)
-        self.keeper = Keeper(pipe, optimizer, self.rate.scheduler, options.checkpoints)
+        self.checkpoints = CheckpointManager(pipe, optimizer, scheduler, options.checkpoints)
         self.step = self.passes = 0
         self.evaluated: int | None = None
         self._resume()
@@ -121,12 +121,12 @@ class _Training:
                 self._end_pass()
         if self.evaluated != self.step:
             self._evaluate(last=True)
-        self.keeper.save(self._progress())
+        self.checkpoints.save(self._progress())
         return 0
 
     def close(self) -> None:
         """Close the log, and end the line on the terminal."""
-        self.keeper.close()
+        self.checkpoints.close()
         self.teller.close()
         if self.log is not None:
             self.log.close()
@@ -140,7 +140,7 @@ class _Training:
     def _turn(self) -> int:
         """What comes next: a step on so many mini-batches, 0 the end of a pass, -n signal n."""
         self._started = time.perf_counter()
-        (turn,) = decided(self.pipe, self._decide, 1, "the next step")
+        (turn,) = broadcast_from_rank0(self.pipe, self._decide, 1, "the next step")
         if turn >= 0:
             self.signals.check_alone()
         return int(turn)
@@ -170,7 +170,7 @@ class _Training:
             self._evaluate()
         every = self.options.checkpoints.every
         if every is not None and number % every == 0:
-            self.keeper.save(self._progress())
+            self.checkpoints.save(self._progress())
 
     def _end_pass(self) -> None:
         if self.pipe.rank != 0:
@@ -179,7 +179,7 @@ class _Training:
         if self.options.evaluate_every is None:
             self._evaluate()
         if self.options.checkpoints.every is None:
-            self.keeper.save(self._progress())
+            self.checkpoints.save(self._progress())
 
     def _same(self, count: int) -> list[Batch]:
         """What another rank than 0 takes for a step: all replicas read the same data."""
@@ -207,14 +207,14 @@ class _Training:
             self.log.evaluation(self.step, found)
 
     def _stop(self, signal: int) -> int:
-        self.keeper.save(self._progress())
-        where = f"; the checkpoint is {self.keeper.last}" if self.keeper.last else ""
+        self.checkpoints.save(self._progress())
+        where = f"; the checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
         self.teller.line(f"stopped after step {self.step}{where}")
         return signal
 
     def _lost(self, error: AgreedError) -> AgreedError:
         ways = "try a lower learning rate, or --clip-norm"
-        last = self.keeper.last
+        last = self.checkpoints.last
         hint = error.hint or (ways if last is None else f"the last checkpoint is {last}; {ways}")
         return AgreedError(f"{error.problem}; the weights are not changed by it", hint=hint)
 
@@ -223,7 +223,7 @@ class _Training:
         return progress if self.batches is None else self.batches.place(progress)
 
     def _resume(self) -> None:
-        progress = self.keeper.resume()
+        progress = self.checkpoints.resume()
         if progress is None:
             return
         self.step, self.passes = progress.step, progress.epoch
@@ -258,7 +258,7 @@ class _Training:
                 return (0.0,)
             return (float(-(-batches // self.options.accumulate) * self.options.epochs),)
 
-        (steps,) = decided(self.pipe, count, 1, "the number of steps")
+        (steps,) = broadcast_from_rank0(self.pipe, count, 1, "the number of steps")
         return int(steps) or None
 
     def _where_data_is_read(self, act: Callable[[], None], what: str) -> None:
@@ -274,4 +274,4 @@ class _Training:
             act()
             return ()
 
-        decided(self.pipe, acted, 0, what)
+        broadcast_from_rank0(self.pipe, acted, 0, what)

@@ -14,8 +14,8 @@ from typing import TextIO
 
 from ..core.storing import place
 from ..errors import PipelineError
-from .console import say
 from .evaluation import Evaluated
+from .process import say
 from .update import Stepped
 
 LINES = 10

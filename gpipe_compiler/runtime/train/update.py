@@ -13,7 +13,7 @@ from ..core.pipeline import Pipeline
 from ..errors import AgreedError, UsageError
 from .batches import NOTHING, Batch, located
 from .data import samples_of
-from .learning_rate import Rate
+from .optimizer import Rate
 
 MOST_SKIPPED = 50
 """Steps that may be skipped on end: the scale of fp16 gradients halves at each of them, and after

@@ -1,12 +1,9 @@
-"""The times of a pipeline's stages, as `stage_clock` has measured them."""
+"""The measured times of a pipeline's stages, as `stage_clock` finds them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True)
-class Clocked:
+class MeasuredStages:
     """What was measured of a pipeline.
 
     Attributes:
@@ -47,45 +44,27 @@ class Clocked:
     def __str__(self) -> str:
         lines = ["stage  phase          alone  beside others"]
         for stage, (one, both) in enumerate(zip(self.alone, self.together, strict=True)):
-            rows = zip(asdict(one).items(), asdict(both).values(), strict=True)
-            lines += [
-                f"{stage:5}  {name.removesuffix('_s'):9} {_ms(fast):>10} {_ms(slow):>14}"
-                for (name, fast), slow in rows
-                if fast or slow
-            ]
-            lines += [
-                f"{stage:5}  {name:9} {_ms(seconds):>10}"
-                for name, seconds in (
-                    ("receives", self.receive_s[stage]),
-                    ("returns", self.gradient_s[stage]),
-                )
-                if seconds
-            ]
+            for (name, fast), slow in zip(asdict(one).items(), asdict(both).values(), strict=True):
+                if fast or slow:
+                    what = name.removesuffix("_s")
+                    lines.append(f"{stage:5}  {what:9} {_ms(fast):>10} {_ms(slow):>14}")
+            links = {"receives": self.receive_s[stage], "returns": self.gradient_s[stage]}
+            lines += [f"{stage:5}  {name:9} {_ms(s):>10}" for name, s in links.items() if s]
         return "\n".join([*lines, f"around the stages {_ms(self.around_s)} a step"])
 
-    def fields(self) -> Mapping[str, Any]:
-        """What JSON can hold; `of` makes the same of it again."""
-        return asdict(self)
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Clocked:
-        """What `fields` has told."""
-        return cls(
-            tuple(StageSeconds(**stage) for stage in fields["alone"]),
-            tuple(StageSeconds(**stage) for stage in fields["together"]),
-            tuple(fields["receive_s"]),
-            tuple(fields["gradient_s"]),
-            fields["around_s"],
-        )
-
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(self.fields(), indent=1), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Clocked:
-        """What `write` has written."""
-        return cls.of(json.loads(path.read_text(encoding="utf-8")))
+    def from_json(cls, text: str) -> MeasuredStages:
+        """What `to_json` gave."""
+        fields = json.loads(text)
+        for name in ("alone", "together"):
+            fields[name] = tuple(StageSeconds(**stage) for stage in fields[name])
+        for name in ("receive_s", "gradient_s"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
 
 def _ms(seconds: float) -> str:

@@ -18,7 +18,7 @@ from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks
 from ..core.storing import HeldError, locked
 from ..errors import CheckpointError, UsageError
-from .console import say
+from .process import say
 
 LATEST = "latest"
 KEPT = 3
@@ -109,7 +109,7 @@ def _was_refused(directory: Path, job: str) -> bool:
         return False
 
 
-class Keeper:
+class CheckpointManager:
     """Writes the checkpoints of a run, and reads the one that it goes on from.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What rank 0 alone can know, such as the end of the data, made known to every rank."""
+"""Broadcasts decisions that only rank 0 can make, such as the end of the data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..core.pipeline import Pipeline
 from ..errors import AgreedError, TransportError
 
 
-def decided(
+def broadcast_from_rank0(
     pipe: Pipeline, decide: Callable[[], Sequence[float]], count: int, what: str
 ) -> tuple[float, ...]:
-    """What rank 0 decides, on every rank.
+    """The numbers that rank 0 decides on, on every rank.
 
     Args:
         decide: called on rank 0 only. What it raises is raised there, and ends the others.
