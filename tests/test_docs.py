@@ -231,7 +231,7 @@ def test_commands_are_found() -> None:
         "docs/first_run.md": 3,
         "docs/training.md": 8,
         "docs/many_hosts.md": 4,
-        "docs/package.md": 6,
+        "docs/package.md": 5,
         "docs/planning.md": 8,
         "docs/graph_file.md": 1,
         "docs/memory.md": 4,

@@ -28,7 +28,7 @@ from gpipe_compiler.options.policy import Auto, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.frontier import document, show_frontier
-from gpipe_compiler.report.gantt import write_trace
+from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.terminal import Progress, terminal
@@ -209,7 +209,9 @@ def draw(arguments: argparse.Namespace) -> None:
 def trace(arguments: argparse.Namespace) -> None:
     """`gpipe-inspect trace`: a step as a trace."""
     plan = read_plan(arguments.package)
-    print(write_trace(plan, arguments.output or Path(f"{file_stem(plan.name)}_trace.json")))
+    path: Path = arguments.output or Path(f"{file_stem(plan.name)}_trace.json")
+    path.write_text(format_trace(plan), encoding="utf-8")
+    print(path)
 
 
 def memory(arguments: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from gpipe_compiler.cli.arguments import (
 )
 from gpipe_compiler.cli.graph_json import is_graph, plan_file
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
-from gpipe_compiler.runtime.train.process import obeyed
+from gpipe_compiler.runtime.train.process import exit_code_of
 from gpipe_compiler.runtime.wording import printable_lines
 from gpipe_compiler.text.units import format_source
 from gpipe_compiler.validate.launching import fresh, spare
@@ -57,7 +57,7 @@ def _run(
     command: Callable[[argparse.Namespace], None],
 ) -> int:
     """Parses and obeys; every error that is the user's to mend is one message."""
-    return obeyed(lambda: _obey(parser, argv, command), ExitCode.DONE)
+    return exit_code_of(lambda: _obey(parser, argv, command), ExitCode.DONE)
 
 
 def _obey(

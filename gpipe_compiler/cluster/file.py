@@ -57,7 +57,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 class _Reader:
-    """Turns tables into hosts and links; where something is wrong, notes it and goes on."""
+    """Turns tables into hosts and links, and collects the faults."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -264,7 +264,7 @@ _HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
 
 
 class Faults:
-    """What is wrong with a file.
+    """The faults of a file.
 
     Args:
         text: of the file, in which lines are looked up.

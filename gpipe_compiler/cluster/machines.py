@@ -97,11 +97,11 @@ class Cluster:
         network: between devices of different hosts; `link` unless given.
         hosts: the host of every device, counting up from 0; empty for a single host.
         exceptions: pairs of devices that another link connects, in both directions.
-        endless: whether there are as many more like the last device as anybody asks for.
+        endless: whether there are any number of further devices like the last one.
         pooled: whether the devices are processes that share one memory, so that the more there
             are of them, the less each holds.
-        places: how many of the devices can compute at a time, as where processes share a GPU or
-            cores; None for all that are asked for.
+        places: how many of the devices can compute at a time, where processes share a GPU or
+            cores; None for all.
     """
 
     devices: tuple[Device, ...]
@@ -172,7 +172,7 @@ class Cluster:
         )
 
     def with_memory(self, size: int | None) -> Cluster:
-        """The same, of which every device holds so many bytes; None leaves them as they are."""
+        """The same with `size` bytes of memory on every device; None leaves them as they are."""
         if size is None:
             return self
         devices = tuple(replace(device, memory=size) for device in self.devices)
@@ -218,7 +218,7 @@ def refuse_too_many(count: int) -> None:
 
 
 def _hosts_text(cluster: Cluster) -> list[str]:
-    """What the hosts hold: one phrase for hosts in a row that hold the same."""
+    """The devices of the hosts: one phrase for consecutive hosts that are equal."""
     names: dict[int, list[str]] = {}
     for number, device in enumerate(cluster.devices):
         names.setdefault(cluster.host(number), []).append(device.name)
@@ -259,7 +259,7 @@ def _links_text(cluster: Cluster) -> list[str]:
 
 
 def _joins(usual: Link, pairs: int, special: Counter[Link], word: str) -> list[str]:
-    """The links of so many pairs, most of them by the usual one; others with their number."""
+    """The links of `pairs` pairs: the usual one, then others with the number of their pairs."""
     rest = pairs - special.total()
     links = [*([(usual, rest)] if rest > 0 else []), *special.most_common()]
     texts = []

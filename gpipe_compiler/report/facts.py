@@ -1,4 +1,4 @@
-"""What the tables, the pictures and the HTML report all say about a plan."""
+"""What tables, pictures and the HTML report have in common."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ BETWEEN = " … "
 
 
 def modules_of(plan: Plan, stage: Stage) -> str:
-    """The stretch of the model that a stage holds: `conv1 … layer1.2`.
+    """The first and last module of a stage: `conv1 … layer1.2`.
 
-    A stage whose ops all stand in the model's own forward is told by what they call.
+    For a stage whose ops all stand in the model's own forward, what they call.
     """
     notes = plan.note_of
     duplicates = set(stage.duplicates)
@@ -87,7 +87,7 @@ def machines(plan: Plan) -> str:
 
 
 def device_bytes(plan: Plan) -> tuple[int, ...]:
-    """Bytes that every device of the pipeline holds at its peak, by rank."""
+    """Peak bytes of every device of the pipeline, by rank."""
     if plan.prediction.device_bytes:
         return plan.prediction.device_bytes
     sizes = [0] * len(plan.orders)
@@ -120,7 +120,7 @@ def headline(plan: Plan) -> Text:
         f"{plan.schedule.value}, a batch of {plan.batch_size} in "
         f"{_times(plan.replicas)}{counted(plan.microbatches, 'micro-batch', 'es')} of "
         f"{plan.microbatch_size}"
-        f"{_manner(plan)}",
+        f"{_modes(plan)}",
     )
 
 
@@ -128,7 +128,7 @@ def _times(replicas: int) -> str:
     return f"{replicas} x " if replicas > 1 else ""
 
 
-def _manner(plan: Plan) -> str:
+def _modes(plan: Plan) -> str:
     """What is not as the plain model does it micro-batch by micro-batch."""
     words = []
     if plan.batchnorm is not BatchNorm.MICRO:

@@ -1,4 +1,4 @@
-"""The settings that were compared, as a table: what is chosen, and why each other one is not."""
+"""The table of the settings that were compared: the chosen one, and why the others lose."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds,
 MOST_ROWS = 16
 """Rows of the table, beside those on the frontier."""
 
-_TELLING = 1.05
-"""A cause that makes a step longer by less is not worth a word, beside another one."""
+_NOTABLE = 1.05
+"""The smallest factor of a second cause that is mentioned."""
 
 _TWICE = 1.995
-"""From here on a ratio is told as a number of times, and not in percent."""
+"""The ratio from which on it is printed as a factor, and not in percent."""
 
 
 def show_frontier(frontier: Frontier) -> RenderableType:
@@ -62,7 +62,7 @@ COLUMNS = (
     *("", "stages", "devices", "schedule", "micro-batches", "remat"),
     *("step", "samples/s", "bubble", "peak", "why not"),
 )
-"""What is told of every point."""
+"""The columns of the table."""
 
 
 def frontier_table(frontier: Frontier) -> Table:
@@ -161,7 +161,7 @@ def causes(point: Point, chosen: Point) -> str:
         (_ratio(waiting, their_waiting), f"bubble {point.bubble:.0%}"),
     ]
     found.sort(key=lambda cause: -cause[0])
-    told = [words for factor, words in found[:2] if factor >= _TELLING]
+    told = [words for factor, words in found[:2] if factor >= _NOTABLE]
     return ", ".join(told or [found[0][1]])
 
 

@@ -9,11 +9,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import timeline
-from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.simulate.step import Lane, Simulation, Span
 from gpipe_compiler.text.units import format_seconds
 
@@ -27,7 +25,7 @@ _HEIGHTS: Mapping[Lane, tuple[float, float]] = {
     Lane.UPDATE: (10.0, 24.0),
     Lane.GRADIENT: (35.0, 5.0),
 }
-"""For every lane, where in its device's row it begins, and how high it is."""
+"""For every lane, its offset in the device's row and its height, in pixels."""
 _WORK: Mapping[str, str] = {
     "forward": "forward",
     "backward": "backward",
@@ -35,19 +33,14 @@ _WORK: Mapping[str, str] = {
     "weight": "gradients of the weights",
     "update": "update",
 }
-"""For every kind of bar on a device, what it does."""
-_PHASES: Mapping[Phase, str] = {
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.WEIGHT: "weight",
-}
+"""For every kind of bar on a device, its name in tooltips."""
 _LETTER = 6.5
 _TICKS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One action: its place in pixels, its style, what it says inside and when pointed at."""
+    """One action: its rectangle in pixels, CSS class, label, and tooltip."""
 
     x: float
     y: float
@@ -60,12 +53,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Gantt:
-    """The diagram of one step.
-
-    Attributes:
-        rows: names of the devices, from the top, with the middle of their rows.
-        ticks: labels of the time axis, with where they stand.
-    """
+    """The diagram of one step; rows and ticks are labels with their y and x in pixels."""
 
     bars: tuple[Bar, ...]
     rows: tuple[tuple[str, float], ...]
@@ -95,7 +83,7 @@ def _kind(span: Span) -> str:
         return "update"
     if span.recompute:
         return "again"
-    return _PHASES[span.action.phase]
+    return span.action.phase.name.lower()
 
 
 def _bar(span: Span, scale: float, with_stage: bool) -> Bar:
@@ -124,8 +112,7 @@ def _bar(span: Span, scale: float, with_stage: bool) -> Bar:
 
 
 def _text(span: Span, with_stage: bool) -> str:
-    """What stands in a bar: the micro-batch, or the whole action where devices have several
-    stages."""
+    """A bar's label: the micro-batch, or the whole action where devices run several stages."""
     action = span.action
     if span.lane is Lane.UPDATE:
         return f"{action.stage}U" if with_stage else "U"
@@ -135,7 +122,7 @@ def _text(span: Span, with_stage: bool) -> str:
 
 
 def _ticks(until_s: float) -> list[float]:
-    """Round times from zero, at most `_TICKS` of them, the last not after `until_s`."""
+    """At most `_TICKS` round times from 0 to `until_s`."""
     if until_s <= 0:
         return [0.0]
     raw = until_s / _TICKS
@@ -162,12 +149,6 @@ def format_trace(plan: Plan) -> str:
         rows = dict(_LANES.values()).items()
         titles.extend(_title("thread_name", device, row, title) for row, title in rows)
     return json.dumps({"traceEvents": [*titles, *map(_event, spans)]}) + "\n"
-
-
-def write_trace(plan: Plan, path: Path) -> Path:
-    """Writes the trace; returns its path."""
-    path.write_text(format_trace(plan), encoding="utf-8")
-    return path
 
 
 def _title(kind: str, device: int, row: int, text: str) -> dict[str, object]:

@@ -24,7 +24,7 @@ from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
-from gpipe_compiler.report.text import Held, constraint_rows, prediction_rows
+from gpipe_compiler.report.text import ValidationResult, constraint_rows, prediction_rows
 from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.runtime.spec import Remat
 
@@ -41,7 +41,7 @@ _MOST_CURVES = 32
 """Devices up to which all curves are drawn; of more, those of the fullest."""
 
 
-def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path:
+def write_report(plan: Plan, path: Path, validation: ValidationResult | None = None) -> Path:
     """Writes the report; returns its path.
 
     Args:
@@ -51,7 +51,7 @@ def write_report(plan: Plan, path: Path, validation: Held | None = None) -> Path
     return path
 
 
-def format_report(plan: Plan, validation: Held | None = None) -> str:
+def format_report(plan: Plan, validation: ValidationResult | None = None) -> str:
     """The report as HTML text."""
     frontier = plan.frontier
     slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)

@@ -1,4 +1,4 @@
-"""What holds the memory of a plan's devices, and what would save some, as tables and as JSON."""
+"""The memory of a plan's devices and how to save some of it, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOST_COLUMNS = 6
 """Devices that have a column of their own among the remedies."""
 
 
-def check_told(plan: Plan, device: int | None) -> None:
-    """Makes sure that the plan tells of its memory, and that there is such a device.
+def check_memory(plan: Plan, device: int | None) -> None:
+    """Checks that the plan has memory traces, and such a device.
 
     Raises:
-        UsageError: when it does not, or there is none.
+        UsageError: when it has none.
     """
     memory = plan.prediction.memory
     if not memory:
@@ -53,7 +53,7 @@ def check_told(plan: Plan, device: int | None) -> None:
 
 
 def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS) -> RenderableType:
-    """Peaks, what holds them, what recomputing would save, and the remedies.
+    """Peaks, the tensors in them, what recomputing would save, and other settings.
 
     Args:
         device: whose holders are shown; None for those of all, or of the fullest.
@@ -62,7 +62,7 @@ def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS
     Raises:
         UsageError: when the plan does not tell of its memory, or there is no such device.
     """
-    check_told(plan, device)
+    check_memory(plan, device)
     parts: list[RenderableType] = [headline(plan), peak_table(plan)]
     parts.extend(holder_table(plan, rank, most) for rank in _shown(plan, device))
     if plan.training and any(stage.frontier for stage in plan.stages):
@@ -189,12 +189,12 @@ def _saved(size: int) -> str:
 
 
 def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
-    """The same for programs: all that the plan tells of memory, with source lines.
+    """The same as values of JSON, with source lines.
 
     Raises:
         UsageError: as `show_memory`.
     """
-    check_told(plan, device)
+    check_memory(plan, device)
     devices = range(len(plan.prediction.memory)) if device is None else (device,)
     remedies = [] if plan.what_if is None else plan.what_if.to_fields()["remedies"]
     largest = max(plan.prediction.device_bytes)

@@ -156,13 +156,17 @@ def stage_drawing(plan: Plan, index: int) -> Drawing:
         )
     stage = plan.stages[index]
     own = [plan.note_of[name] for name in stage.ops]
-    crossing = {boundary.crossing.value: boundary for boundary in boundaries(plan)}
+    found = boundaries(plan)
+    received = {b.crossing.value: b for b in found if b.crossing.source != index}
+    sent = {b.crossing.value: b for b in found if b.crossing.source == index}
     made = {value: f"op {note.name}" for note in own for value in note.outputs}
     boxes = {f"op {note.name}": _op_box(note, note.name in stage.duplicates) for note in own}
     taken: dict[str, str] = {}
     for value in stage.inputs:
         taken[value] = f"in {value}"
-        boxes[f"in {value}"] = _input_box(value, index, crossing.get(value))
+        boundary = received.get(value)
+        line = f"from stage {boundary.crossing.source}" if boundary else "input"
+        boxes[f"in {value}"] = _end_box(value, boundary, line)
     arrows: dict[tuple[str, str], str] = {}
     for note in own:
         for value in note.inputs:
@@ -172,7 +176,9 @@ def stage_drawing(plan: Plan, index: int) -> Drawing:
     for value in stage.outputs:
         origin = made.get(value) or taken.get(value)
         if origin is not None:
-            boxes[f"out {value}"] = _output_box(value, index, crossing.get(value))
+            boundary = sent.get(value)
+            line = f"to {_stages(boundary.crossing.targets)}" if boundary else "output"
+            boxes[f"out {value}"] = _end_box(value, boundary, line)
             _carry(arrows, origin, f"out {value}", value)
     return Drawing(f"{plan.name}, stage {index}", boxes, arrows)
 
@@ -204,25 +210,21 @@ def _boundary_box(boundary: Boundary) -> Box:
     return Box("boundary", (_shortened(crossing.value), size), _tip(boundary))
 
 
+def _stages(numbers: Sequence[int]) -> str:
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def _tip(boundary: Boundary) -> str:
     source = format_source(boundary.source) if boundary.source else ""
     return "\n".join(line for line in (boundary.label, source) if line)
 
 
-def _input_box(value: str, stage: int, boundary: Boundary | None) -> Box:
-    if boundary is None or boundary.crossing.source == stage:
-        return Box("end", (_shortened(value), "input"))
+def _end_box(value: str, boundary: Boundary | None, line: str) -> Box:
+    """A value that a stage takes or hands on: of a boundary, with where from or to; else `line`."""
+    if boundary is None:
+        return Box("end", (_shortened(value), line))
     box = _boundary_box(boundary)
-    return Box("boundary", (*box.lines, f"from stage {boundary.crossing.source}"), box.tip)
-
-
-def _output_box(value: str, stage: int, boundary: Boundary | None) -> Box:
-    if boundary is None or boundary.crossing.source != stage:
-        return Box("end", (_shortened(value), "output"))
-    box = _boundary_box(boundary)
-    targets = boundary.crossing.targets
-    noun = "stage" if len(targets) == 1 else "stages"
-    return Box("boundary", (*box.lines, f"to {noun} {', '.join(map(str, targets))}"), box.tip)
+    return Box("boundary", (*box.lines, line), box.tip)
 
 
 def _op_box(note: OpNote, again: bool) -> Box:

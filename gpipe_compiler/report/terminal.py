@@ -1,4 +1,4 @@
-"""The terminal that tables go to, and the progress told on it."""
+"""The terminal: the console of tables, and the progress of a command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.text import Text
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.text.units import format_seconds
 
-WORTH_TELLING_S = 1.0
+PRINTED_S = 1.0
 
-BETWEEN_WORDS_S = 15.0
-"""Where nobody watches, how long a step that goes on says nothing, at least."""
+BETWEEN_LINES_S = 15.0
+"""Seconds between lines of a step that goes on, where the console is no terminal."""
 
 _PIPE_WIDTH = 120
 
@@ -47,7 +47,7 @@ class Progress:
         self._console = console
         self._step = ""
         self._began = 0.0
-        self._told = 0.0
+        self._printed = 0.0
         self._status: Status | None = None
 
     def __enter__(self) -> Progress:
@@ -72,13 +72,13 @@ class Progress:
             self._step = step
             if self._status is not None:
                 self._status.update(Text(step))
-            elif time.monotonic() - self._told >= BETWEEN_WORDS_S:
-                self._told = time.monotonic()
+            elif time.monotonic() - self._printed >= BETWEEN_LINES_S:
+                self._printed = time.monotonic()
                 self._console.print(step, markup=False)
             return
         self._finish()
         self._step, self._began = step, time.monotonic()
-        self._told = self._began
+        self._printed = self._began
         if self._console.is_terminal:
             self._status = self._console.status(Text(step))
             self._status.start()
@@ -90,6 +90,6 @@ class Progress:
         if not self._step:
             return
         took = time.monotonic() - self._began
-        if took >= WORTH_TELLING_S:
+        if took >= PRINTED_S:
             self._console.print(f"{self._step} ({format_seconds(took)})", markup=False)
         self._step = ""

@@ -46,7 +46,7 @@ _MOST_LISTED = 16
 """Numbers of stages or devices that are all listed."""
 
 _LONGEST_STRETCH = 36
-"""Columns up to which both ends of what a stage holds stand on one line."""
+"""Columns up to which the first and last module of a stage stand on one line."""
 
 _PLAIN_WIDTH = 200
 """Columns of plain text; wide, so that no cell of a table wraps."""
@@ -79,7 +79,7 @@ def show_plan(plan: Plan) -> RenderableType:
 
 
 def stage_table(plan: Plan) -> Table:
-    """One row for every stage: what it holds and what one micro-batch costs it."""
+    """One row for every stage: its modules, and its cost for one micro-batch."""
     recomputes = any(stage.remat is not Remat.NONE for stage in plan.stages)
     updates = any(stage.update_s > 0 for stage in plan.stages)
     ranks = placed(plan)
@@ -109,7 +109,7 @@ def stage_table(plan: Plan) -> Table:
 
 
 def _stretch(plan: Plan, stage: Stage) -> str:
-    """What a stage holds, on two lines where it is long."""
+    """The modules of a stage, on two lines where they are long."""
     ends = [short_path(name) for name in modules_of(plan, stage).split(BETWEEN)]
     line = BETWEEN.join(ends)
     return line if len(line) <= _LONGEST_STRETCH else f"{ends[0]} …\n{ends[-1]}"
@@ -149,7 +149,9 @@ def _several(numbers: Sequence[int]) -> str:
 
 def prediction_table(plan: Plan) -> Table:
     """What to expect of a step, and how good the plan is."""
-    return pairs_table("prediction", [*constraint_rows(plan), *prediction_rows(plan), *_held(plan)])
+    return pairs_table(
+        "prediction", [*constraint_rows(plan), *prediction_rows(plan), *_peak_rows(plan)]
+    )
 
 
 def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -224,8 +226,8 @@ def constraint_rows(plan: Plan) -> list[tuple[str, str]]:
     return [("as asked", ", ".join(words))] if words else []
 
 
-def _held(plan: Plan) -> list[tuple[str, str]]:
-    """What the fullest device holds at its peak, where that is known."""
+def _peak_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The content of the fullest device at its peak, where that is known."""
     memory, devices = plan.prediction.memory, plan.devices
     if not memory:
         return []
@@ -259,8 +261,8 @@ def _memory(plan: Plan) -> str:
     return f"{text}: too much for {which}, by {format_bytes(max(over.values()))}{most}"
 
 
-class Held(Protocol):
-    """What is known of a validation here: what was compared, and what a reader should know."""
+class ValidationResult(Protocol):
+    """The part of a validation that is shown: a row for every kind of tensor, and notes."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -274,7 +276,7 @@ class Held(Protocol):
 def summary_table(
     plan: Plan,
     frontend: str,
-    validation: Held | None,
+    validation: ValidationResult | None,
     not_validated: str = "",
     batch: str = "",
 ) -> Table:
@@ -300,7 +302,7 @@ def summary_table(
     return pairs_table("summary", facts)
 
 
-def format_validation(validation: Held) -> str:
+def format_validation(validation: ValidationResult) -> str:
     """Which kinds of tensor were compared, with the largest difference of each."""
     compared = (
         f"{row.what}: {counted(row.compared, 'tensor')}, largest difference "

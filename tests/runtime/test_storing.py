@@ -22,7 +22,7 @@ from gpipe_compiler.runtime.core.weights import load_file, save_file
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.train.checkpoint_manager import CheckpointManager, CheckpointOptions
 from gpipe_compiler.runtime.train.training_log import StepLog
-from gpipe_compiler.runtime.train.update import Stepped
+from gpipe_compiler.runtime.train.update import StepResult
 
 HOLDER = """
 import os, sys, time
@@ -154,7 +154,7 @@ def test_two_compiles_do_not_share_a_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-STEP = Stepped(loss=0.5, rate=0.1, samples=4, gradient_norm=None, skipped=False)
+STEP = StepResult(loss=0.5, rate=0.1, samples=4, gradient_norm=None, skipped=False)
 
 
 def log(path: Path, *, after: int = 0, steps: int = 1) -> None:
@@ -195,10 +195,10 @@ LOGGING = """
 import sys
 from pathlib import Path
 from gpipe_compiler.runtime.train.training_log import StepLog
-from gpipe_compiler.runtime.train.update import Stepped
+from gpipe_compiler.runtime.train.update import StepResult
 print("before", flush=True)
 log = StepLog(Path("/dev/stdout"), 0)
-log.step(1, Stepped(loss=0.5, rate=0.1, samples=4, gradient_norm=None, skipped=False), 0.1)
+log.step(1, StepResult(loss=0.5, rate=0.1, samples=4, gradient_norm=None, skipped=False), 0.1)
 log.close()
 print("after")
 """

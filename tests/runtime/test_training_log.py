@@ -11,13 +11,13 @@ import os
 import pytest
 
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.train.evaluation import Evaluated
-from gpipe_compiler.runtime.train.training_log import StepLog, Teller
-from gpipe_compiler.runtime.train.update import Stepped
+from gpipe_compiler.runtime.train.evaluation import EvaluationResult
+from gpipe_compiler.runtime.train.training_log import StepLog, StepPrinter
+from gpipe_compiler.runtime.train.update import StepResult
 
 
 def stepped(loss=1.0, *, norm=None, skipped=False):
-    return Stepped(loss=loss, rate=0.1, samples=8, gradient_norm=norm, skipped=skipped)
+    return StepResult(loss=loss, rate=0.1, samples=8, gradient_norm=norm, skipped=skipped)
 
 
 def written(path):
@@ -33,7 +33,7 @@ def test_a_line_for_every_step(tmp_path):
         {"step": 1, "loss": 0.5, "lr": 0.1, "seconds": 0.25, "samples": 8, "skipped": False}
     ]
     log.step(2, stepped(math.inf, norm=math.nan, skipped=True), 1.0)
-    log.evaluation(2, Evaluated(0.75, {"accuracy": 0.5}))
+    log.evaluation(2, EvaluationResult(0.75, {"accuracy": 0.5}))
     assert written(path)[1:] == [
         {
             "step": 2,
@@ -56,13 +56,13 @@ def test_a_run_that_goes_on_doubles_no_step(tmp_path, cut):
     for step in range(1, 6):
         log.step(step, stepped(), 0.0)
         if step % 2 == 0:
-            log.evaluation(step, Evaluated(1.0))
+            log.evaluation(step, EvaluationResult(1.0))
     log.close()
     with path.open("a") as stream:
         stream.write(cut)
 
     again = StepLog(path, 4)
-    again.evaluation(4, Evaluated(1.0))  # made again after the restart, and known
+    again.evaluation(4, EvaluationResult(1.0))  # made again after the restart, and known
     again.step(5, stepped(), 0.0)
 
     steps = [line.get("step", 0) or -line["evaluation"]["step"] for line in written(path)]
@@ -96,7 +96,7 @@ def test_a_full_disk_is_told(tmp_path):
 
 def test_lines_for_the_user(capsys):
     """Not on a terminal: the first, every tenth, the last, and what was skipped."""
-    teller = Teller(1, 30, quiet=False)
+    teller = StepPrinter(1, 30, quiet=False)
     for step in range(1, 31):
         teller.step(step, stepped(step, skipped=step == 5))
     told = capsys.readouterr().out.splitlines()
@@ -107,7 +107,7 @@ def test_lines_for_the_user(capsys):
 
 
 def test_lines_without_a_known_end(capsys):
-    teller = Teller(8, None, quiet=False)
+    teller = StepPrinter(8, None, quiet=False)
     for step in range(8, 25):
         teller.step(step, stepped())
     teller.line("done")
@@ -117,7 +117,7 @@ def test_lines_without_a_known_end(capsys):
 
 
 def test_other_ranks_are_quiet(capsys):
-    teller = Teller(1, 2, quiet=True)
+    teller = StepPrinter(1, 2, quiet=True)
     teller.step(1, stepped())
     teller.line("done")
     assert capsys.readouterr().out == ""

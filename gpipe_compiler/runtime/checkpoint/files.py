@@ -1,4 +1,4 @@
-"""What a checkpoint holds, written by torch.distributed.checkpoint, and checked before use."""
+"""The files of a checkpoint, as torch.distributed.checkpoint writes them, checked before use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stored:
 
     @classmethod
     def open(cls, folder: Path) -> Stored:
-        """Read what it holds, and look whether all of it is there.
+        """Open a checkpoint, and check that all its files are there.
 
         Raises:
             CheckpointError: when it is no checkpoint, or is damaged.
@@ -280,7 +280,7 @@ def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_trainer(folder: Path, index: Index) -> dict[str, Any]:
-    """What trainer.pt holds.
+    """The content of trainer.pt.
 
     Raises:
         CheckpointError: when it is damaged.

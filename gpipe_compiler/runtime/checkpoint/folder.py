@@ -162,7 +162,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def make_temporary(directory: Path, step: int) -> Path:
-    """A new folder for a checkpoint to be written into; what killed runs left there goes."""
+    """A new folder to write a checkpoint into; removes what killed runs left behind."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
         if _REST.fullmatch(path.name):
@@ -187,7 +187,7 @@ def commit(temporary: Path) -> Path:
 
 
 def prune(directory: Path, keep: int | None) -> None:
-    """Remove the oldest checkpoints beyond `keep`; one that cannot be removed is told of."""
+    """Remove the oldest checkpoints beyond `keep`; warns of one that cannot be removed."""
     found = entries(directory)
     if keep is None:
         return

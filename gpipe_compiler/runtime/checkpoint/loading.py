@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a pipeline: every rank what it holds, all of it checked beforehand."""
+"""Loads a checkpoint into a pipeline: every rank its own part, all of it checked beforehand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_checkpoint(
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
 ) -> Progress:
-    """Take over a checkpoint, whatever number of processes has written it. Every rank calls it.
+    """Load a checkpoint, whatever number of processes has written it. Every rank calls it.
 
     Each rank reads what it holds. All of it is read and checked, on every rank, before anything of
     the pipeline changes. A folder that `torch.distributed.checkpoint.save` alone has written is
@@ -74,7 +74,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What ranks compare of what they have read.
+    """What ranks compare after reading.
 
     Attributes:
         written: whether `save_checkpoint` has written it.
@@ -155,7 +155,7 @@ def _compare(facts: Sequence[_Facts]) -> None:
 
 
 def _checked_names(pipe: Pipeline, stored: Stored) -> dict[str, str]:
-    """The names held here, with those under which they are stored.
+    """The names of this rank's tensors, with those under which they are stored.
 
     Raises:
         CheckpointError: when the names or shapes are not those of this model.

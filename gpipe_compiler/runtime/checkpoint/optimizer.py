@@ -156,7 +156,7 @@ def state_for(
 
 
 def stored_groups(stored: Stored, aliases: Mapping[str, str]) -> Groups:
-    """The groups that a checkpoint holds, with the first names of parameters.
+    """The parameter groups of a checkpoint, with the first names of tied parameters.
 
     Raises:
         CheckpointError: when it holds something else in their place.
@@ -179,7 +179,7 @@ def stored_groups(stored: Stored, aliases: Mapping[str, str]) -> Groups:
 
 
 def stored_states(stored: Stored, aliases: Mapping[str, str], names: Collection[str]) -> States:
-    """The states that a checkpoint holds of these parameters."""
+    """The states of these parameters in a checkpoint."""
     prefix = "optimizer.state."
     places: dict[str, tuple[str, str]] = {}
     for key in stored.keys(prefix):

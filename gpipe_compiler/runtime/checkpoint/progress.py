@@ -1,4 +1,4 @@
-"""Where a run of training stands, and the random numbers that its data came from."""
+"""The position of a training run, and the random number generators that its data depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class Stateful(Protocol):
-    """What has a state besides model and optimizer: a learning-rate schedule, a scaler."""
+    """An object with a state besides model and optimizer: a learning-rate schedule, a scaler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, of numbers, words, lists, dicts and tensors."""
@@ -65,7 +65,7 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run of training stands, between two steps of the optimizer.
+    """The position of a training run, between two steps of the optimizer.
 
     Attributes:
         step: steps of the optimizer that are done.
@@ -129,8 +129,8 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Whatever is drawn inside has not been drawn afterwards."""
+def preserved_generators() -> Iterator[None]:
+    """Restores the generators at the end of the block."""
     before = RandomState.now()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank what it holds, into one folder."""
+"""Writes a checkpoint: every rank its own part, into one folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mini-batches of training, pass after pass over the data, and how far training is in them."""
+"""The mini-batches of training, pass after pass over the data, and the position in them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Source:
 
 
 class Batches:
-    """Takes mini-batches from a source, so that it can be told where it is, and go there.
+    """Iterates over the mini-batches of a source; its position can be saved and restored.
 
     A pass depends on the generators of the process when it began, and on nothing else that a run
     changes; or else its iterable has `state_dict` and `load_state_dict`, as those of torchdata do.
@@ -114,7 +114,7 @@ class Batches:
         )
 
     def go_to(self, progress: Progress) -> None:
-        """Let the next batch be that at this place, in a new process as in the first.
+        """Restore the position of a checkpoint, in a new process as in the first.
 
         Raises:
             PipelineError: when the pass does not reach so far: the data is not what it was.
@@ -172,7 +172,7 @@ class Batches:
 
 
 def disagreement(batches: Batches) -> PipelineError:
-    """What a replica tells whose data ends elsewhere than that of the first."""
+    """The error of a replica whose data ends elsewhere than rank 0's."""
     return PipelineError(
         f"{batches.source.name} gives other batches here than on rank 0",
         hint="every replica reads the same data and takes its share of each batch",

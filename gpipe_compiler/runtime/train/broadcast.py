@@ -31,7 +31,7 @@ def broadcast_from_rank0(
     try:
         numbers = list(decide())
     except BaseException:
-        with contextlib.suppress(TransportError):  # what went wrong first is what is told
+        with contextlib.suppress(TransportError):  # the first error is the one to raise
             pipe.share(failed, what)
         raise
     pipe.share((0.0, *numbers), what)

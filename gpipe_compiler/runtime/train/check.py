@@ -1,4 +1,4 @@
-"""Proves on the user's own machine that a package computes what it should.
+"""`run.py check`: compares a package with its model, on the user's own machine.
 
 The pipeline, with its schedule and transport, is held against references: results of the original
 model, each for a batch of its own, or else the package's own stages run one after another in plain
@@ -44,7 +44,7 @@ INPUT = "input/"
 
 @dataclass(frozen=True)
 class Expected:
-    """A batch, and what a pipeline should come to on it."""
+    """A batch, and the results that a pipeline should have on it."""
 
     inputs: Inputs
     target: object
@@ -121,7 +121,7 @@ def _summed_in(pipe: Pipeline) -> dict[Kind, dict[str, torch.dtype]]:
 
 @contextlib.contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Computes with so many threads, as a stage does.
+    """Computes with `count` intra-op threads, as a stage does.
 
     Another number lets kernels sum in another order. A deep network with BatchNorm turns that
     rounding into other signs before its ReLUs: gradients of a ResNet-50 at initialisation, on one
@@ -185,7 +185,7 @@ def _without_constants(actual: Tensors, expected: Tensors) -> Tensors:
 
 
 def _held(expected: Tensors, pipe: Pipeline) -> Tensors:
-    """The part of the expectations that this process holds: all of them, outside torchrun."""
+    """The expected results of this process's stages: all of them, outside torchrun."""
     if len(pipe.stages) == len(pipe.spec.stages):
         return expected
     kept = dict(expected)

@@ -1,4 +1,4 @@
-"""When training writes checkpoints, and from which one it goes on."""
+"""Writes the checkpoints of training, and finds the one to resume from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = 3
 _LOCK = ".lock"
 
 _ENDING_S = 20.0
-"""In which the process ends that torchrun has just killed, to start this one."""
+"""Seconds to wait for the lock of a process that torchrun has just killed to restart the job."""
 
 _REFUSED = ".refused"
 """Beside the checkpoints: the job whose start was refused because of them."""
@@ -51,11 +51,11 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Which start of a job this is.
+    """One start of a job by torchrun.
 
     Attributes:
-        again: whether torchrun has started it again after a failure.
-        job: what torchrun calls it.
+        again: whether torchrun has restarted it after a failure.
+        job: torchrun's run id.
     """
 
     again: bool = False
@@ -69,7 +69,7 @@ class Attempt:
 
 
 def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
-    """The checkpoint to go on from; None to start from the beginning.
+    """The checkpoint to resume from; None to start from the beginning.
 
     A job that torchrun has started again goes on from the newest, unless its first start was
     refused: torchrun starts it again after that, too.
@@ -110,7 +110,7 @@ def _was_refused(directory: Path, job: str) -> bool:
 
 
 class CheckpointManager:
-    """Writes the checkpoints of a run, and reads the one that it goes on from.
+    """Writes the checkpoints of a run, and reads the one that it resumes from.
 
     Attributes:
         last: the newest checkpoint of this run, for messages; None before the first.
@@ -175,11 +175,11 @@ class CheckpointManager:
         self._saved = place
 
     def close(self) -> None:
-        """Let other runs write to the directory."""
+        """Unlock the directory."""
         self._lock.close()
 
     def _hold(self, again: bool) -> None:
-        """On rank 0: the directory is this run's.
+        """Lock the directory, on rank 0.
 
         Raises:
             UsageError: when another run writes to it.
@@ -200,7 +200,7 @@ class CheckpointManager:
             raise UsageError(f"cannot write to {directory}: {error.strerror}") from error
 
     def _agreed(self) -> tuple[Path | None, bool]:
-        """Rank 0 looks which it is, and whether a restart would find it; every rank reads that."""
+        """The checkpoint to resume from, and whether it is the newest; rank 0 decides."""
 
         def look(attempts: Sequence[Attempt]) -> tuple[Path | None, bool, str, str]:
             # torchrun counts a restart only on the host whose own processes have failed.

@@ -24,17 +24,17 @@ from .check import check_pipeline, format_rows, write_rows
 from .data import InputChoice, example_call
 from .hooks import UserHooks
 from .inference import bench, infer
-from .process import exit_code, keep_memory, obeyed, say
+from .process import exit_code, exit_code_of, keep_memory, say
 from .stage_clock import measure_stages
 from .train import TrainOptions, train
 
 FAILED_CHECK = 3
 INTERRUPTED = 130
 LINGER_S = 1.0
-"""Seconds that a rank with nothing to tell waits before it ends."""
+"""Seconds that a rank without a message of its own waits before it exits."""
 
 _AGREED = (UsageError, AgreedError, CheckpointError)
-"""Errors that every rank comes to alike: rank 0 tells them."""
+"""Errors that every rank raises alike: rank 0 prints them."""
 
 
 def main(
@@ -53,7 +53,7 @@ def main(
         0 when done, 1 when the model or a process failed, 2 for wrong usage, 3 for a failed check,
         128 + n when signal n has ended training.
     """
-    return obeyed(lambda: _obey(spec, directory, hooks, argv))
+    return exit_code_of(lambda: _obey(spec, directory, hooks, argv))
 
 
 def _obey(
@@ -61,14 +61,14 @@ def _obey(
 ) -> int:
     arguments = parser_for(spec).parse_args(argv)
     try:
-        return _telling(arguments, lambda: _run(spec, directory, hooks, arguments))
+        return _reporting(arguments, lambda: _run(spec, directory, hooks, arguments))
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return INTERRUPTED
 
 
-def _telling(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
-    """The exit code of what is done; an error is told at once, before anything is taken down."""
+def _reporting(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
+    """The exit code of `act`; an error is printed at once, before the pipeline is closed."""
     try:
         return act()
     except BrokenPipeError:
@@ -82,7 +82,7 @@ def _telling(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
             if isinstance(error, StageError):
                 print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
         else:
-            # torchrun ends all ranks as soon as one has ended, and rank 0 has something to tell.
+            # torchrun ends all ranks as soon as one has ended, and rank 0 has the message.
             time.sleep(LINGER_S)
         return error.exit_code if isinstance(error, PipelineError) else 1
 
@@ -116,8 +116,8 @@ def _run(
         timeout_s=arguments.timeout,
     ) as pipe:
         if options is not None:
-            return _telling(arguments, lambda: _train(pipe, directory, user, options, arguments))
-        return _telling(arguments, lambda: _work(pipe, stored, directory, arguments))
+            return _reporting(arguments, lambda: _train(pipe, directory, user, options, arguments))
+        return _reporting(arguments, lambda: _work(pipe, stored, directory, arguments))
 
 
 def _replicas(spec: PipelineSpec, arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Tensors of a pipeline held against those of a reference, kind by kind.
+"""Compares the tensors of a pipeline with those of a reference, kind by kind.
 
 Tolerance, for fp32. Pipeline and reference run the same operators on the same micro-batches; what
 may differ is the order of sums (of gradients over consumers and micro-batches) and the kernel that
@@ -82,7 +82,7 @@ def compare(
     expected: Tensors,
     summed_in: Mapping[Kind, Mapping[str, torch.dtype]] | None = None,
 ) -> tuple[Row, ...]:
-    """A row for every kind that the reference holds.
+    """A row for every kind of tensor in the reference.
 
     Args:
         summed_in: for tensors that are sums, the type of these where it is coarser than their own.
@@ -242,7 +242,7 @@ def _row(
         name: max(_tolerance(tensor.dtype), coarse.get(name, 0.0))
         for name, tensor in expected.items()
     }
-    faults = [*_mismatches(actual, expected), *_empty_words(kind, expected)]
+    faults = [*_mismatches(actual, expected), *_not_finite(kind, expected)]
     largest, relative, worst = 0.0, 0.0, ""
     for name in expected.keys() & actual.keys():
         if actual[name].shape != expected[name].shape:
@@ -266,7 +266,7 @@ def _share(difference: float, scale: float) -> float:
     return difference / scale if scale else float("inf")
 
 
-def _empty_words(kind: Kind, expected: Mapping[str, torch.Tensor]) -> Iterable[str]:
+def _not_finite(kind: Kind, expected: Mapping[str, torch.Tensor]) -> Iterable[str]:
     """A loss or a gradient that is not finite in the reference proves nothing."""
     if kind in (Kind.LOSS, Kind.GRADIENT):
         for name, tensor in expected.items():

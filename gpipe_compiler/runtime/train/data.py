@@ -1,4 +1,4 @@
-"""The data that the command feeds a pipeline where the user brings none."""
+"""The data of a command for which the user gives none: the example, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tu
     """Inputs and target of the example that the package was compiled with.
 
     Args:
-        samples: repeat or cut the example to so many; None leaves it.
+        samples: that the example is repeated or cut to; None leaves it.
 
     Raises:
         UsageError: when the package has no example.
@@ -128,7 +128,7 @@ def _place(call: dict[object, object], source: Input, tensor: torch.Tensor) -> N
 
 
 def resized(tensor: torch.Tensor, dim: int | None, samples: int) -> torch.Tensor:
-    """A tensor cut or repeated to so many samples; itself where it has no batch dimension."""
+    """A tensor cut or repeated to `samples` samples; itself where it has no batch dimension."""
     if dim is None:
         return tensor
     return tensor.index_select(dim, torch.arange(samples) % tensor.shape[dim])

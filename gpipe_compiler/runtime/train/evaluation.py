@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..checkpoint.progress import undisturbed
+from ..checkpoint.progress import preserved_generators
 from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks
 from ..core.weighing import divisor
@@ -19,8 +19,8 @@ from .hooks import UserHooks
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
-    """What an evaluation found.
+class EvaluationResult:
+    """The result of an evaluation.
 
     Attributes:
         loss: over all of the data, as one mini-batch would have it.
@@ -35,7 +35,7 @@ class Evaluated:
         return "  ".join(f"{name} {number:.6g}" for name, number in found.items())
 
 
-def evaluate(pipe: Pipeline, hooks: UserHooks) -> Evaluated:
+def evaluate(pipe: Pipeline, hooks: UserHooks) -> EvaluationResult:
     """One pass over `eval_data()` in eval mode; every rank calls it.
 
     Afterwards the mode of the stages, the pipeline's step number and the generators are as before.
@@ -47,7 +47,7 @@ def evaluate(pipe: Pipeline, hooks: UserHooks) -> Evaluated:
     training, step = pipe.training, pipe.step_number
     pipe.eval()
     try:
-        with undisturbed():
+        with preserved_generators():
             return _Pass(pipe, hooks).run()
     finally:
         pipe.train(training)
@@ -90,7 +90,7 @@ class _Pass:
         self.metrics: dict[str, float] = {}
         self.samples = 0
 
-    def run(self) -> Evaluated:
+    def run(self) -> EvaluationResult:
         """Evaluate every batch."""
         while True:
             going, loss = broadcast_from_rank0(
@@ -101,7 +101,7 @@ class _Pass:
                 if bool(going) != (self.batch is not NOTHING):
                     raise disagreement(self.batches)
             if not going:
-                return Evaluated(loss, self._metrics())
+                return EvaluationResult(loss, self._metrics())
             self.found = self._evaluate()
 
     def _next(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The command's other work than training: running the model, and timing it."""
+"""`run.py infer` and `run.py bench`: runs the model, and times its steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARM_UP = 3
 
 
 def infer(pipe: Pipeline, directory: Path, choice: InputChoice, output: Path | None) -> None:
-    """Run the model, tell what it returns, and write that to a file where one is named."""
+    """Run the model, print its outputs' shapes, and save them where a file is named."""
     pipe.eval()
     inputs: object = None
     if pipe.rank == 0:

@@ -25,7 +25,7 @@ DEFAULT_RATES: Mapping[OptimizerKind, float] = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """What the user types about the optimizer.
+    """The options of the optimizer.
 
     Attributes:
         kind: None for the user's own, or plain SGD where there is none.
@@ -59,7 +59,7 @@ def make_optimizer(
 
 
 class RateShape(Enum):
-    """What follows the warm-up, by the name a user types."""
+    """The learning rate after the warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -68,7 +68,7 @@ class RateShape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RateChoice:
-    """What the user types about the learning rate's course.
+    """The options of the learning-rate schedule.
 
     Attributes:
         shape: None for the scheduler of the user's file, or a constant rate where there is none.
@@ -138,7 +138,7 @@ def make_scheduler(
 
 
 class Rate:
-    """Steps a scheduler at the right moments.
+    """Steps a learning-rate scheduler after the optimizer or after evaluations.
 
     Args:
         scheduler: None for a constant rate. A ReduceLROnPlateau is stepped with the loss of every

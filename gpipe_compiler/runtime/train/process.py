@@ -27,11 +27,11 @@ _PLAIN = {"→": "->", "…": "...", "µ": "u", "≥": ">="}
 
 
 def say(text: str) -> None:
-    """Print text; what does not print, in the name of a file or a value, is told by escapes."""
+    """Print text, with escapes for characters that do not print."""
     print(printable_lines(text), flush=True)
 
 
-def obeyed(command: Callable[[], int], closed: int = BROKEN_PIPE) -> int:
+def exit_code_of(command: Callable[[], int], closed: int = BROKEN_PIPE) -> int:
     """The exit code of a command that prints to whatever there is.
 
     What the encoding of stdout lacks is told in other letters; of a pipe that nobody reads any
@@ -97,7 +97,7 @@ _STDERR = 2
 
 
 class StopSignals:
-    """Notes the first signal down; the second acts as it would have without this.
+    """Records the first signal; the second one has its default effect.
 
     Handlers are installed inside `with`, in the main thread only.
 
@@ -140,7 +140,7 @@ class StopSignals:
         self._before.clear()
 
     def check_alone(self) -> None:
-        """Called when rank 0 goes on.
+        """Called when rank 0 continues.
 
         Raises:
             PipelineError: when this rank was told to stop a while ago: it alone was.

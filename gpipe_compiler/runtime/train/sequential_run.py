@@ -1,4 +1,4 @@
-"""The stages of a pipeline one after another, in plain autograd: a step without any pipelining."""
+"""Runs the stages of a pipeline one after another, in plain autograd: the reference of a check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOSS_SCALE = 1024.0
 
 
 def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) -> Tensors:
-    """What a pipeline should come to: outputs, and all that a training step leaves behind.
+    """The expected results of a pipeline: outputs, and all that a training step changes.
 
     On the CPU; in 16 bits where the pipeline computes, as autocast differs between devices.
 
@@ -44,10 +44,10 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         device = next((tensor.device for _, tensor in pipe.named_parameters()), device)
     store = Weights.open(weights)
     modules = [build_stage(stage, store, device, pipe.seed) for stage in spec.stages]
-    row = _Row(spec, modules, pipe.manner, device, pipe.seed)
+    stages = _Stages(spec, modules, pipe.manner, device, pipe.seed)
     bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
     parts, sizes = split(bound, spec, pipe.microbatches)
-    evaluated = row.evaluate(parts)
+    evaluated = stages.evaluate(parts)
     outputs = {
         leaf.value: join(leaf, [values[leaf.value] for values in evaluated], sizes)
         for leaf in output_leaves(spec.outputs)
@@ -60,7 +60,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
     scales = Scales(spec, store, pipe.seed)
     weighed = scales.weigh(parts, sizes)
     shares = scales.shares(weighed, summed(weighed))
-    return {**results, **row.train(spec.loss, parts, shares)}
+    return {**results, **stages.train(spec.loss, parts, shares)}
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Stages:
     """All the stages, on one device."""
 
     spec: PipelineSpec

@@ -18,13 +18,13 @@ from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, RateChoice, make_optimizer, make_scheduler
 from .process import StopSignals
-from .training_log import StepLog, Teller
+from .training_log import StepLog, StepPrinter
 from .update import Update
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What the user types about training.
+    """The options of training.
 
     Attributes:
         steps: of the optimizer, at most; None for no such end.
@@ -105,7 +105,7 @@ class _Training:
         self.step = self.passes = 0
         self.evaluated: int | None = None
         self._resume()
-        self.teller = Teller(self.step + 1, options.steps, quiet=pipe.rank != 0)
+        self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
         self.log: StepLog | None = None
         self._on_rank_0(self._open_log, "the log")
 
@@ -127,7 +127,7 @@ class _Training:
     def close(self) -> None:
         """Close the log, and end the line on the terminal."""
         self.checkpoints.close()
-        self.teller.close()
+        self.printer.close()
         if self.log is not None:
             self.log.close()
 
@@ -138,7 +138,7 @@ class _Training:
         )
 
     def _turn(self) -> int:
-        """What comes next: a step on so many mini-batches, 0 the end of a pass, -n signal n."""
+        """The number of mini-batches of the next step; 0 where a pass ends, -n for signal n."""
         self._started = time.perf_counter()
         (turn,) = broadcast_from_rank0(self.pipe, self._decide, 1, "the next step")
         if turn >= 0:
@@ -162,7 +162,7 @@ class _Training:
         except StageError as error:
             raise StageError(f"step {number}: {error.problem}", hint=error.hint) from error
         self.step = number
-        self.teller.step(number, stepped)
+        self.printer.step(number, stepped)
         if self.log is not None:
             self.log.step(number, stepped, time.perf_counter() - self._started)
         every = self.options.evaluate_every
@@ -182,7 +182,7 @@ class _Training:
             self.checkpoints.save(self._progress())
 
     def _same(self, count: int) -> list[Batch]:
-        """What another rank than 0 takes for a step: all replicas read the same data."""
+        """The mini-batches of a rank other than 0: all replicas read the same data."""
         if self.batches is None:
             return [NOTHING] * count
         taken = self.batches.take(max(1, count))
@@ -202,14 +202,14 @@ class _Training:
         if not last:
             self.rate.evaluated(found.loss)
         self.evaluated = self.step
-        self.teller.line(f"evaluation after step {self.step}: {found}")
+        self.printer.line(f"evaluation after step {self.step}: {found}")
         if self.log is not None:
             self.log.evaluation(self.step, found)
 
     def _stop(self, signal: int) -> int:
         self.checkpoints.save(self._progress())
         where = f"; the checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
-        self.teller.line(f"stopped after step {self.step}{where}")
+        self.printer.line(f"stopped after step {self.step}{where}")
         return signal
 
     def _lost(self, error: AgreedError) -> AgreedError:

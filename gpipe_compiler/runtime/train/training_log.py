@@ -1,4 +1,4 @@
-"""What training tells: a line for its user, and a file with a line of JSON for every step."""
+"""The output of training: lines on the terminal, and a file with a line of JSON for every step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import TextIO
 
 from ..core.storing import place
 from ..errors import PipelineError
-from .evaluation import Evaluated
+from .evaluation import EvaluationResult
 from .process import say
-from .update import Stepped
+from .update import StepResult
 
 LINES = 10
-"""So many lines a run tells where it cannot write over the last one."""
+"""Lines of a run where the last one cannot be overwritten."""
 LINE_EVERY = 10
 """Steps between lines where the number of steps is not known."""
 
 
-class Teller:
-    """Tells how training goes: one line that is written over on a terminal, otherwise some lines.
+class StepPrinter:
+    """Prints the progress of training: one line that is overwritten on a terminal, else some lines.
 
     Args:
         steps: in all; None where it is not known.
@@ -43,7 +43,7 @@ class Teller:
         self.samples = 0
         self.open = False
 
-    def step(self, step: int, stepped: Stepped) -> None:
+    def step(self, step: int, stepped: StepResult) -> None:
         """A step of the optimizer is done."""
         if self.quiet:
             return
@@ -70,7 +70,7 @@ class Teller:
         say(text)
 
     def close(self) -> None:
-        """End the line that could be written over."""
+        """End the line that could be overwritten."""
         if self.open:
             print(flush=True)
             self.open = False
@@ -101,7 +101,7 @@ class StepLog:
             self._file = _opened(path)
         self._evaluated = max((_number(line) for line in kept if b"evaluation" in line), default=-1)
 
-    def step(self, step: int, stepped: Stepped, seconds: float) -> None:
+    def step(self, step: int, stepped: StepResult, seconds: float) -> None:
         """A step of the optimizer is done."""
         line: dict[str, object] = {"step": step, "loss": stepped.loss, "lr": stepped.rate}
         if stepped.gradient_norm is not None:
@@ -109,7 +109,7 @@ class StepLog:
         line |= {"seconds": seconds, "samples": stepped.samples, "skipped": stepped.skipped}
         self._write(line)
 
-    def evaluation(self, step: int, found: Evaluated) -> None:
+    def evaluation(self, step: int, found: EvaluationResult) -> None:
         """An evaluation is done; one that the file knows from before a restart is left out."""
         if step > self._evaluated:
             numbers = {"loss": found.loss, **found.metrics}
@@ -160,7 +160,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _stream(path: Path) -> int | None:
-    """Which of stdout and stderr goes to a file: opened anew, it would be written over."""
+    """The descriptor of stdout or stderr if it is this file, which opening would overwrite."""
     if path.exists():
         for descriptor in (1, 2):
             with contextlib.suppress(OSError):

@@ -16,13 +16,12 @@ from .data import samples_of
 from .optimizer import Rate
 
 MOST_SKIPPED = 50
-"""Steps that may be skipped on end: the scale of fp16 gradients halves at each of them, and after
-so many it is nothing that a scale could heal."""
+"""Consecutive steps that may be skipped: the scale of fp16 gradients halves at each of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """What a step came to.
+class StepResult:
+    """The result of a step of the optimizer.
 
     Attributes:
         loss: the mean over its mini-batches.
@@ -64,7 +63,7 @@ class Update:
         self.clip_norm = clip_norm
         self._skipped = 0
 
-    def __call__(self, batches: Sequence[Batch], step: int) -> Stepped:
+    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Step on some mini-batches.
 
         Args:
@@ -90,7 +89,7 @@ class Update:
         if not skipped:
             self.rate.stepped()
         samples = sum(self._samples(batch) for batch in batches)
-        return Stepped(sum(losses) / len(losses), rate, samples, norm, skipped)
+        return StepResult(sum(losses) / len(losses), rate, samples, norm, skipped)
 
     def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
         try:
