@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.growing import grown
 from gpipe_compiler.memory.holders import holders_at
 from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
 from gpipe_compiler.memory.script import Scripts
+from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.memory.update import UpdateBytes, update_bytes
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.rehearsal import MemoryTraces
@@ -97,7 +97,7 @@ def device_memories(
         ModelError: naming an op that cannot run.
     """
     pipeline = Pipeline.of(graph, layout, rehearsals or MemoryTraces(graph))
-    played = [grown(*pair) for pair in zip(pipeline.jobs, play_all(pipeline.jobs), strict=True)]
+    played = [grown(job, MemorySimulator(job).play()) for job in pipeline.jobs]
     order = sorted(range(len(played)), key=lambda device: -played[device].peak)
     told = {d for d in order[:MOST_TOLD] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
     return tuple(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
-from gpipe_compiler.memory.alike import play_all
 from gpipe_compiler.memory.job import Played
 from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
 from gpipe_compiler.memory.simulator import MemorySimulator
@@ -99,15 +98,6 @@ def test_what_is_told_one_by_one_comes_to_the_same(schedule: ScheduleKind, remat
         MemorySimulator(player.job, hear).play()
         assert most == player.play().peak
         assert sum(alive.values()) == WEIGHT_GRADIENT, stage
-
-
-@pytest.mark.parametrize("schedule", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
-@pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
-def test_devices_that_are_alike_are_played_once(schedule: ScheduleKind, remat: Remat) -> None:
-    orders = orders_for(schedule, range(6), 7, ())
-    jobs = [player.job for player in players(orders, 7, remat)]
-
-    assert play_all(jobs) == [MemorySimulator(job).play() for job in jobs]
 
 
 def test_a_device_goes_to_json_and_back() -> None:
