@@ -11,22 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import (
-    Argument,
-    ByMode,
-    FunctionCall,
-    Graph,
-    MethodCall,
-    ModuleCall,
-    Op,
-    Ref,
-    RegionCall,
-    StateRef,
-)
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.blocks import Blocks
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.repeats import refs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +45,11 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
         ModelError: naming the op that cannot run.
     """
     environment = run.run(graph.batch_size)
+    forms = OpForms(run.graph)
     groups: dict[Hashable, list[Op]] = {}
     for op in run.graph.ops:
         if run.interpreter.runs(op):
-            groups.setdefault(_signature(run, op, environment), []).append(op)
+            groups.setdefault(_signature(forms, run, op, environment), []).append(op)
     told: dict[str, list[str]] = {}
     if len(run.graph.ops) < len(graph.ops):
         blocks = Blocks(graph)
@@ -93,26 +85,16 @@ def copies(values: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tenso
     made: dict[int, torch.Tensor] = {}
     leaves: list[torch.Tensor] = []
 
-    def fresh(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in made:
-                leaf = make(value)
-                if value.requires_grad:
-                    leaves.append(leaf.requires_grad_())
-                    leaf = leaf.clone() if _is_dense(leaf) else leaf
-                made[id(value)] = leaf
-            return made[id(value)]
-        if isinstance(value, torch.Size):
-            return value
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return tuple(fresh(item) for item in value)
-        if isinstance(value, list):
-            return [fresh(item) for item in value]
-        if isinstance(value, dict):
-            return {key: fresh(item) for key, item in value.items()}
-        return value
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            leaf = make(tensor)
+            if tensor.requires_grad:
+                leaves.append(leaf.requires_grad_())
+                leaf = leaf.clone() if _is_dense(leaf) else leaf
+            made[id(tensor)] = leaf
+        return made[id(tensor)]
 
-    return Copies({name: fresh(value) for name, value in values.items()}, tuple(leaves))
+    return Copies(tree_map_only(torch.Tensor, fresh, dict(values)), tuple(leaves))
 
 
 def differentiable(returned: object) -> tuple[torch.Tensor, ...]:
@@ -125,58 +107,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
-def _signature(run: DryRun, op: Op, environment: Mapping[str, Any]) -> Hashable:
-    """Equal for ops that are the same to a cost model; an op unlike any other where in doubt."""
+def _signature(
+    forms: OpForms, run: DryRun, op: Op, environment: Mapping[str, Any]
+) -> tuple[Hashable, ...]:
+    """Equal for ops that are the same to a cost model."""
     known: dict[int, int] = {}
 
-    def tensor_key(tensor: torch.Tensor) -> Hashable:
-        same = known.setdefault(id(tensor), len(known))
-        return (
-            "tensor",
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.requires_grad,
-            same,
-        )
+    def place(tensor: torch.Tensor) -> int:
+        return known.setdefault(id(tensor), len(known))
 
-    def key(argument: Argument) -> Hashable:
-        match argument:
-            case Ref(name=name):
-                return key(environment[name])
-            case StateRef(name=name):
-                return tensor_key(run.states[name])
-            case ByMode(train=train, evaluation=evaluation):
-                return key(train if run.training else evaluation)
-            case torch.Tensor():
-                return tensor_key(argument)
-            case tuple() | list():
-                return (type(argument), tuple(key(item) for item in argument))
-            case dict():
-                return (dict, tuple((name, key(item)) for name, item in argument.items()))
-            case slice():
-                return (slice, key(argument.start), key(argument.stop), key(argument.step))
-            case _:
-                hash(argument)
-                return (type(argument), argument)
+    def form(leaf: Any) -> Hashable:
+        if not isinstance(leaf, torch.Tensor):
+            return type(leaf), repr(leaf)
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, place(leaf)
 
-    call = op.call
-    try:
-        arguments = key((call.args, dict(call.kwargs)))
-        match call:
-            case FunctionCall():
-                return ("function", call.function, arguments)
-            case MethodCall():
-                return ("method", call.method, arguments)
-            case ModuleCall():
-                spec = run.graph.modules[call.module]
-                own = {local: StateRef(name) for local, name in spec.state.items()}
-                return ("module", spec.cls, key((spec.args, dict(spec.kwargs), own)), arguments)
-            case RegionCall():
-                return ("region", id(call.body), arguments)
-    except TypeError:  # something that cannot be hashed: no other op is known to be the same
-        return ("op", op.name)
-    except KeyError as error:
-        raise ModelError(
-            f"{op.name} reads {error}, which has not been made in this mode", location=op.source
-        ) from error
+    read, structure = tree_flatten([environment.get(name) for name in refs_of(op)])
+    states = [place(run.states[name]) for name in op.states(run.graph.modules)]
+    return forms.key(op), repr(structure), tuple(map(form, read)), tuple(states)

@@ -363,3 +363,25 @@ def _elsewhere(op: Op, factor: Ref) -> Step:
 def _tensor_options(op: Op) -> bool:
     """Whether an op has options that depend on tensors (`alpha=`)."""
     return any(isinstance(item, Ref) for item in op.call.kwargs.values())
+
+
+_REARRANGED = frozenset(
+    {
+        *("view", "reshape", "flatten", "contiguous", "detach", "squeeze", "unsqueeze"),
+        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
+    }
+)
+"""What keeps all elements of a tensor, as long as it keeps their type and their memory."""
+
+
+def elements_of(graph: Graph, tensor: Argument) -> Argument:
+    """The tensor whose elements these are, before they were put in another order or shape."""
+    while isinstance(tensor, Ref):
+        op = graph.producer.get(tensor.name)
+        if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
+            return tensor
+        before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
+        if before.dtype != after.dtype or before.storage != after.storage:
+            return tensor
+        tensor = op.call.args[0]
+    return tensor

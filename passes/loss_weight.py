@@ -40,19 +40,12 @@ from gpipe_compiler.passes.loss_terms import (
     Summand,
     Term,
     Terms,
+    elements_of,
     put,
     verb,
 )
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.split_loss import Group, with_terms
-
-_REARRANGED = frozenset(
-    {
-        *("view", "reshape", "flatten", "contiguous", "detach", "squeeze", "unsqueeze"),
-        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
-    }
-)
-"""What keeps all elements of a tensor, as long as it keeps their type and their memory."""
 
 
 def weigh_loss(graph: Graph) -> Graph:
@@ -169,7 +162,7 @@ def _count(terms: Terms, term: Term) -> _Count | None:
 
 def _targets(graph: Graph, term: Targets) -> _Count:
     """`(targets != -100).sum()`, or `weights[targets[targets != -100]].sum()`."""
-    targets = _elements(graph, term.targets)
+    targets = elements_of(graph, term.targets)
     counted = FunctionCall(operator.ne, (LAST, term.ignored))
     what = f"the targets other than {term.ignored}"
     if term.weights is None:
@@ -181,19 +174,6 @@ def _targets(graph: Graph, term: Targets) -> _Count:
         MethodCall("sum", (LAST,)),
     )
     return _Count(term.op, f"{what}, each with the weight of its class", targets, steps)
-
-
-def _elements(graph: Graph, tensor: Argument) -> Argument:
-    """The tensor whose elements these are, before they were put in another order or shape."""
-    while isinstance(tensor, Ref):
-        op = graph.producer.get(tensor.name)
-        if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
-            return tensor
-        before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
-        if before.dtype != after.dtype or before.storage != after.storage:
-            return tensor
-        tensor = op.call.args[0]
-    return tensor
 
 
 # --- divisors -------------------------------------------------------------------------------------

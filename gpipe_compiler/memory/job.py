@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.memory.ref_counts import SharedBuffer
-from gpipe_compiler.memory.script import Scripts
+from gpipe_compiler.memory.ref_counts import RefCounts, SharedBuffer
+from gpipe_compiler.memory.script import Script, Scripts
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.core.wiring import StageWiring, Step
-from gpipe_compiler.runtime.schedule.actions import Compute, Phase
+from gpipe_compiler.runtime.schedule.actions import Action, Compute, Phase, SharedSum, Transfer
 from gpipe_compiler.runtime.spec import Remat
 
 
@@ -94,6 +95,17 @@ class InFlight:
             held.holders += holders
         return held
 
+    def outlasts(self, scripts: Scripts, block: int) -> bool:
+        """Whether a storage remains when the stage lets go of it."""
+        if block not in self.blocks:
+            return False
+        held = self.blocks[block]
+        if held is None or held.holders > 1:
+            return True
+        # Its end is counted where the ledger has it.
+        counted = scripts.tapes.blocks[block].bytes, scripts.category[block]
+        return (held.bytes, held.category) != counted
+
     def held_again(self) -> dict[int, SharedBuffer | None]:
         """All that is shared, each with another holder."""
         return {block: self.share(block, 1) for block in self.blocks}
@@ -132,3 +144,159 @@ class Peak:
     action: str
     position: int
     sizes: Sizes
+
+
+# --- what the engine holds ------------------------------------------------------------------------
+
+
+Posted = tuple[str, int, int, int, bool]
+"""A transfer by its fields, which is looked up sooner than the transfer itself."""
+
+
+@dataclass(slots=True)
+class Tables:
+    """All that decides what the next actions of a device take, beside its program.
+
+    Values of the batch, which count elsewhere, are not in the tables.
+
+    Attributes:
+        flights: by stage and micro-batch.
+        values: by name and micro-batch.
+        gradients: by the value's name, the stage that made them, and micro-batch.
+        posted: what has been received and not been read.
+        under_way: what has been sent and not left.
+        forwards, backwards, weights: the stages that have had one.
+    """
+
+    flights: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    values: dict[tuple[str, int], SharedBuffer | None] = field(default_factory=dict)
+    gradients: dict[tuple[str, int, int], SharedBuffer | None] = field(default_factory=dict)
+    posted: dict[Posted, SharedBuffer] = field(default_factory=dict)
+    under_way: list[SharedBuffer | None] = field(default_factory=list)
+    forwards: set[int] = field(default_factory=set)
+    backwards: set[int] = field(default_factory=set)
+    weights: set[int] = field(default_factory=set)
+
+    def seen_from(self, microbatch: int) -> Hashable:
+        """Equal for tables that differ in their micro-batches alone, counted from this one.
+
+        Storages are told by when they first come up, so that who holds what together is told too.
+        """
+        numbers: dict[int, int] = {}
+        storages: list[Hashable] = []
+
+        def number(held: SharedBuffer | None) -> int:
+            if held is None:
+                return -1
+            found = numbers.get(id(held))
+            if found is None:
+                found = numbers[id(held)] = len(storages)
+                storages.append((held.bytes, held.category, held.name, held.stage, held.holders))
+            return found
+
+        flights = tuple(
+            (stage, m - microbatch, flight.again, flight.without,
+             tuple([(block, number(held)) for block, held in flight.blocks.items()]))
+            for (stage, m), flight in self.flights.items()
+        )  # fmt: skip
+        values = tuple([(n, m - microbatch, number(h)) for (n, m), h in self.values.items()])
+        gradients = tuple(
+            [(n, stage, m - microbatch, number(h)) for (n, stage, m), h in self.gradients.items()]
+        )
+        posted = tuple(
+            [(n, m - microbatch, *ends, number(h)) for (n, m, *ends), h in self.posted.items()]
+        )
+        under_way = tuple(map(number, self.under_way))
+        begun = len(self.forwards), len(self.backwards), len(self.weights)
+        return flights, values, gradients, posted, under_way, begun, tuple(storages)
+
+    def move_on(self, by: int) -> None:
+        """What is of a micro-batch becomes that of one further by so many."""
+        self.flights = {(stage, m + by): item for (stage, m), item in self.flights.items()}
+        self.values = {(name, m + by): item for (name, m), item in self.values.items()}
+        self.gradients = {
+            (n, stage, m + by): item for (n, stage, m), item in self.gradients.items()
+        }
+        self.posted = {
+            (n, m + by, source, target, gradient): item
+            for (n, m, source, target, gradient), item in self.posted.items()
+        }
+
+
+def posted(transfer: Transfer) -> Posted:
+    """A transfer as the tables have it."""
+    return (
+        transfer.value,
+        transfer.microbatch,
+        transfer.source,
+        transfer.target,
+        transfer.gradient,
+    )
+
+
+# --- the highest moments --------------------------------------------------------------------------
+
+
+class PeakTracker:
+    """Takes note of what a ledger comes to.
+
+    Attributes:
+        position: of the step that is played.
+        peak: the highest moment so far.
+        stage_peaks: by stage, of what is its own.
+        peaks, afters: of the steps that are points of the curve.
+    """
+
+    def __init__(self, ledger: RefCounts, stages: Iterable[int]) -> None:
+        self.position = 0
+        self.peak = Peak(0, "", 0, ledger.sizes)
+        self.stage_peaks = dict.fromkeys(stages, 0)
+        self.peaks: list[int] = []
+        self.afters: list[int] = []
+        self._ledger = ledger
+        self._highest = 0
+
+    def begin(self, position: int) -> None:
+        """A step begins."""
+        self.position = position
+        self._highest = self._ledger.total
+
+    def mark(self, action: object, script: Script | None = None, stage: int | None = None) -> None:
+        """Take note of the memory at a moment: now, or when a script is at its peak.
+
+        Args:
+            action: printed where it is the peak's.
+        """
+        more = script.peak if script else 0
+        now = self._ledger.total + more
+        if now > self._highest:
+            self._highest = now
+        if now > self.peak.bytes:
+            sizes = self._ledger.sizes
+            if script is not None:
+                sizes = tuple(map(operator.add, sizes, script.at_peak))
+            self.peak = Peak(now, str(action), self.position, sizes)
+        if stage is not None:
+            own = self._ledger.of_stage[stage] + more
+            if own > self.stage_peaks[stage]:
+                self.stage_peaks[stage] = own
+
+    def point(self) -> None:
+        """A step ends that is a point of the curve."""
+        self.peaks.append(self._highest)
+        self.afters.append(self._ledger.total)
+
+    def repeat(self, first: int, times: int) -> None:
+        """The points from this one on come again."""
+        self.peaks += self.peaks[first:] * times
+        self.afters += self.afters[first:] * times
+
+
+def is_counted(step: Step) -> bool:
+    """Whether a step is a point of the curve."""
+    return isinstance(step.action, Compute | SharedSum)
+
+
+def counted(steps: Sequence[Step]) -> list[Action]:
+    """The actions that are points of the curve."""
+    return [step.action for step in steps if is_counted(step)]

@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from gpipe_compiler.memory.cycles import Cycles, cycles_of
-from gpipe_compiler.memory.job import DeviceJob, InFlight, Played, StageMemory
-from gpipe_compiler.memory.peak_tracker import PeakTracker, counted, is_counted
+from gpipe_compiler.memory.job import (
+    DeviceJob,
+    InFlight,
+    PeakTracker,
+    Played,
+    StageMemory,
+    Tables,
+    counted,
+    is_counted,
+    posted,
+)
 from gpipe_compiler.memory.ref_counts import Own, RefCounts, SharedBuffer, Told, gradient_of
 from gpipe_compiler.memory.script import Move, Script, Scripts
-from gpipe_compiler.memory.tables import Tables, posted
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Curve
 from gpipe_compiler.runtime.core.wiring import Need, Part, Step
@@ -70,15 +78,9 @@ class MemorySimulator:
         if until is None:
             self._arrive()
         marks, peak = self._marks, self._marks.peak
-        return Played(
-            peak.bytes,
-            peak.action,
-            peak.position,
-            peak.sizes,
-            Curve(counted(steps[:end]), marks.peaks, marks.afters),
-            marks.stage_peaks,
-            self.ledger.sizes,
-        )
+        points = Curve(counted(steps[:end]), marks.peaks, marks.afters)
+        found = peak.bytes, peak.action, peak.position, peak.sizes
+        return Played(*found, points, marks.stage_peaks, self.ledger.sizes)
 
     def _steps(self, end: int) -> None:
         """The steps up to a place."""
@@ -331,12 +333,12 @@ class MemorySimulator:
         self.ledger.let_go(summand)
         return found
 
+    # --- playing -----------------------------------------------------------------------------
+
     def _let_go(self, flight: InFlight, blocks: Iterable[int]) -> None:
         """A stage lets go of shared blocks."""
         for block in blocks:
             self.ledger.let_go(flight.blocks.pop(block, None))
-
-    # --- playing -----------------------------------------------------------------------------
 
     def _play(
         self,
@@ -352,9 +354,7 @@ class MemorySimulator:
             handed: the blocks that the tape makes for others, who take them afterwards.
         """
         scripts = self.job.stages[flight.stage].scripts
-        left = tuple(
-            [b for b in scripts.ended(tape) if b in handed or self._stays(scripts, flight, b)]
-        )
+        left = tuple([b for b in scripts.ended(tape) if b in handed or flight.outlasts(scripts, b)])
         script = scripts.of(tape, left, without)
         self._marks.mark(action, script, flight.stage)
         self.ledger.add(script.net, flight.stage)
@@ -364,19 +364,6 @@ class MemorySimulator:
             for move in script.shared:
                 self._move(scripts, flight, move)
         return left
-
-    def _stays(self, scripts: Scripts, flight: InFlight, block: int) -> bool:
-        """Whether a storage remains when the stage lets go of it."""
-        if block not in flight.blocks:
-            return False
-        held = flight.blocks[block]
-        if held is None or held.holders > 1:
-            return True
-        # Its end is counted where the ledger has it.
-        return (held.bytes, held.category) != (
-            scripts.tapes.blocks[block].bytes,
-            scripts.category[block],
-        )
 
     def _move(self, scripts: Scripts, flight: InFlight, move: Move) -> None:
         """A shared block comes to life, or ends; its bytes are counted with its script."""

@@ -25,7 +25,7 @@ from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.policy import Auto
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.costs_by_kind import on_kinds
+from gpipe_compiler.passes.measure import on_kinds
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows

@@ -13,8 +13,8 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.costs_by_kind import costs_by_kind
 from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pipeline import INPLACE, Pipeline, Setting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice

@@ -18,8 +18,7 @@ from gpipe_compiler.passes.allocation_trace import (
 )
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
-from gpipe_compiler.passes.rehearsal.sparse import parts
-from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place
+from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place, parts
 from gpipe_compiler.passes.rehearsal.watch import StorageWatch
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices

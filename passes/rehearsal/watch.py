@@ -15,9 +15,14 @@ from torch.autograd.graph import Node
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.passes.allocation_trace import NO_OP, Event
-from gpipe_compiler.passes.rehearsal.sparse import of_sparse, parts
 from gpipe_compiler.passes.rehearsal.sums import EngineSums
-from gpipe_compiler.passes.rehearsal.unwatched import REPLAYED, formula_in_place, storage_bytes
+from gpipe_compiler.passes.rehearsal.unwatched import (
+    REPLAYED,
+    formula_in_place,
+    of_sparse,
+    parts,
+    storage_bytes,
+)
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

@@ -178,14 +178,14 @@ def test_equal_ops_are_told_apart_by_what_matters(builder):
     b.call(operator.mul, Ref("x"), 2, name="twice")
     b.call(operator.mul, Ref("x"), 2.0, name="twice_float")
     b.call(torch.add, Ref("x"), Ref("y"), alpha=ByMode(1, 2), name="mode")
-    b.call(torch.add, Ref("y"), Ref("x"), alpha=1, name="no_mode")
+    b.call(torch.add, Ref("y"), Ref("x"), alpha=ByMode(1, 2), name="same_mode")
     b.call(torch.exp, Ref("x"), mode=Mode.EVAL, name="never")
     graph = annotate(b.graph(h, b.method("sum", h)), 2)
     groups = {frozenset(n) for _, n in distinct(graph, DryRun.of(graph, training=True))}
 
     assert frozenset({"relu", "relu_same"}) in groups
     assert frozenset({"one", "two"}) in groups
-    assert frozenset({"mode", "no_mode"}) in groups
+    assert frozenset({"mode", "same_mode"}) in groups
     alone = {"relu_with_gradient", "bare", "product", "square", "twice", "twice_float"}
     assert {frozenset({name}) for name in alone} <= groups
     assert not any("never" in group for group in groups)

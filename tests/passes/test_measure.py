@@ -10,7 +10,8 @@ from gpipe_compiler import trace
 from gpipe_compiler.cluster import Device
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes import cost, costs_by_kind
+from gpipe_compiler.passes import cost
+from gpipe_compiler.passes import measure as measuring
 from gpipe_compiler.passes.cost import Costs, OpCost, roofline, rooflines
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.shapes import annotate
@@ -92,12 +93,12 @@ class TestMeasured:
             ops = {op.name: OpCost(1.0, 2.0, weight_s=0.5) for op in graph.ops}
             return Costs(ops, "measured here", graph.batch_size)
 
-        monkeypatch.setattr(costs_by_kind, "measure", measure)
-        monkeypatch.setattr(costs_by_kind, "this_machine", lambda: HERE)
-        monkeypatch.setattr(costs_by_kind, "is_here", lambda device: device.name == "here")
+        monkeypatch.setattr(measuring, "measure", measure)
+        monkeypatch.setattr(measuring, "this_machine", lambda: HERE)
+        monkeypatch.setattr(measuring, "is_here", lambda device: device.name == "here")
 
     def test_times_hold_on_this_machine(self, graph: Graph) -> None:
-        (costs,) = costs_by_kind.costs_by_kind(graph, [HERE], measured=True)
+        (costs,) = measuring.costs_by_kind(graph, [HERE], measured=True)
 
         assert costs.source == "measured here"
         assert {cost.forward_s for cost in costs.ops.values()} == {1.0}
@@ -106,7 +107,7 @@ class TestMeasured:
         """Without launches and traffic, a product takes ten times as long at a tenth the speed."""
         tenth = Device("tenth", 1e9, ENDLESS, 1, 0.0)
 
-        near, far = costs_by_kind.costs_by_kind(graph, [HERE, tenth], measured=True)
+        near, far = measuring.costs_by_kind(graph, [HERE, tenth], measured=True)
 
         product = op(graph, "3")
         assert near.ops[product] == OpCost(1.0, 2.0, weight_s=0.5)
@@ -118,7 +119,7 @@ class TestMeasured:
         assert near.source == far.source == "measured here; on tenth scaled by rooflines"
 
     def test_this_machine_need_not_be_among_them(self, graph: Graph) -> None:
-        (costs,) = costs_by_kind.costs_by_kind(graph, [SLOW], measured=True)
+        (costs,) = measuring.costs_by_kind(graph, [SLOW], measured=True)
 
         ratio = (
             roofline(graph, SLOW).ops[op(graph, "3")].forward_s
@@ -127,6 +128,6 @@ class TestMeasured:
         assert costs.ops[op(graph, "3")].forward_s == pytest.approx(ratio)
 
     def test_estimates_are_not_measured(self, graph: Graph) -> None:
-        assert costs_by_kind.costs_by_kind(graph, [SLOW, FAST], measured=False) == rooflines(
+        assert measuring.costs_by_kind(graph, [SLOW, FAST], measured=False) == rooflines(
             graph, [SLOW, FAST]
         )
