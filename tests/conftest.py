@@ -9,7 +9,7 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,21 @@ def seeing_gpus() -> dict[str, str]:
     """The environment of a process that sees the GPUs of this machine."""
     shown = {name: value for name, value in os.environ.items() if name not in SEEN_BEFORE}
     return {**shown, **{name: value for name, value in SEEN_BEFORE.items() if value is not None}}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_checks() -> Iterator[None]:
+    """Checks of packages run in processes that are forked by one that has imported torch."""
+    # Not before SEEN_BEFORE is hidden: importing these imports the runtime.
+    from forkserver import ForkServer
+
+    from gpipe_compiler.validate import launching
+
+    with pytest.MonkeyPatch.context() as patch:
+        server = ForkServer()
+        patch.setattr(launching, "subprocess", server)
+        yield
+        server.end()
 
 
 @pytest.fixture
