@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_compiler.codegen.comments import shape_text
-from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.expressions import Writer, runs_again
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.letting_go import LettingGo
-from gpipe_compiler.codegen.segments import runs_segment
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.uses import Uses, is_in_place
 from gpipe_compiler.codegen.variables import (
@@ -106,7 +105,7 @@ class Bindings:
         reader = self.uses.reader.get(value)
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
-        if isinstance(reader.call, RegionCall) or runs_segment(op.call):
+        if isinstance(reader.call, RegionCall) or runs_again(op.call):
             return False
         if value in self.letting_go.releases.asked or self.letting_go.ending(position):
             return False

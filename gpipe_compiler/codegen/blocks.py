@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +38,7 @@ from gpipe_compiler.codegen.peaks import Content, Peaks
 from gpipe_compiler.codegen.templates import contains_batch, tells_batch
 from gpipe_compiler.ir import Graph, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.blocks import BlockClass, Body, Parameter
+from gpipe_compiler.ir.blocks import BlockClass, Body, Parameter, calls_in
 from gpipe_compiler.ir.classes import Blocks, Methods, find_blocks, is_chain, outer_states
 from gpipe_compiler.ir.contents import Contents, is_under, prefixes
 from gpipe_compiler.ir.forms import Slot
@@ -54,12 +55,14 @@ class StageMethods:
         state: the modules and tensors that it owns.
         methods: those that are written with calls of blocks, by name, in the order in which they
             run: `forward`, and the segments that it calls.
+        again: the paths of modules whose calls run again in the backward.
     """
 
     stage: Stage
     class_name: str
     state: StageState
     methods: Mapping[str, Method]
+    again: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -67,19 +70,22 @@ class StageBlocks:
     """The blocks of a stage.
 
     Attributes:
-        split: the paths of modules of which other stages run ops.
         written: the blocks that may be constructed, by their ids.
         file: that of the stage.
     """
 
     facts: Facts
     own: StageMethods
-    contents: Contents
+    searched: Methods
     blocks: Blocks
-    split: Collection[str]
     peaks: Peaks
     written: dict[int, WrittenBlock]
     file: SourceFile
+
+    @property
+    def contents(self) -> Contents:
+        """What the stage holds."""
+        return self.searched.contents
 
     @cached_property
     def holders(self) -> Mapping[str, Holder]:
@@ -100,7 +106,7 @@ class StageBlocks:
             file,
             self.holders,
             self.blocks.of_path,
-            self.split,
+            self.searched.split,
             self.written,
         )
 
@@ -251,25 +257,46 @@ class StageBlocks:
         return method_text("forward", body, returned, [], types)
 
 
-def write_blocks(
-    facts: Facts, stages: Sequence[StageMethods]
-) -> tuple[tuple[StageBlocks, ...], SourceFile]:
+@dataclass(frozen=True)
+class FoundBlocks:
+    """The blocks of some stages; for each, what was looked through and what was found."""
+
+    stages: tuple[StageMethods, ...]
+    methods: tuple[Methods, ...]
+    blocks: tuple[Blocks, ...]
+
+    @classmethod
+    def of(cls, facts: Facts, stages: Iterable[StageMethods]) -> FoundBlocks:
+        """Looks for them."""
+        known = tuple(stages)
+        methods = tuple(_methods(facts.graph, own) for own in known)
+        return cls(known, methods, find_blocks(methods, facts.templates))
+
+    def again(self, place: int) -> frozenset[str]:
+        """Of the modules of a stage that are to run again, those that are called once, as blocks.
+
+        Args:
+            place: of the stage among these.
+        """
+        calls = (c for parts in self.blocks[place].bodies for c in calls_in(parts) if c.again)
+        counts = Counter(call.path for call in calls if call.outputs)
+        return frozenset(path for path, count in counts.items() if count == 1)
+
+
+def write_blocks(facts: Facts, found: FoundBlocks) -> tuple[tuple[StageBlocks, ...], SourceFile]:
     """The blocks of some stages, written, and the file of those that several of them call."""
-    splits = [_split(facts.graph, own.stage) for own in stages]
-    sought = [_methods(facts.graph, *pair) for pair in zip(stages, splits, strict=True)]
-    found = find_blocks(sought, facts.templates)
-    classes = found[0].classes
-    layers = SourceFile(Names((*RESERVED, *(own.class_name for own in stages))), shared=True)
+    classes = found.blocks[0].classes
+    reserved = (*RESERVED, *(own.class_name for own in found.stages))
+    layers = SourceFile(Names(reserved), shared=True)
     written: dict[int, WrittenBlock] = {}
     worth: set[int] = set()
     made: dict[int, StageBlocks] = {}
-    for own, split, methods, blocks in zip(stages, splits, sought, found, strict=True):
+    for own, methods, blocks in zip(found.stages, found.methods, found.blocks, strict=True):
         made[own.stage.index] = StageBlocks(
             facts,
             own,
-            methods.contents,
+            methods,
             blocks,
-            split,
             _peaks(facts, own, blocks, worth),
             written,
             SourceFile(layers.names),
@@ -285,14 +312,10 @@ def write_blocks(
     return tuple(made.values()), layers
 
 
-def _split(graph: Graph, stage: Stage) -> frozenset[str]:
-    """The paths of modules of which other stages run ops."""
-    here = frozenset(stage.ops)
-    return frozenset(p for op in graph.ops if op.name not in here for p in prefixes(op.module))
-
-
-def _methods(graph: Graph, own: StageMethods, split: Collection[str]) -> Methods:
+def _methods(graph: Graph, own: StageMethods) -> Methods:
     """A stage as blocks are looked for in it."""
+    here = frozenset(own.stage.ops)
+    split = {prefix for op in graph.ops if op.name not in here for prefix in prefixes(op.module)}
     displaced = {prefix for path in own.state.displaced for prefix in prefixes(path)}
     kept = {holder.prefix[:-1] for holder in own.state.root.all()} - displaced
     return Methods(
@@ -301,6 +324,7 @@ def _methods(graph: Graph, own: StageMethods, split: Collection[str]) -> Methods
         [path for path in graph.module_classes if path in kept],
         split.__contains__,
         own.stage.index,
+        own.again,
     )
 
 
@@ -320,7 +344,7 @@ def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> 
     """The user's names; of several classes that have one, with what tells one from the others."""
 
     def is_part(block: BlockClass) -> bool:
-        return block.first.path in stages[block.first.stage].split
+        return stages[block.first.stage].searched.split(block.first.path)
 
     held = {id(b): stages[b.first.stage].holders[b.first.path].members for b in classes}
     names: dict[int, str] = {}

@@ -325,7 +325,11 @@ class _Scribe:
             written[place] = self.writer.variables[result]
         one = self.names.take(layers.wish)
         target = ", ".join(self.writer.variables[result].flat for result in op.outputs)
-        called = call(layers.called.format(one) or one, written)
+        layer = layers.called.format(one) or one
+        called = call(layer, written)
+        if layers.again:
+            self.writer.imports.checkpoint()
+            called = call("checkpoint", [name(layer), *written, name("use_reentrant=False")])
         body = Statement(f"{target} = ", called, Mode.ALWAYS, op.module)
         self.letting_go.before(op, self.statements)
         self.statements.append(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from gpipe_compiler.codegen.block_text import WrittenBlock
-from gpipe_compiler.codegen.expressions import Layers, repeat
+from gpipe_compiler.codegen.expressions import Layers, OwnModule, again, repeat
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.layout import consecutive
 from gpipe_compiler.codegen.loops import Loop, find_loops
@@ -43,7 +44,12 @@ class Calls:
                 case Loop():
                     ops.append(self._loop(part, number, root))
                 case BlockCall():
-                    made = ModuleCall(part.path, self._arguments(part))
+                    arguments = self._arguments(part)
+                    made = (
+                        again(OwnModule(part.path), arguments)
+                        if part.again
+                        else ModuleCall(part.path, arguments)
+                    )
                     ops.append(self._op(part, made, part.outputs, number))
                 case Op():
                     ops.append(part)
@@ -85,6 +91,7 @@ class Calls:
         passed = self.written[id(self.block_of(first))].passed
         carried = tuple(passed.index(index) for index in loop.carried)
         each = self._each([call.path for call in loop.calls], root, carried)
+        each = dataclasses.replace(each, again=first.again)
         made = FunctionCall(repeat, (each, *self._arguments(first)))
         return self._op(first, made, last.outputs, number)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -43,7 +43,7 @@ class Construction:
         file: that they are written in.
         holders: the modules of the stage by their paths.
         of_path: the blocks, by the paths of their modules.
-        split: the paths of modules of which other stages run ops.
+        split: whether other stages run ops of a module too.
         written: the blocks that may be constructed, by their ids.
     """
 
@@ -53,7 +53,7 @@ class Construction:
     file: SourceFile
     holders: Mapping[str, Holder]
     of_path: Mapping[str, BlockClass]
-    split: Collection[str]
+    split: Callable[[str], bool]
     written: Mapping[int, WrittenBlock]
 
     def lines(self, holder: Holder, given: Arguments = NO_ARGUMENTS) -> list[str]:
@@ -120,7 +120,7 @@ class Construction:
             user = self.graph.module_classes.get(path, "")
             named = user and not hasattr(nn, user)
             wanted = class_name(user if named else path.rpartition(".")[2])
-            known = self.file.names.take_numbered(f"{wanted}Part" if path in self.split else wanted)
+            known = self.file.names.take_numbered(f"{wanted}Part" if self.split(path) else wanted)
             self.file.containers[key] = known
             self.file.classes.append(class_lines(f"{known}(nn.{base})", buffers, init, []))
         passed = [name(own) if by_position(own) else name(f"{own}={own}") for own in types]

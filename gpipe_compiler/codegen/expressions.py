@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.constants import UnwritableError, write_constant, write_nest
 from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, UNTYPED, spell
@@ -16,6 +17,7 @@ from gpipe_compiler.codegen.layout import Binding, Expression, call, method_call
 from gpipe_compiler.ir import (
     Argument,
     ByMode,
+    Call,
     FunctionCall,
     MethodCall,
     ModuleCall,
@@ -45,6 +47,13 @@ class OwnMethod:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnModule:
+    """As an argument of a call: the module of the model at this path."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class OwnAttribute:
     """As an argument of a call: what the module keeps under this name."""
 
@@ -60,17 +69,29 @@ class Layers:
         wish: the variable of the loop.
         called: what is called, with `{}` for that variable; "" for the variable itself.
         carried: for each result, the place of the argument that it is in the next round.
+        again: whether they run a second time in the backward.
     """
 
     each: str
     wish: str
     called: str
     carried: tuple[int, ...]
+    again: bool = False
 
 
 def repeat(layers: Layers, *arguments: object) -> object:
     """Calls each of some layers; as a function of an op it stands for a loop."""
     raise NotImplementedError
+
+
+def again(called: object, arguments: Iterable[object]) -> FunctionCall:
+    """A call that runs a second time in the backward."""
+    return FunctionCall(checkpoint, (called, *arguments), {"use_reentrant": False})
+
+
+def runs_again(made: Call) -> bool:
+    """Whether a call is one of `again`."""
+    return isinstance(made, FunctionCall) and made.function is checkpoint
 
 
 def outer_argument(state: str) -> str:
@@ -151,6 +172,8 @@ class Writer:
                 return self.variables.get(outer_argument(state)) or name(self.states[state])
             case OwnMethod(name=own) | OwnAttribute(name=own):
                 return name(f"self.{own}")
+            case OwnModule(path=path):
+                return name(self.modules[path])
             case ByMode():
                 return self._by_mode(leaf)
             case torch.device() if self.anchor:

@@ -68,7 +68,8 @@ def _alike(one: BlockCall, other: BlockCall, class_of: Callable[[BlockCall], Blo
         call.path.rpartition(".") for call in (one, other)
     )
     listed = around == other_around and word.isdecimal() and other_word.isdecimal()
-    return class_of(one) is class_of(other) and listed and word != other_word
+    equal = class_of(one) is class_of(other) and one.again is other.again
+    return equal and listed and word != other_word
 
 
 def _wires(one: BlockCall, other: BlockCall) -> tuple[int, ...] | None:

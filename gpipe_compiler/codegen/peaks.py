@@ -11,12 +11,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
-from gpipe_compiler.codegen.segments import runs_segment
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.codegen.expressions import runs_again
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.blocks import BlockCall, Part
 from gpipe_compiler.ir.classes import Blocks
 from gpipe_compiler.passes.op_runs import OpRun
+
+NO_OTHERS: Mapping[int, int] = MappingProxyType({})
 
 SMALL = 1000
 """One part in so many of a peak is not worth a line."""
@@ -103,10 +106,14 @@ class Peaks:
     def _storages(self, values: Iterable[str]) -> frozenset[int]:
         return frozenset(map(self._storage, values)) - {-1}
 
-    def method(self, content: Content) -> None:
-        """Takes note of what a method and the blocks in it have to let go of."""
+    def method(self, content: Content, first: Mapping[int, int] = NO_OTHERS) -> None:
+        """Takes note of what a method and the blocks in it have to let go of.
+
+        Args:
+            first: as in `_fill`.
+        """
         peak = self._curve(content, saves=True).peak
-        self._fill(content, peak + peak // SMALL, {}, saves=True)
+        self._fill(content, peak + peak // SMALL, first, saves=True)
 
     def _fill(self, content: Content, limit: int, first: Mapping[int, int], *, saves: bool) -> None:
         """Fills the room below a limit; what does not fit is worth letting go of.
@@ -131,18 +138,24 @@ class Peaks:
             self._fill_part(part, limit - curve.before[place] - held, saves=saves)
 
     def _fill_part(self, part: Part, limit: int, *, saves: bool) -> None:
+        first: Mapping[int, int] = NO_OTHERS
         if isinstance(part, BlockCall):
             block = self.blocks.of_path[part.path].first
             pairs = zip(_outputs(part), _outputs(block), strict=True)
             first = {self._storage(one): self._storage(other) for one, other in pairs}
+        again = self._again(part)
+        if again is not None:
+            self._fill(again, limit, first, saves=False)
+            self.method(again, first)
+        elif isinstance(part, BlockCall):
             self._fill(_content(part), limit, first, saves=saves)
-        elif (segment := self._segment(part)) is not None:
-            self._fill(segment, limit, {}, saves=False)
-            self.method(segment)
 
-    def _segment(self, op: Op) -> Content | None:
-        """What a call of a segment runs again; an op inside may have the name of its segment."""
-        return self.segments.get(op.name) if runs_segment(op.call) else None
+    def _again(self, part: Part) -> Content | None:
+        """What runs again in the backward, of a call that does."""
+        if isinstance(part, BlockCall):
+            return _content(part) if part.again else None
+        # An op inside may have the name of its segment.
+        return self.segments.get(part.name) if runs_again(part.call) else None
 
     def _need(self, part: Part, *, saves: bool) -> _Need:
         key = id(part), saves
@@ -151,6 +164,10 @@ class Peaks:
         return self._known[key]
 
     def _found(self, part: Part, *, saves: bool) -> _Need:
+        again = self._again(part)
+        if again is not None:
+            peak = self._curve(again, saves=False).peak
+            return _Need(peak, 0, self._storages(part.inputs))
         if isinstance(part, BlockCall):
             content = _content(part)
             made = self._storages(part.outputs) - self._storages(part.inputs)
@@ -158,10 +175,6 @@ class Peaks:
             saved = (self._need(inner, saves=saves).saved for inner in part.parts)
             kept = curve.after - sum(self._bytes.get(storage, 0) for storage in made)
             return _Need(curve.peak, kept, frozenset().union(*saved))
-        segment = self._segment(part)
-        if segment is not None:
-            peak = self._curve(segment, saves=False).peak
-            return _Need(peak, 0, self._storages(part.inputs))
         run = self.runs.get(part.name)
         if run is None:
             return _Need()

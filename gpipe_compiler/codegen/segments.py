@@ -1,76 +1,79 @@
-"""The segments of a stage that run again in the backward, as methods of their own."""
+"""The segments of a stage that run again in the backward: calls of modules, else methods."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from torch.utils.checkpoint import checkpoint
-
-from gpipe_compiler.codegen.expressions import OwnMethod
+from gpipe_compiler.codegen.expressions import OwnMethod, again
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Names
 from gpipe_compiler.codegen.templates import contains_batch
-from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, ValueKind
+from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref, ValueKind
 from gpipe_compiler.plan import Stage
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A method that `forward` calls through torch's checkpoint.
-
-    Attributes:
-        module: the path of the module whose forward it is, "" where it is none.
-    """
-
-    name: str
-    module: str
-    method: Method
+def modules_run_again(facts: Facts, stage: Stage, forward: Method) -> frozenset[str]:
+    """The paths of the modules of which one call may be a segment, as far as the stage has it."""
+    runs = _runs(forward.ops, _segment_of(stage))
+    here = [facts.graph.op_of[name] for name in stage.ops]
+    dead = set(stage.ops).difference(op.name for op in forward.ops)
+    return frozenset(
+        module
+        for index, run in runs
+        if index is not None and (module := _module_of(here, run, dead))
+    )
 
 
 def split_off(
-    facts: Facts, stage: Stage, forward: Method, attributes: Iterable[str]
-) -> tuple[Method, tuple[Segment, ...]]:
-    """The `forward` that calls the segments of its stage, and these.
+    facts: Facts,
+    stage: Stage,
+    forward: Method,
+    attributes: Iterable[str],
+    again: Collection[str],
+) -> tuple[Method, dict[str, Method]]:
+    """The `forward` that calls the segments of its stage as methods, and these by name.
 
     Args:
         attributes: what the stage calls its modules and tensors.
+        again: the paths of modules that run again where they are called.
     """
     names = Names(attributes)
-    of_op = {name: index for index, ops in enumerate(stage.segments) for name in ops}
+    here = [facts.graph.op_of[name] for name in stage.ops]
     dead = set(stage.ops).difference(op.name for op in forward.ops)
     ops: list[Op] = []
-    segments: list[Segment] = []
+    segments: dict[str, Method] = {}
     unnamed = 0
-    for index, run in _runs(forward.ops, of_op):
-        method = None if index is None else _method(facts.graph, run, forward)
+    for index, run in _runs(forward.ops, _segment_of(stage)):
+        module = "" if index is None else _module_of(here, run, dead)
+        method = None if index is None or module in again else _method(facts.graph, run, forward)
         if method is None:
             ops.extend(run)
             continue
-        module = _module_of(facts.graph, run, dead)
         unnamed += not module
-        wanted = module or f"segment_{unnamed}"
-        segment = Segment(names.take(wanted), module, method)
-        segments.append(segment)
-        ops.append(_call(facts.graph, segment))
-    return dataclasses.replace(forward, ops=tuple(ops)), tuple(segments)
+        name = names.take(module or f"segment_{unnamed}")
+        segments[name] = method
+        ops.append(_call(facts.graph, name, method))
+    return dataclasses.replace(forward, ops=tuple(ops)), segments
+
+
+def _segment_of(stage: Stage) -> dict[str, int]:
+    return {name: index for index, ops in enumerate(stage.segments) for name in ops}
 
 
 def buffers_of(
-    facts: Facts, segment: Segment, writes: Sequence[str], own: Mapping[str, str]
+    facts: Facts, ops: Iterable[Op], writes: Sequence[str], own: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The buffers that a stage writes to, those that a segment of it reads or writes.
 
     Args:
+        ops: of the segment.
         writes: all of them, by the stage's own names.
         own: the stage's own names to the model's.
     """
-    touched = {
-        name for op in segment.method.ops for name in facts.effects.states_of(facts.graph, op)
-    }
+    touched = {name for op in ops for name in facts.effects.states_of(facts.graph, op)}
     return tuple(name for name in writes if own[name] in touched)
 
 
@@ -116,39 +119,30 @@ def _is_tensor(graph: Graph, value: str) -> bool:
     return graph.values[value].kind is ValueKind.TENSOR
 
 
-def _module_of(graph: Graph, ops: Sequence[Op], dead: Collection[str]) -> str:
-    """The path of the module whose forward is all of these ops and no others, else "".
+def _module_of(here: Sequence[Op], ops: Sequence[Op], dead: Collection[str]) -> str:
+    """The path of the module of which the stage runs all of these ops and no others, else "".
 
     Args:
+        here: the ops of the stage.
         dead: ops that nobody writes.
     """
-    common = _path(ops[0]).split(".")
+    common = path_of(ops[0]).split(".")
     for op in ops:
-        pairs = zip(common, _path(op).split("."), strict=False)
+        pairs = zip(common, path_of(op).split("."), strict=False)
         common = [word for word, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     module = ".".join(common)
     names = {op.name for op in ops}.union(dead)
-    within = (op.name for op in graph.ops if f"{_path(op)}.".startswith(f"{module}."))
+    within = (op.name for op in here if f"{path_of(op)}.".startswith(f"{module}."))
     return module if module and names.issuperset(within) else ""
 
 
-def _path(op: Op) -> str:
+def path_of(op: Op) -> str:
+    """That of the module whose forward an op is part or all of."""
     return op.call.module if isinstance(op.call, ModuleCall) else op.module
 
 
-def _call(graph: Graph, segment: Segment) -> Op:
+def _call(graph: Graph, name: str, method: Method) -> Op:
     """The op by which `forward` calls a segment: it stands where its last result is made."""
-    method = segment.method
-    last = graph.producer[method.returns[-1]]
-    arguments = (OwnMethod(segment.name), *map(Ref, method.arguments))
-    return Op(
-        segment.name,
-        FunctionCall(checkpoint, arguments, {"use_reentrant": False}),
-        method.returns[0] if len(method.returns) == 1 else method.returns,
-        last.source,
-    )
-
-
-def runs_segment(made: Call) -> bool:
-    """Whether a call is that of a segment, as `split_off` writes it."""
-    return isinstance(made, FunctionCall) and made.function is checkpoint
+    result = method.returns[0] if len(method.returns) == 1 else method.returns
+    source = graph.producer[method.returns[-1]].source
+    return Op(name, again(OwnMethod(name), map(Ref, method.arguments)), result, source)

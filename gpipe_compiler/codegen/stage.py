@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from gpipe_compiler.codegen.block_text import buffer_types
-from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods, write_blocks
+from gpipe_compiler.codegen.blocks import FoundBlocks, StageBlocks, StageMethods, write_blocks
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
@@ -14,7 +16,7 @@ from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts, Randoms
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
-from gpipe_compiler.codegen.layout import WIDTH, dict_of, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import WIDTH, Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
     docstring,
     is_tensor,
@@ -26,9 +28,10 @@ from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.peaks import Content
 from gpipe_compiler.codegen.returning import Body
-from gpipe_compiler.codegen.segments import Segment, buffers_of, split_off
+from gpipe_compiler.codegen.segments import buffers_of, modules_run_again, path_of, split_off
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.ir import Graph, ModuleCall, Op, StateKind
+from gpipe_compiler.ir import Graph, Op, StateKind
+from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
 from gpipe_compiler.runtime.wording import listed
@@ -95,7 +98,14 @@ def write_stages(plan: Plan, facts: Facts, stages: Sequence[Stage] | None = None
         EmitError: naming the user's line, when something in it has no spelling.
     """
     drafts = [_Draft.of(plan, facts, stage) for stage in (stages or plan.stages)]
-    blocks, layers = write_blocks(facts, [draft.own for draft in drafts])
+    found = FoundBlocks.of(facts, (draft.own for draft in drafts))
+    while any(draft.own.again != found.again(place) for place, draft in enumerate(drafts)):
+        drafts = [
+            _Draft.of(plan, facts, draft.own.stage, found.again(place))
+            for place, draft in enumerate(drafts)
+        ]
+        found = FoundBlocks.of(facts, (draft.own for draft in drafts))
+    blocks, layers = write_blocks(facts, found)
     sources = tuple(
         draft.source(plan, facts, own) for draft, own in zip(drafts, blocks, strict=True)
     )
@@ -123,10 +133,16 @@ class _Draft:
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
     losses: tuple[Method, ...]
-    segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, plan: Plan, facts: Facts, stage: Stage) -> _Draft:
+    def of(
+        cls, plan: Plan, facts: Facts, stage: Stage, again: frozenset[str] | None = None
+    ) -> _Draft:
+        """A stage.
+
+        Args:
+            again: the modules that run again where they are called; all that may unless given.
+        """
         graph = facts.graph
         separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
         outputs = _outputs(plan, graph, stage)
@@ -134,10 +150,23 @@ class _Draft:
         losses = (loss_method(facts, stage, outputs),) if separate else ()
         ops = tuple(op for method in (whole, *losses) for op in method.ops)
         state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
-        forward, segments = split_off(facts, stage, whole, OF_STAGE | state.attributes)
-        methods = {FORWARD: forward, **{segment.name: segment.method for segment in segments}}
-        own = StageMethods(stage, f"Stage{stage.index}", state, methods)
-        return cls(own, ops, outputs, losses, segments)
+        if again is None:
+            again = modules_run_again(facts, stage, whole)
+        taken = OF_STAGE | state.attributes
+        forward, segments = split_off(facts, stage, whole, taken, again)
+        methods = {FORWARD: forward, **segments}
+        own = StageMethods(stage, f"Stage{stage.index}", state, methods, again)
+        return cls(own, ops, outputs, losses)
+
+    @property
+    def run_again(self) -> dict[str, list[Op]]:
+        """The ops of each segment, by the path of its module or the name of its method."""
+        _, *methods = self.own.methods.items()
+        found = {label: list(method.ops) for label, method in methods}
+        for op in self.ops:
+            for path in self.own.again.intersection(prefixes(path_of(op))):
+                found.setdefault(path, []).append(op)
+        return found
 
     def source(self, plan: Plan, facts: Facts, blocks: StageBlocks) -> StageSource:
         """The stage, written."""
@@ -149,8 +178,8 @@ class _Draft:
         changed = _written(facts, self.ops, buffers) if plan.training else ()
         writes = outermost(changed, buffers)
         held = {
-            item.name: outermost(buffers_of(facts, item, changed, buffers), buffers)
-            for item in self.segments
+            label: outermost(buffers_of(facts, ops, changed, buffers), buffers)
+            for label, ops in self.run_again.items()
         }
         initial = initial_steps(graph, state.originals.values())
         initial_text = initial_lines(initial, state.originals.values(), imports)
@@ -231,13 +260,33 @@ def _writes_lines(writes: Sequence[str]) -> list[str]:
 
 
 def _segments_lines(held: Mapping[str, Sequence[str]]) -> list[str]:
-    if not held:
-        return []
-    pairs = []
-    for label, buffers in held.items():
-        names = [name(quote(own)) for own in buffers]
-        pairs.append((name(quote(label)), tuple_of(names, exploded=len(names) > 1)))
-    return lay_out(dict_of(pairs, exploded=True), prefix="SEGMENTS = ")
+    """`SEGMENTS = {...}`; layers in a row with the like buffers are one entry."""
+    entries: list[Expression] = []
+    for (before, after, rests), group in groupby(held, lambda label: _layer(label, held[label])):
+        labels = list(group)
+        span = consecutive([own.removeprefix(before).removesuffix(after) for own in labels])
+        if span and len(labels) > 1:
+            own = f"{before}{{i}}{after}"
+            names = ", ".join(f'f"{own}{rest}"' for rest in rests)
+            listed = f"({names}{',' if len(rests) == 1 else ''})"
+            entries.append(name(f'**{{f"{own}": {listed} for i in {span}}}'))
+            continue
+        for own in labels:
+            buffers = [name(quote(buffer)) for buffer in held[own]]
+            listing = tuple_of(buffers, exploded=len(buffers) > 1)
+            entries.append(listing.prefixed(f"{quote(own)}: "))
+    lines = (line for entry in entries for line in lay_out(entry, suffix=",", indent=1))
+    return ["SEGMENTS = {", *lines, "}"] if held else []
+
+
+def _layer(label: str, buffers: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+    """What stands before and after the number of a layer, and its buffers by their names in it."""
+    numbered = re.fullmatch(r"((?:[\w.]*\.)?)\d+((?:\.[A-Za-z_]\w*)*)", label)
+    inside = tuple(own.removeprefix(label) for own in buffers if own.startswith(label))
+    plain = all(re.fullmatch(r"[\w.]*", own) for own in inside)
+    if numbered is None or len(inside) < len(buffers) or not plain:
+        return label, "", ()
+    return numbered[1], numbered[2], inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,16 +316,12 @@ def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
     text = (
         f"Stage {stage.index} of {plan.name}, the {_ordinal(stage.index + 1)} of {len(plan.stages)}"
     )
-    spans = list(dict.fromkeys(path for op in ops if (path := _path(op))))
+    spans = list(dict.fromkeys(path for op in ops if (path := path_of(op))))
     if not spans:
         return f"{text}."
     span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}"
     full = f"{text}: {span}."
     return full if len(full) <= WIDTH - 6 else f"{text}.\n\nFrom {span}.\n"
-
-
-def _path(op: Op) -> str:
-    return op.call.module if isinstance(op.call, ModuleCall) else op.module
 
 
 def _ordinal(number: int) -> str:

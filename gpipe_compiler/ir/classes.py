@@ -295,6 +295,8 @@ def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) ->
     for number, part in enumerate(call.parts):
         if part.mode is not call.mode or len(part.outputs) != 1:
             return False
+        if isinstance(part, BlockCall) and part.again:
+            return False  # nn.Sequential calls its modules without a checkpoint
         match part:
             case Op(call=ModuleCall(path, (Ref(name=given),), kwargs)) if not kwargs:
                 pass

@@ -243,8 +243,9 @@ class StageSpec:
         mixes: whether a sample's result in training mode depends on the other samples of its
             micro-batch, as with BatchNorm.
         remat: what is kept between forward and backward, as planned.
-        segments: by the names of the methods that `forward` calls through torch's checkpoint, the
-            buffers of `writes` that each of them reads or writes, or modules as there.
+        segments: by the paths of the modules and the names of the methods that `forward` calls
+            through torch's checkpoint, the buffers of `writes` that each of them reads or writes,
+            or modules as there.
     """
 
     module: type[torch.nn.Module]

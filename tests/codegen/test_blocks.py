@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from loading import load_package
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,8 +23,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.codegen.stage import write_stages
+from gpipe_compiler.ir import ModuleCall
+from gpipe_compiler.ir.contents import is_under
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.spec import Remat
 
 
 class Feed(nn.Module):
@@ -151,3 +159,57 @@ def test_what_people_apply_to_layers_applies_to_those_of_a_stage(
     for found, expected in zip(gradients(stage, x), gradients(model, x), strict=True):
         whole = found.full_tensor() if isinstance(found, DTensor) else found
         assert torch.equal(whole, expected)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers and counts statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.feed = Feed(4, 8, 0.1)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.feed(self.norm(x)))
+
+
+def again(plan: Plan, layers: range) -> Plan:
+    """The plan of one stage in which some layers of an nn.Sequential run again."""
+    (stage,) = plan.stages
+    assert plan.graph is not None
+    ops = [op for op in plan.graph.ops if op.name in stage.ops]
+    paths = [op.call.module if isinstance(op.call, ModuleCall) else op.module for op in ops]
+    segments = tuple(
+        tuple(op.name for op, path in zip(ops, paths, strict=True) if is_under(f"{path}.", own))
+        for own in (f"layers.{index}" for index in layers)
+    )
+    kept = dataclasses.replace(stage, remat=Remat.SEGMENTS, segments=segments)
+    return dataclasses.replace(plan, stages=(kept,))
+
+
+@pytest.mark.parametrize("layers", [range(4), range(1, 3)])
+def test_the_loop_says_which_layers_run_again(
+    planned: Callable[..., Plan], layers: range, tmp_path: Path
+) -> None:
+    """And they do it with the same masks, their statistics updated once."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(OrderedDict(layers=nn.Sequential(*(Noisy() for _ in range(4))))),
+        torch.rand(4, 4),
+    )
+    plan = planned(model, x, count=1)
+    package = load_package(emit(again(plan, layers), tmp_path / "package"))
+    found: dict[str, list[Tensor]] = {}
+    for remat in ("segments", "none"):
+        with package.Pipeline(remat=remat, seed=3) as pipe:
+            loss = pipe.step(x)
+            state = [*pipe.state_dict().values()]
+            found[remat] = [torch.as_tensor(loss), *state]
+    text = (tmp_path / "package" / "stage_0.py").read_text()
+
+    assert all(map(torch.equal, found["segments"], found["none"]))
+    loop = r"for \w+ in .*:\n +(\w+) = checkpoint\([^,]*, \1, use_reentrant=False\)"
+    assert re.search(loop, text), text
+    span = f"{layers.stop}" if layers.start == 0 else f"{layers.start}, {layers.stop}"
+    assert f'**{{f"layers.{{i}}": (f"layers.{{i}}",) for i in range({span})}}' in text

@@ -1,13 +1,15 @@
 """Segments of a stage that run a second time in its backward (`Remat.SEGMENTS`).
 
-Emitted code calls `torch.utils.checkpoint.checkpoint(self.layer3, x, use_reentrant=False)`, and so
-a stage by itself trains as torch has it. In a pipeline the second run has to be the first one
-again in more than torch looks after: the same random masks (`SeededRandom` with the same key), the
-buffers that the first run found, and none of them written to twice. And a backward in two parts
-(`split_backward.py`) asks twice for what was saved, which torch would make twice.
+Emitted code calls `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`, of a module
+or of a method of the stage, and so a stage by itself trains as torch has it. In a pipeline the
+second run has to be the first one again in more than torch looks after: the same random masks
+(`SeededRandom` with the same key), the buffers that the first run found, and none of them written
+to twice. And a backward in two parts (`split_backward.py`) asks twice for what was saved, which
+torch would make twice.
 
-So while a stage's forward runs, each segment's method is one that packs what autograd saves in it
-by hooks of its own. Those of torch's checkpoint lie outside them and get to see nothing.
+So while a stage's forward runs, each segment's method, `forward` where it is a module, is one that
+packs what autograd saves in it by hooks of its own. Those of torch's checkpoint lie outside them
+and get to see nothing.
 """
 
 from __future__ import annotations
@@ -164,8 +166,8 @@ class Segments:
     """The segments of one stage.
 
     Args:
-        written: for every segment, by the name of its method, the buffers it reads or writes that
-            the stage's forward writes to; by the stage's own names.
+        written: for every segment, by the name of its method or the path of its module, the buffers
+            it reads or writes that the stage's forward writes to; by the stage's own names.
         keeps: whether the stage's backward is split.
     """
 
@@ -175,6 +177,7 @@ class Segments:
         self._module = module
         self._keeps = keeps
         self._written = {name: WrittenBuffers(module, own) for name, own in written.items()}
+        self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
 
     @contextlib.contextmanager
     def run_again(self, manners: Manners) -> Iterator[None]:
@@ -190,49 +193,63 @@ class Segments:
 
     @contextlib.contextmanager
     def _instead(self, run: Callable[..., Any]) -> Iterator[None]:
-        """The methods of the segments are replaced by `run`, which is given their names first."""
-        names = list(self._written)
-        for name in names:
-            setattr(self._module, name, functools.partial(run, name))
+        """The methods of the segments are replaced by `run`, which is given these first."""
+        with contextlib.ExitStack() as around:
+            for name in self._written:
+                around.enter_context(self._replaced(name, run))
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(self, name: str, run: Callable[..., Any]) -> Iterator[None]:
+        whole = name in self._modules
+        owner = self._module.get_submodule(name) if whole else self._module
+        method = "forward" if whole else name
+        before = vars(owner).get(method)  # what the user has put on it from outside
+        called = getattr(owner, method)
+        setattr(owner, method, functools.partial(run, _Segment(name, called)))
         try:
             yield
         finally:
-            for name in names:
-                delattr(self._module, name)
+            delattr(owner, method)
+            if before is not None:
+                setattr(owner, method, before)
 
-    def _whole(self, name: str, *arguments: object) -> Any:
+    def _whole(self, segment: _Segment, *arguments: object) -> Any:
         with saved_tensors_hooks(_hold, _held):
-            return self._call(name, arguments)
+            return segment.called(*arguments)
 
-    def _first(self, manners: Manners, name: str, *arguments: object) -> Any:
+    def _first(self, manners: Manners, segment: _Segment, *arguments: object) -> Any:
         start = _Start(
             arguments,
             tuple(version(item) for item in arguments if isinstance(item, torch.Tensor)),
-            self._written[name].copies(),
+            self._written[segment.name].copies(),
             manners.drawn(),
         )
-        again = functools.partial(self._second, manners, name, start)
-        with SecondRun(again, name, keeps=self._keeps, drawn=manners.drawn).first():
-            return self._call(name, arguments)
+        again = functools.partial(self._second, manners, segment, start)
+        with SecondRun(again, segment.name, keeps=self._keeps, drawn=manners.drawn).first():
+            return segment.called(*arguments)
 
-    def _second(self, manners: Manners, name: str, start: _Start) -> None:
+    def _second(self, manners: Manners, segment: _Segment, start: _Start) -> None:
         tensors = (item for item in start.arguments if isinstance(item, torch.Tensor))
         if start.versions != tuple(map(version, tensors)):
             raise RuntimeError(
-                f"a value that {name} was given has been written to since, and a second run would "
-                "start from that; write to a copy, or run without rematerialisation"
+                f"a value that {segment.name} was given has been written to since, and a second "
+                "run would start from that; write to a copy, or run without rematerialisation"
             )
         copies = {id(buffer): buffer.clone() for buffer in start.state}
         with contextlib.ExitStack() as around:
             state = tuple(copies[id(buffer)] for buffer in start.state)
-            around.enter_context(self._written[name].replaced(state))
+            around.enter_context(self._written[segment.name].replaced(state))
             around.enter_context(manners.around())
             if manners.random is not None:
                 around.enter_context(OverDraws(manners.random.again(start.random)))
-            self._call(name, start.arguments)
+            segment.called(*start.arguments)
 
-    def _call(self, name: str, arguments: Sequence[object]) -> Any:
-        return getattr(type(self._module), name)(self._module, *arguments)
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    name: str
+    called: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ class Stage0(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(3, 4, kernel_size=3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
         )
-        self.blocks = nn.Sequential(ResidualPart())
+        self.blocks = nn.ModuleDict({"0": ResidualPart()})
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -24,20 +24,9 @@ class Stage0(nn.Module):
             x: (B, 4, 8, 8) float32, for stage 1.
             out: (B, 4, 8, 8) float32, for stage 1.
         """
-        # models.py:27-41
-        x = checkpoint(self.stem_, images, use_reentrant=False)  # (B, 4, 8, 8)
-        out = checkpoint(self.segment_1, x, use_reentrant=False)
+        x = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, 8, 8)
+        out = checkpoint(self.blocks["0"], x, use_reentrant=False)
         return x, out
-
-    def stem_(self, images: Tensor) -> Tensor:
-        """Runs again in the backward; only arguments are kept."""
-        x: Tensor = self.stem(images)  # (B, 4, 8, 8)
-        return x
-
-    def segment_1(self, x: Tensor) -> Tensor:
-        """Runs again in the backward; only arguments are kept."""
-        out: Tensor = self.blocks(x)  # (B, 4, 8, 8)
-        return out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
@@ -46,8 +35,8 @@ WRITES = (
     "blocks",
 )
 
-# Methods that run again in the backward, with what of WRITES each reads or writes.
+# What runs again in the backward: modules and methods, with what of WRITES each reads or writes.
 SEGMENTS = {
-    "stem_": ("stem",),
-    "segment_1": ("blocks",),
+    "stem": ("stem",),
+    "blocks.0": ("blocks",),
 }

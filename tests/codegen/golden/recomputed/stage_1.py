@@ -22,27 +22,15 @@ class Stage1(nn.Module):
             relu_out: (B, 4, 8, 8) float32, for stage 2.
             out: (B, 4, 8, 8) float32, for stage 2.
         """
-        # models.py:27-29
-        relu_out = checkpoint(self.segment_1, out, x, use_reentrant=False)  # (B, 4, 8, 8)
-        out = checkpoint(self.segment_2, relu_out, use_reentrant=False)
+        relu_out = checkpoint(self.blocks["0"], out, x, use_reentrant=False)  # (B, 4, 8, 8)
+        out = checkpoint(self.blocks["1"], relu_out, use_reentrant=False)
         return relu_out, out
-
-    def segment_1(self, out: Tensor, x: Tensor) -> Tensor:
-        """Runs again in the backward; only arguments are kept."""
-        relu_out: Tensor = self.blocks["0"](out, x)  # (B, 4, 8, 8)
-        return relu_out
-
-    def segment_2(self, relu_out: Tensor) -> Tensor:
-        """Runs again in the backward; only arguments are kept."""
-        out: Tensor = self.blocks["1"](relu_out)  # (B, 4, 8, 8)
-        return out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
 WRITES = ("blocks",)
 
-# Methods that run again in the backward, with what of WRITES each reads or writes.
+# What runs again in the backward: modules and methods, with what of WRITES each reads or writes.
 SEGMENTS = {
-    "segment_1": ("blocks.0",),
-    "segment_2": ("blocks.1",),
+    **{f"blocks.{i}": (f"blocks.{i}",) for i in range(2)},
 }

@@ -24,17 +24,12 @@ class Stage2(nn.Module):
         Returns:
             head_out: (B, 5) float32, for the caller.
         """
-        # models.py:29-44
-        relu_out = checkpoint(self.segment_1, out, relu_out, use_reentrant=False)  # (B, 4, 8, 8)
-        head_out: Tensor = checkpoint(self.segment_2, relu_out, use_reentrant=False)  # (B, 5)
+        # models.py:44
+        relu_out = checkpoint(self.blocks["1"], out, relu_out, use_reentrant=False)  # (B, 4, 8, 8)
+        head_out: Tensor = checkpoint(self.segment_1, relu_out, use_reentrant=False)  # (B, 5)
         return head_out
 
-    def segment_1(self, out: Tensor, relu_out: Tensor) -> Tensor:
-        """Runs again in the backward; only arguments are kept."""
-        relu_out = self.blocks["1"](out, relu_out)  # (B, 4, 8, 8)
-        return relu_out
-
-    def segment_2(self, relu_out: Tensor) -> Tensor:
+    def segment_1(self, relu_out: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
         # models.py:43-44
         x = self.pool(relu_out).flatten(1)  # (B, 4)
@@ -56,8 +51,8 @@ class Stage2(nn.Module):
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
 WRITES = ("blocks",)
 
-# Methods that run again in the backward, with what of WRITES each reads or writes.
+# What runs again in the backward: modules and methods, with what of WRITES each reads or writes.
 SEGMENTS = {
-    "segment_1": ("blocks",),
-    "segment_2": (),
+    "segment_1": (),
+    "blocks.1": ("blocks",),
 }
