@@ -22,7 +22,7 @@ from gpipe_compiler.passes.blocks import shortest
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
-from gpipe_compiler.runtime.core.gpus import gpu_count
+from gpipe_compiler.runtime.core.devices import gpu_count
 
 REPEATS = 5
 """Timed runs of an op, after one that is not timed; their median counts."""

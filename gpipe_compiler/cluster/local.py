@@ -23,8 +23,8 @@ import torch.distributed as dist
 from gpipe_compiler.cluster.catalogue import BUILT_IN, GLOO, PCIE4, Card
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.runtime.core.devices import gpu_count
 from gpipe_compiler.runtime.core.distributed import Network
-from gpipe_compiler.runtime.core.gpus import gpu_count
 
 _HOST = f"{platform.machine()} host"
 SMALL, LARGE = 4 * 2**10, 16 * 2**20

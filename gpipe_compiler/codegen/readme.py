@@ -9,7 +9,7 @@ from gpipe_compiler.codegen.stage import StageSource
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.core.programs import device_counts
+from gpipe_compiler.runtime.core.topology import device_counts
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.text.escaping import code_span
 

@@ -24,7 +24,7 @@ from gpipe_compiler.options.optimizer_state import (
 from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
-from gpipe_compiler.runtime.core.job import Work
+from gpipe_compiler.runtime.core.request import Work
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs

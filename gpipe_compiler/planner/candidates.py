@@ -32,7 +32,7 @@ from gpipe_compiler.planner.cut_problem import Facts, StageTable, problem_of, ta
 from gpipe_compiler.planner.predict import predict, shared
 from gpipe_compiler.planner.remat import DeviceRematOptions, RematOption, runs, ways, ways_by_calls
 from gpipe_compiler.planner.stage_contents import stage_of_cut
-from gpipe_compiler.runtime.core.joint import joint_of
+from gpipe_compiler.runtime.core.full_batch import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Remat
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from gpipe_compiler.cluster import core_count
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.core.gpus import gpu_count
+from gpipe_compiler.runtime.core.devices import gpu_count
 from gpipe_compiler.runtime.train.stage_times import MeasuredStages, StageSeconds
 from gpipe_compiler.simulate.contention import simulate_sharing
 from gpipe_compiler.simulate.step import StageTimes

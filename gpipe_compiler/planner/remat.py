@@ -17,7 +17,7 @@ from gpipe_compiler.passes.remat import Choice, choices, choices_of, stage_probl
 from gpipe_compiler.plan import RematPoint, Stage
 from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
-from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.runtime.schedule.joint import waiting
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.simulate.in_flight import held
 

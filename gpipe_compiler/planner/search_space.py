@@ -12,7 +12,7 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.options.policy import Auto, Policy, RematChoice
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.planning import devices_there
-from gpipe_compiler.runtime.core.gpus import gpu_count
+from gpipe_compiler.runtime.core.devices import gpu_count
 from gpipe_compiler.runtime.schedule.choosing import SCHEDULES, devices_for
 from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
-from gpipe_compiler.runtime.schedule.together import Joint
+from gpipe_compiler.runtime.schedule.joint import Joint
 
 NOTHING = -1
 """The number of the action that one waits for which waits for none."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
-from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.runtime.schedule.joint import waiting
 
 Counts = npt.NDArray[np.int64]
 

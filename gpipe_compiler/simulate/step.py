@@ -39,8 +39,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.clock import NOTHING_JOINT
-from gpipe_compiler.runtime.schedule.together import Joint
-from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.runtime.schedule.joint import Joint, waiting
 from gpipe_compiler.simulate.action_order import NOTHING, Numbers, sequence
 
 FEW = 8

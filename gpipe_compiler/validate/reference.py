@@ -30,7 +30,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.core.inputs import join
+from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
 from gpipe_compiler.runtime.train.comparison import Kind, Tensors, compare, dense
 from gpipe_compiler.validate.departure import HINT, departure

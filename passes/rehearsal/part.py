@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter, bind
-from gpipe_compiler.runtime.core.choices import Manner
-from gpipe_compiler.runtime.core.job import Job, RandomKey, Work
+from gpipe_compiler.runtime.core.options import ExecutionOptions
+from gpipe_compiler.runtime.core.request import RandomKey, StepRequest, Work
 from gpipe_compiler.runtime.core.stage_run import StageRun
 from gpipe_compiler.runtime.core.wiring import Need, StageWiring
 from gpipe_compiler.runtime.spec import BatchNorm, Remat, StageSpec
@@ -146,7 +146,7 @@ class Part:
 
 def stage_run(part: Part, module: PartModule, wiring: StageWiring) -> StageRun:
     """The part at work as the runtime has it at work."""
-    job = Job(
+    request = StepRequest(
         Work.TRAIN if part.training else Work.INFER,
         sizes=(1,),
         inputs=({},),
@@ -155,8 +155,8 @@ def stage_run(part: Part, module: PartModule, wiring: StageWiring) -> StageRun:
         random=RandomKey(0, 0),
     )
     remat = Remat.SEGMENTS if part.segments else Remat.NONE
-    manner = Manner(BatchNorm.MICRO, part.graph.precision, (remat,))
-    return StageRun(wiring, module, job, part.loss, manner, torch.device("cpu"))
+    options = ExecutionOptions(BatchNorm.MICRO, part.graph.precision, (remat,))
+    return StageRun(wiring, module, request, part.loss, options, torch.device("cpu"))
 
 
 def part_module(

@@ -18,7 +18,7 @@ from gpipe_compiler import BareSetting, Objective, ScheduleKind, plan_graph
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.runtime.schedule.choosing import devices_for, orders_for, placement_for
-from gpipe_compiler.runtime.schedule.forward_only import forward_only
+from gpipe_compiler.runtime.schedule.gpipe import forward_only
 
 
 @st.composite

@@ -20,7 +20,7 @@ from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.graph_json.file import BareOp
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.choosing import devices_for, orders_for, placement_for
-from gpipe_compiler.runtime.schedule.forward_only import forward_only
+from gpipe_compiler.runtime.schedule.gpipe import forward_only
 
 MOST_CUTS = 4000
 """Cuts times orders of devices of an example; more take too long one by one."""

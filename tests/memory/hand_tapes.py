@@ -18,7 +18,7 @@ from gpipe_compiler.passes.allocation_trace import (
     Event,
     StageTapes,
 )
-from gpipe_compiler.runtime.core.job import Work
+from gpipe_compiler.runtime.core.request import Work
 from gpipe_compiler.runtime.core.wiring import steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase

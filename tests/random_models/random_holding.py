@@ -12,9 +12,9 @@ from random_packages import Layout
 from random_training import PlainLoop, Training
 from torch import Tensor, nn
 
-from gpipe_compiler.runtime.core.crossing_dtypes import crossing_dtypes
-from gpipe_compiler.runtime.core.local import LocalEndpoint
+from gpipe_compiler.runtime.core.local_transport import LocalEndpoint
 from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.precision import crossing_dtypes
 from gpipe_compiler.runtime.schedule.actions import Transfer
 from gpipe_compiler.runtime.spec import PipelineSpec, Precision
 from gpipe_compiler.runtime.train.comparison import flat_tensors
@@ -37,7 +37,7 @@ class Held:
         if plain.half:
             # Sums that are rounded to 16 bits: of several owners, or of micro-batches beside the
             # whole mini-batch.
-            summed = [item.name for item in pipe.held.shared]
+            summed = [item.name for item in pipe.local_stages.shared]
             if plain.takes_whole:
                 summed = [name for name, _ in plain.model.named_parameters()]
             self.coarse = dict.fromkeys(summed, 0.1)

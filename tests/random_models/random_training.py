@@ -160,8 +160,8 @@ class PlainLoop:
         self.recipe = recipe
         self.model = model
         self.plan = plan
-        self.batchnorm = pipe.manner.batchnorm
-        self.half = pipe.manner.precision is Precision.BF16
+        self.batchnorm = pipe.options.batchnorm
+        self.half = pipe.options.precision is Precision.BF16
         self.microbatches = pipe.microbatches
         kinds = {step.kind for step in recipe.steps}
         self.mixes = any(stage.mixes for stage in pipe.spec.stages)

@@ -40,7 +40,7 @@ def hold(
     with (
         package_of(plan) as (package, directory),
         pipeline(package.SPEC, directory / "weights", training) as pipe,
-        crossings_checked(pipe.spec, pipe.manner.precision),
+        crossings_checked(pipe.spec, pipe.options.precision),
     ):
         if currently_in_test_context():
             note(pipe.describe())

@@ -14,7 +14,7 @@ from tiny_pipelines import SPECS, data_for
 
 from gpipe_compiler.runtime.core import same_host
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.core.programs import device_counts
+from gpipe_compiler.runtime.core.topology import device_counts
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
 

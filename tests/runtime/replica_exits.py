@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_compiler.runtime.core.distributed import Network
-from gpipe_compiler.runtime.core.replicas import Replicas
+from gpipe_compiler.runtime.core.topology import Replicas
 
 FAILED = 5
 

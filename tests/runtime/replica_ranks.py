@@ -73,7 +73,7 @@ def gather_gradients(pipe):
     }
     if pipe.replica:
         return {}
-    gathered = pipe._team.pipeline.gather(held)
+    gathered = pipe._topology.pipeline.gather(held)
     return {name: g if g.numel() else None for name, g in gathered.items()}
 
 

@@ -50,7 +50,11 @@ assert equal(run.state(), truth)
 
 
 def full(directory, limit):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", FULL, str(directory), str(limit)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, check=False, timeout=100

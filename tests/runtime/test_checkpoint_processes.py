@@ -18,7 +18,11 @@ from checkpoint_runs import Run, equal
 from gpipe_compiler.runtime.checkpoint import latest, read_checkpoint
 
 SCRIPT = Path(__file__).with_name("checkpoint_runs.py")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def python(*arguments):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.runtime.core.checksum import _WIDTH, checksum
+from gpipe_compiler.runtime.core.sharding import _WIDTH, checksum
 
 SIZES = (1, 3, 7, 1001, 4 * _WIDTH, 40 * _WIDTH + 9)
 """Bytes: less than a word, no whole words, one row of them, several and a rest."""
@@ -68,7 +68,7 @@ def test_numbers_tell_and_not_where_they_lie() -> None:
 
 
 def test_every_process_comes_to_the_same() -> None:
-    told = "import torch\nfrom gpipe_compiler.runtime.core.checksum import checksum\n"
+    told = "import torch\nfrom gpipe_compiler.runtime.core.sharding import checksum\n"
     told += "print(checksum([('x', torch.arange(99999))]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     words = [sys.executable, "-c", told]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_pipelines import SPECS, WIDTH, X, cross, data_for, spec_of, states
 from torch import nn
 
-from gpipe_compiler.runtime.core.clipping import NormClipping, parameter_names, told_here
+from gpipe_compiler.runtime.core.gradients import NormClipping, parameter_names, told_here
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import AgreedError
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec

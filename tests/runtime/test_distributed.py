@@ -18,7 +18,11 @@ RANKS = Path(__file__).with_name("ranks.py")
 def torchrun(processes, what, directory, **variables):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
     command += [f"--nproc-per-node={processes}", str(RANKS), what, str(directory)]
-    environment = {**os.environ, "PYTHONPATH": str(RANKS.parent), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(RANKS.parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= variables
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False

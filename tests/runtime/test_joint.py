@@ -17,7 +17,7 @@ from tiny_pipelines import WIDTH, X, cross, data_for, norm_spec, reference, spec
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe_compiler.runtime.core.joint import joint_stages
+from gpipe_compiler.runtime.core.full_batch import joint_stages
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError, StageError, UsageError
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec

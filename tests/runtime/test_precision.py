@@ -17,8 +17,8 @@ from tiny_pipelines import SAMPLES, WIDTH, X, cross, skip_spec, spec_of, states,
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_compiler.runtime.core.crossing_dtypes import crossing_dtypes
 from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.precision import crossing_dtypes
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
 from gpipe_compiler.runtime.train.check import check_pipeline

@@ -20,13 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pipelines import data_for, skip_spec, tied_spec
 
+from gpipe_compiler.runtime.core.devices import default_devices, device_of_rank, gpu_of_rank
 from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.core.nest import tensors_of
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.reducer import buckets
-from gpipe_compiler.runtime.core.replicas import device_of_rank, gpu_of_rank
 from gpipe_compiler.runtime.core.sharding import bounds, share_of
-from gpipe_compiler.runtime.core.team import default_devices
 from gpipe_compiler.runtime.errors import TransportError, UsageError
 
 HERE = Path(__file__).parent
@@ -35,7 +34,11 @@ HERE = Path(__file__).parent
 def torchrun(processes, what, directory, seconds=150):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
     command += [f"--nproc-per-node={processes}", str(HERE / "replica_ranks.py"), what]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         [*command, str(directory)],
         capture_output=True,

@@ -8,8 +8,8 @@ from half_pipelines import PlainLoop, half_data, half_spec, parts_of
 from tiny_pipelines import WIDTH, X, cross, spec_of, states
 from torch import nn
 
+from gpipe_compiler.runtime.core.gradients import PipelineScaler
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.core.scaler import PipelineScaler
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec
 

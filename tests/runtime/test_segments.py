@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.core.segments import SecondRun
+from gpipe_compiler.runtime.core.recompute import SecondRun
 from gpipe_compiler.runtime.errors import StageError
 from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, Remat, StageSpec
 

@@ -12,9 +12,8 @@ import torch
 from tiny_pipelines import tied_spec
 from torch import nn
 
-from gpipe_compiler.runtime.core.held import HeldStages
+from gpipe_compiler.runtime.core.local_stages import LocalStages, SharedParameter
 from gpipe_compiler.runtime.core.reducer import Reducer, share_initial
-from gpipe_compiler.runtime.core.shared import SharedParameter
 
 OWNERS = {"emb.weight": (0, 1, 3)}
 
@@ -58,7 +57,7 @@ def test_initial_values_go_to_the_owners_alone_in_their_own_type(stage):
     spec = tied_spec()
     value = torch.randn(10, 6, dtype=torch.float64)
     peers = Peers(value)
-    held = HeldStages(spec, {stage: spec.stages[stage].module().double()})
+    held = LocalStages(spec, {stage: spec.stages[stage].module().double()})
 
     share_initial(SimpleNamespace(pipeline=peers, peers=peers), held, OWNERS, (0, 1, 2, 3))
 

@@ -13,9 +13,9 @@ import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 from torch import nn
 
-from gpipe_compiler.runtime.core.choices import Manner
 from gpipe_compiler.runtime.core.engine import Engine
-from gpipe_compiler.runtime.core.local import LocalEndpoint
+from gpipe_compiler.runtime.core.local_transport import LocalEndpoint
+from gpipe_compiler.runtime.core.options import ExecutionOptions
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.wiring import Step
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Transfer
@@ -105,8 +105,8 @@ def test_devices_are_timed_alone_and_together(one_thread):
 
 def test_what_a_device_does_after_the_others_is_not_beside_them():
     """Of three steps of 1, 2 and 3 s the others end in the second one's second half."""
-    manner = Manner(BatchNorm.MICRO, Precision.FP32, (Remat.NONE,))
-    plain = Engine({0: nn.Identity()}, torch.device("cpu"), None, manner)
+    options = ExecutionOptions(BatchNorm.MICRO, Precision.FP32, (Remat.NONE,))
+    plain = Engine({0: nn.Identity()}, torch.device("cpu"), None, options)
     engine = stage_engine.WatchedEngine(plain, [])
     steps = [Step(Compute(0, Phase.FORWARD, microbatch), ()) for microbatch in range(3)]
     engine.asked = steps, [SimpleNamespace(joint=None)], None

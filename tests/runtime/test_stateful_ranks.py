@@ -22,7 +22,11 @@ def test_processes_recompute_as_threads_do(tmp_path):
     """Two ranks, whose shared matrix and skipping value cross between them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
     command += ["--nproc-per-node=2", str(RANKS), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(RANKS.parent), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(RANKS.parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
     )

@@ -36,7 +36,11 @@ def started(name, run, *words, processes=2):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        },
     )
 
 

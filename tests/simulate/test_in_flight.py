@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.runtime.schedule import forward_only, gpipe, one_f_one_b
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, parse_order
-from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.runtime.schedule.joint import waiting
 from gpipe_compiler.simulate.in_flight import loads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,13 +14,43 @@ from ..errors import PipelineError, StageError
 from ..schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
 from ..wording import said
 from .batchnorm import Gather, alone
-from .choices import Manner
-from .job import Job, Values, Work
-from .joint import Batch
+from .full_batch import Batch
+from .options import ExecutionOptions
 from .precision import run_of_device
+from .request import StepRequest, Values, Work
 from .stage_run import Kept, StageRun
-from .transport import Endpoint
 from .wiring import Need, Part, StageWiring, Step
+
+
+class Endpoint(Protocol):
+    """One device's access to the others, for one run of its program.
+
+    Nothing here waits but `take`, `flush` and `exchange`. Both ends go through their transfers in
+    the order of the lowered program.
+    """
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        """Start sending; None stands for a gradient of zeros."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """Get ready for a value that is to come; called where the program receives it."""
+
+    def here(self, transfer: Transfer) -> bool:
+        """Whether an expected value can be taken without waiting for it."""
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        """Wait for the value; None is a gradient of zeros.
+
+        Raises:
+            TransportError: when it does not come.
+        """
+
+    def exchange(self, total: SharedSum) -> None:
+        """Sum the gradients of a shared parameter over the owners' devices."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+
 
 _WORDS = {
     Phase.FORWARD: "forward",
@@ -29,7 +60,7 @@ _WORDS = {
 
 
 @dataclass(slots=True)
-class Outcome:
+class DeviceResult:
     """What a device has made of a job: the terms of losses by micro-batch, and kept values.
 
     Attributes:
@@ -48,7 +79,7 @@ class Engine:
         modules: the stages it holds, by number.
         device: where its stages compute.
         loss_name: the value that is the loss, where the pipeline has one.
-        manner: how its stages compute.
+        options: how its stages compute.
         gather: joins statistics with those of the other replicas.
     """
 
@@ -57,23 +88,23 @@ class Engine:
         modules: Mapping[int, nn.Module],
         device: torch.device,
         loss_name: str | None,
-        manner: Manner,
+        options: ExecutionOptions,
         gather: Gather = alone,
     ) -> None:
         self.modules = modules
         self.device = device
         self.loss_name = loss_name
-        self.manner = manner
+        self.options = options
         self.gather = gather
 
     def run(
         self,
         steps: Sequence[Step],
         wiring: Sequence[StageWiring],
-        job: Job,
+        request: StepRequest,
         endpoint: Endpoint,
         ended: Callable[[int], None] | None = None,
-    ) -> Outcome:
+    ) -> DeviceResult:
         """Execute the program once.
 
         Args:
@@ -83,10 +114,10 @@ class Engine:
             StageError: when a stage raises; the message names stage, micro-batch and action.
             TransportError: when a value does not come.
         """
-        run = _Run(self, wiring, job, endpoint)
+        run = _Run(self, wiring, request, endpoint)
         last = {} if ended is None else _last_backwards(steps)
-        gradients = torch.enable_grad() if job.work is Work.TRAIN else torch.no_grad()
-        with gradients, run_of_device(self.manner.precision):
+        gradients = torch.enable_grad() if request.work is Work.TRAIN else torch.no_grad()
+        with gradients, run_of_device(self.options.precision):
             for position, step in enumerate(steps):
                 run.execute(step)
                 if ended is not None and position in last:
@@ -94,30 +125,34 @@ class Engine:
             endpoint.flush()
         for stage in run.stages.values():
             stage.finish(self.gather)
-        return Outcome(run.losses, run.results, run.wanted)
+        return DeviceResult(run.losses, run.results, run.wanted)
 
 
 class _Run:
     """The state of one execution of a program."""
 
     def __init__(
-        self, engine: Engine, wiring: Sequence[StageWiring], job: Job, endpoint: Endpoint
+        self,
+        engine: Engine,
+        wiring: Sequence[StageWiring],
+        request: StepRequest,
+        endpoint: Endpoint,
     ) -> None:
         self.engine = engine
         self.wiring = wiring
-        self.job = job
+        self.request = request
         self.endpoint = endpoint
         self.stages = {
             index: StageRun(
-                wiring[index], module, job, engine.loss_name, engine.manner, engine.device
+                wiring[index], module, request, engine.loss_name, engine.options, engine.device
             )
             for index, module in engine.modules.items()
         }
-        self.values: list[Values] = [dict(values) for values in job.inputs]
-        self.values.extend({} for _ in range(job.microbatches - len(job.inputs)))
+        self.values: list[Values] = [dict(values) for values in request.inputs]
+        self.values.extend({} for _ in range(request.microbatches - len(request.inputs)))
         self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
         self.losses: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.results: list[Values] = [{} for _ in range(job.microbatches)]
+        self.results: list[Values] = [{} for _ in range(request.microbatches)]
         self.wanted: dict[tuple[str, int], torch.Tensor | None] = {}
 
     def execute(self, step: Step) -> None:
@@ -141,9 +176,9 @@ class _Run:
         stage = self.wiring[action.stage]
         m = action.microbatch
         if stage.joint is None:
-            batch = Batch((m,), (self.job.sizes[m],), {})
+            batch = Batch((m,), (self.request.sizes[m],), {})
         else:
-            batch = Batch(tuple(range(self.job.microbatches)), self.job.sizes, stage.joint)
+            batch = Batch(tuple(range(self.request.microbatches)), self.request.sizes, stage.joint)
         try:
             match action.phase:
                 case Phase.FORWARD:
@@ -170,7 +205,7 @@ class _Run:
         for name, output in found.outputs.items():
             for m, piece in zip(batch.microbatches, batch.split(name, output), strict=True):
                 self.values[m][name] = piece
-                if name in self.job.kept:
+                if name in self.request.kept:
                     self.results[m][name] = piece
         if found.losses:
             self.losses[batch.first] = found.losses
@@ -224,12 +259,12 @@ class _Run:
                 gradients.append(gradient)
         if not kept.losses:
             return roots, gradients
-        for loss, weight in zip(kept.losses, self.job.loss_weights[batch.first], strict=True):
+        for loss, weight in zip(kept.losses, self.request.loss_weights[batch.first], strict=True):
             if loss is not None and weight:
                 roots.append(loss.edge)
                 # As autograd comes to it when the plain model's weighted loss is scaled: where the
                 # loss is of 16 bits that cannot hold the scale it overflows, whatever its weight.
-                gradient = torch.full_like(loss.like, self.job.loss_scale)
+                gradient = torch.full_like(loss.like, self.request.loss_scale)
                 gradients.append(gradient if weight == 1 else gradient * weight)
         return roots, gradients
 

@@ -1,4 +1,4 @@
-"""From what the caller passes to the named tensors of every micro-batch, and back to outputs."""
+"""From what the caller passes to the named tensors of every micro-batch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 
 from ..errors import UsageError
-from ..spec import Input, Joined, Leaf, PipelineSpec, Samples, Structure
-from .job import Values
+from ..spec import Input, PipelineSpec
 from .nest import tensors_of
+from .request import Values
 
 Inputs: TypeAlias = object
 """A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict)."""
@@ -132,56 +132,6 @@ def split(
         if source.name in bound
     }
     return [{name: piece[m] for name, piece in pieces.items()} for m in range(len(parts))], parts
-
-
-def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
-    """An output of the mini-batch from those of the micro-batches.
-
-    Args:
-        samples: in each of them.
-
-    Raises:
-        UsageError: for several micro-batches whose outputs say nothing of the mini-batch's.
-    """
-    first = pieces[0]
-    if len(pieces) == 1 or (leaf.joined is Joined.SAME and leaf.batch_dim is None):
-        return first
-    if leaf.batch_dim is not None:
-        return torch.cat(list(pieces), leaf.batch_dim)
-    stacked = torch.stack(list(pieces))
-    wide = stacked.double() if first.is_floating_point() else stacked
-    match leaf.joined:
-        case Joined.SUM:
-            return wide.sum(0).to(first.dtype)
-        case Joined.MEAN:
-            weights = torch.tensor(samples, dtype=wide.dtype, device=wide.device) / sum(samples)
-            shape = (-1, *(1,) * first.dim())
-            return (weights.view(shape) * wide).sum(0).to(first.dtype)
-        case Joined.MAX:
-            return stacked.amax(0)
-        case Joined.MIN:
-            return stacked.amin(0)
-    raise UsageError(
-        f"the output {leaf.value} of several micro-batches says nothing of that of the mini-batch",
-        hint="make the pipeline with microbatches=1, or leave it out of what is asked for",
-    )
-
-
-def rebuild(structure: Structure, values: Mapping[str, torch.Tensor], samples: int) -> object:
-    """The structure that the pipeline returns for so many samples, with a tensor at every leaf."""
-    match structure:
-        case Leaf(value=value):
-            return values[value]
-        case Samples(factor=factor):
-            return factor * samples
-        case dict():
-            return {key: rebuild(item, values, samples) for key, item in structure.items()}
-        case list():
-            return [rebuild(item, values, samples) for item in structure]
-        case tuple():
-            return tuple(rebuild(item, values, samples) for item in structure)
-        case _:
-            return structure
 
 
 def describe_path(path: Sequence[str | int]) -> str:

@@ -13,22 +13,27 @@ from torch import nn
 
 from ..spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from ..wording import counted
-from .assembly import make_reducer, make_runner, make_scaler
-from .choices import TransportKind, check_numbers, chosen, manner, refuse_parts
-from .clipping import NormClipping, parameter_names, told_here
 from .distributed import Network
-from .execution import Asked, Execution, Programs
-from .held import HeldStages
+from .execution import CallArgs, Execution
+from .gradients import NormClipping, make_scaler, parameter_names, told_here
 from .inputs import Inputs
-from .job import RandomKey, Work
+from .local_stages import LocalStages, trainable_shared
+from .loss_weights import Scales
+from .options import (
+    TransportKind,
+    check_numbers,
+    chosen,
+    execution_options,
+    refuse_parts,
+)
+from .programs import ProgramCache
 from .random import seed_in_eval
-from .reducer import collected, share_initial
-from .runners import Runner
+from .reducer import collected, make_reducer, share_initial
+from .request import RandomKey, Work
+from .runners import Runner, make_runner
 from .sharding import checksum_of, share_of
-from .shared import trainable_shared
-from .team import Team
+from .topology import Topology
 from .typed import LONGEST_WAIT_S
-from .weighing import Scales
 from .weights import Weights, build_stage, parameter_kinds
 
 __all__ = ["Pipeline", "TransportKind"]
@@ -85,41 +90,49 @@ class Pipeline:
         self._read = 0
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
-        self.manner = manner(spec, batchnorm, precision, remat)
+        self.options = execution_options(spec, batchnorm, precision, remat)
         check_numbers(seed, self.microbatches, timeout_s)
         refuse_parts(spec, self.microbatches * data_parallel)
         wait_s = min(timeout_s, LONGEST_WAIT_S)
-        self._team = Team.gather(spec, self.schedule, devices, transport, data_parallel, wait_s)
+        self._topology = Topology.gather(
+            spec, self.schedule, devices, transport, data_parallel, wait_s
+        )
         self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
         self._mode = spec.loss is not None
-        programs = Programs(spec, self._team, self.schedule, self.manner.batchnorm, self._owners)
+        programs = ProgramCache(
+            spec, self._topology, self.schedule, self.options.batchnorm, self._owners
+        )
         for work in (Work.INFER,) if spec.loss is None else (Work.INFER, Work.TRAIN):
             programs.of(work, self.microbatches, training=self._mode)
         store = None if weights is None else Weights.open(Path(weights))
-        where = self._team.where.items()
-        self.held = HeldStages(
+        where = self._topology.where.items()
+        self.local_stages = LocalStages(
             spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
         )
         self._scales = Scales(spec, store, seed)
-        self.scaler = make_scaler(spec, self._team, self.held, self.manner)
-        self._reducer = make_reducer(self._team, self.held, self._owners)
-        self._runner: Runner = make_runner(spec, self._team, self.held, self.manner, self._reducer)
-        self._execution = Execution(
-            spec, self._team, programs, self._scales, self._runner, self.microbatches
+        self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
+        self._reducer = make_reducer(self._topology, self.local_stages, self._owners)
+        self._runner: Runner = make_runner(
+            spec, self._topology, self.local_stages, self.options, self._reducer
         )
-        if self._team.members is not None and store is None:
-            share_initial(self._team.members, self.held, self._owners, self._team.placement)
+        self._execution = Execution(
+            spec, self._topology, programs, self._scales, self._runner, self.microbatches
+        )
+        if self._topology.members is not None and store is None:
+            share_initial(
+                self._topology.members, self.local_stages, self._owners, self._topology.placement
+            )
         self.train(self._mode)
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
         """The stages held here, by number."""
-        return self.held.modules
+        return self.local_stages.modules
 
     @property
     def placement(self) -> tuple[int, ...]:
         """The device of each stage, by its number in the pipeline."""
-        return self._team.placement
+        return self._topology.placement
 
     @property
     def runner(self) -> Runner:
@@ -129,27 +142,27 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """This process's number; 0 for the only one."""
-        return self._team.rank
+        return self._topology.rank
 
     @property
     def world(self) -> Network | None:
         """All processes, those of other replicas too; None in one process."""
-        return self._team.world
+        return self._topology.world
 
     @property
     def replicas(self) -> int:
         """How many replicas of the pipeline train together."""
-        return self._team.replicas
+        return self._topology.replicas
 
     @property
     def replica(self) -> int:
         """The number of the replica that this process belongs to."""
-        return self._team.replica
+        return self._topology.replica
 
     @property
     def feeds(self) -> bool:
         """Whether this process passes inputs: the first of each replica does."""
-        return self._team.feeds
+        return self._topology.feeds
 
     @property
     def threads(self) -> int:
@@ -190,7 +203,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, object]:
         """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
         scale = weight * self.scaler.get_scale()
-        with collected(self.held.shared, self._reducer):
+        with collected(self.local_stages.shared, self._reducer):
             terms, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
         self.step_number += 1
         self._calls = 0
@@ -230,7 +243,7 @@ class Pipeline:
     def _run(
         self, work: Work, inputs: Inputs, target: object, outputs: bool, loss_scale: float = 1.0
     ) -> tuple[torch.Tensor | None, object]:
-        for shared in self.held.shared:
+        for shared in self.local_stages.shared:
             shared.spread()
         seed = self.seed
         if not (self._mode or work is Work.TRAIN):
@@ -239,7 +252,7 @@ class Pipeline:
         key = RandomKey(seed, self.step_number)
         read, self._read = self._read, 0
         return self._execution.run(
-            Asked(work, self._mode, inputs, target, outputs, key, loss_scale, read)
+            CallArgs(work, self._mode, inputs, target, outputs, key, loss_scale, read)
         )
 
     def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
@@ -248,7 +261,7 @@ class Pipeline:
         Args:
             what: they are, for the message of a rank that waits for them in vain.
         """
-        return self._team.share(numbers, what)
+        return self._topology.share(numbers, what)
 
     def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
         """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
@@ -263,7 +276,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here under the model's own names, each once."""
-        return self.held.named_parameters()
+        return self.local_stages.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters held here, each once: what an optimizer is made of.
@@ -271,21 +284,21 @@ class Pipeline:
         A process whose stages train none gives an empty one besides, that nothing uses: the same
         loop runs in every process, and torch's optimizers refuse an empty list.
         """
-        return self.held.parameters()
+        return self.local_stages.parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers held here under the model's own names, each once."""
-        return self.held.named_buffers()
+        return self.local_stages.named_buffers()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What is held here, as the model's own `state_dict` would name it, tied names included."""
-        return self.held.state_dict()
+        return self.local_stages.state_dict()
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
-        if self._team.pipeline is None:
+        if self._topology.pipeline is None:
             return self.state_dict()
-        return self._team.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
+        return self._topology.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
@@ -296,7 +309,7 @@ class Pipeline:
         Raises:
             UsageError: naming what is missing, unknown, or of another shape.
         """
-        self.held.load_state_dict(state, strict=strict)
+        self.local_stages.load_state_dict(state, strict=strict)
         self._scales.load(state)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -359,9 +372,9 @@ class Pipeline:
         clipping = NormClipping(
             parameter_names(self.spec),
             told_here(self.spec, self.stages) if self.replica == 0 else frozenset(),
-            self._team.device,
+            self._topology.device,
             first=self.rank == 0,
-            over_ranks=self._team.over_ranks,
+            over_ranks=self._topology.over_ranks,
         )
         parameters = dict(self.named_parameters())
         return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -389,7 +402,9 @@ class Pipeline:
         """The pipeline in one line."""
         stages = counted(len(self.spec.stages), "stage")
         microbatches = counted(self.microbatches, "micro-batch", "es")
-        return f"{self.spec.name}: {stages}, {microbatches}, {self.schedule.value}, {self._team}"
+        return (
+            f"{self.spec.name}: {stages}, {microbatches}, {self.schedule.value}, {self._topology}"
+        )
 
     def __repr__(self) -> str:
         return f"Pipeline({self.describe()})"

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..schedule import (
-    devices_for,
-    forward_only,
-    lower,
-    orders_for,
-    placement_for,
-    prove,
-)
+from ..schedule import forward_only, lower, orders_for, prove
 from ..schedule.actions import Compute, Orders, Phase, Programs, parse_order
 from ..spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
-from ..wording import counted
-from .job import Work
+from .full_batch import joint_stages
+from .request import Work
+from .topology import Topology, planned_placement
 from .wiring import StageWiring, Step, crossings_for, inputs_for, steps_of, wire
 
 
@@ -56,65 +49,6 @@ class Prepared:
             return tuple(shares)
         whole = tuple(float(any(column)) for column in zip(*shares, strict=True))
         return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
-
-
-def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:
-    """The device of each stage, as planned."""
-    return spec.placement or tuple(range(len(spec.stages)))
-
-
-def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[int, ...]:
-    """The device of each stage: as planned, or else where the schedule puts it.
-
-    Raises:
-        UsageError: when the schedule cannot have the stages on so many devices.
-    """
-    planned = planned_placement(spec)
-    if (schedule, devices) == (spec.schedule, max(planned) + 1):
-        return planned
-    stages = len(spec.stages)
-    try:
-        return placement_for(schedule, stages, devices)
-    except ValueError as error:
-        possible = device_counts(stages, schedule)
-        raise UsageError(
-            f"{counted(stages, 'stage')} cannot be spread over {devices} devices or processes "
-            f"by the schedule {schedule.value}",
-            hint=f"use {possible}, or another --schedule" if possible else "use another --schedule",
-        ) from error
-
-
-def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
-    """How many devices the stages are spread over, unless somebody says otherwise.
-
-    Raises:
-        UsageError: when the schedule cannot have so many stages.
-    """
-    if schedule is spec.schedule:
-        return max(planned_placement(spec)) + 1
-    try:
-        return devices_for(schedule, len(spec.stages))
-    except ValueError as error:
-        raise UsageError(str(error), hint="use another --schedule") from error
-
-
-def replicas_by_default(spec: PipelineSpec, processes: int) -> int:
-    """How many replicas train, unless somebody says otherwise.
-
-    As planned where just the processes are there that these need; one otherwise.
-    """
-    planned = spec.replicas * (max(planned_placement(spec)) + 1)
-    return spec.replicas if processes == planned else 1
-
-
-def device_counts(stages: int, schedule: ScheduleKind) -> str:
-    """The numbers of devices that a schedule can have so many stages on, as "1, 2 or 4"."""
-    possible = []
-    for devices in range(1, stages + 1):
-        with contextlib.suppress(ValueError):
-            placement_for(schedule, stages, devices)
-            possible.append(str(devices))
-    return " or ".join(filter(None, [", ".join(possible[:-1]), *possible[-1:]]))
 
 
 def prepare(
@@ -198,3 +132,60 @@ def _split(programs: Programs) -> frozenset[int]:
         for action in program
         if isinstance(action, Compute) and action.phase is Phase.WEIGHT
     )
+
+
+class ProgramCache:
+    """The schedules of a pipeline, each made and proved when it is first asked for.
+
+    Args:
+        owners: trainable parameters of several stages, and these.
+    """
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        topology: Topology,
+        schedule: ScheduleKind,
+        batchnorm: BatchNorm,
+        owners: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._spec = spec
+        self._topology = topology
+        self._schedule = schedule
+        self._batchnorm = batchnorm
+        self._owners = owners
+        self._known: dict[tuple[Work, int, frozenset[int], frozenset[str]], Prepared] = {}
+
+    def of(
+        self,
+        work: Work,
+        microbatches: int,
+        *,
+        training: bool,
+        wanted: frozenset[str] = frozenset(),
+    ) -> Prepared:
+        """The programs for so many micro-batches, of stages in this mode.
+
+        Args:
+            wanted: the inputs whose gradients the caller wants.
+
+        Raises:
+            UsageError: when there are none in this manner.
+            ScheduleError, DeadlockError: when the package's own orders are wrong.
+        """
+        exact = self._batchnorm is BatchNorm.EXACT and training
+        joint = joint_stages(self._spec.stages, self._topology.replicas) if exact else frozenset()
+        key = work, microbatches, joint, wanted
+        if key not in self._known:
+            placement = self._topology.placement
+            self._known[key] = prepare(
+                self._spec,
+                placement,
+                microbatches,
+                work,
+                self._schedule,
+                self._owners,
+                joint,
+                wanted,
+            )
+        return self._known[key]

@@ -9,18 +9,36 @@ The first forward runs with gradients on, and its graph is dropped when it ends.
 some modules compute in another way (fused attention does not take masks that need a gradient, for
 one), and the second forward would not give the same bits. At the peak that costs nothing: the
 second forward holds the same activations, beside the same boundary values.
+
+Segments of a stage that run a second time in its backward (`Remat.SEGMENTS`).
+
+Emitted code calls `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`, of a module
+or of a method of the stage, and so a stage by itself trains as torch has it. In a pipeline the
+second run has to be the first one again in more than torch looks after: the same random masks
+(`SeededRandom` with the same key), the buffers that the first run found, and none of them written
+to twice. And a backward in two parts (`split_backward.py`) asks twice for what was saved, which
+torch would make twice.
+
+So while a stage's forward runs, each segment's method, `forward` where it is a module, is one that
+packs what autograd saves in it by hooks of its own. Those of torch's checkpoint lie outside them
+and get to see nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..spec import covers
+from .random import OverDraws, SeededRandom
 from .weights import submodule
 
 Copies = tuple[torch.Tensor, ...]
@@ -131,3 +149,242 @@ def unwritten(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count, and cannot be trained."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+class _EnoughError(Exception):
+    """Ends a second run that has made all that was saved."""
+
+
+class Saved(ABC):
+    """What autograd holds in place of a tensor that a segment saves."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Nobody will ask for the tensor again."""
+
+
+@dataclass(slots=True)
+class _Held(Saved):
+    """The tensor itself."""
+
+    tensor: torch.Tensor | None
+
+    def let_go(self) -> None:
+        self.tensor = None
+
+
+def _hold(tensor: torch.Tensor) -> _Held:
+    return _Held(tensor.detach())
+
+
+def _held(saved: _Held) -> torch.Tensor:
+    if saved.tensor is None:
+        raise RuntimeError("this part of the backward has run, and what it had saved is gone")
+    return saved.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot(Saved):
+    """A tensor that a second run makes again."""
+
+    run: SecondRun
+    number: int
+
+    def let_go(self) -> None:
+        self.run.made.pop(self.number, None)
+
+
+class SecondRun:
+    """What autograd saves in one run of a segment: how to make it again, and what was made.
+
+    Args:
+        again: runs the segment once more, gradients on.
+        keeps: whether a tensor that was asked for may be asked for again.
+        name: of the segment, for messages.
+        drawn: how many random ops have run.
+    """
+
+    def __init__(
+        self,
+        again: Callable[[], object],
+        name: str,
+        *,
+        keeps: bool = False,
+        drawn: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.made: dict[int, torch.Tensor] = {}
+        self._again = again
+        self._keeps = keeps
+        self._name = name
+        self._drawn = drawn
+        self._count = 0
+        self._drawn_at_last = 0
+        self._stops = True
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the first run of the segment."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        # A random op may fill, when it runs, what was saved before (the noise of rrelu).
+        self._stops = self._drawn() == self._drawn_at_last
+
+    def _pack(self, tensor: torch.Tensor) -> _Slot:
+        self._count += 1
+        self._drawn_at_last = self._drawn()
+        return _Slot(self, self._count - 1)
+
+    def _unpack(self, slot: _Slot) -> torch.Tensor:
+        if slot.number not in self.made:
+            self._make()
+        return self.made[slot.number] if self._keeps else self.made.pop(slot.number)
+
+    def _make(self) -> None:
+        found: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor.detach())
+            if len(found) == self._count and self._stops:
+                raise _EnoughError
+            return found[-1]
+
+        with (
+            contextlib.suppress(_EnoughError),
+            torch.enable_grad(),
+            saved_tensors_hooks(pack, _as_it_is),
+        ):
+            self._again()
+        if len(found) < self._count:
+            raise RuntimeError(
+                f"the second run of {self._name} saved {len(found)} tensors and the first one "
+                f"{self._count}: what it computes depends on more than it is given; run without "
+                "rematerialisation"
+            )
+        self.made = dict(enumerate(found))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """What is to be as in the first run, given by the stage's run.
+
+    Attributes:
+        around: enters what a second run is to run in, inside the buffers' copies.
+        random: the numbers that the forward draws from; None where it draws none.
+    """
+
+    around: Callable[[], contextlib.AbstractContextManager[object]]
+    random: SeededRandom | None
+
+    def drawn(self) -> int:
+        """How many random ops have run."""
+        return 0 if self.random is None else self.random.position
+
+
+class Segments:
+    """The segments of one stage.
+
+    Args:
+        written: for every segment, by the name of its method or the path of its module, the buffers
+            it reads or writes that the stage's forward writes to; by the stage's own names.
+        keeps: whether the stage's backward is split.
+    """
+
+    def __init__(
+        self, module: nn.Module, written: Mapping[str, Sequence[str]], *, keeps: bool
+    ) -> None:
+        self._module = module
+        self._keeps = keeps
+        self._written = {name: WrittenBuffers(module, own) for name, own in written.items()}
+        self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
+
+    @contextlib.contextmanager
+    def run_again(self, manners: Manners) -> Iterator[None]:
+        """Around a forward whose segments are to run a second time in its backward."""
+        with self._instead(functools.partial(self._first, manners)):
+            yield
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a forward of which all is kept that autograd saves."""
+        with self._instead(self._whole):
+            yield
+
+    @contextlib.contextmanager
+    def _instead(self, run: Callable[..., Any]) -> Iterator[None]:
+        """The methods of the segments are replaced by `run`, which is given these first."""
+        with contextlib.ExitStack() as around:
+            for name in self._written:
+                around.enter_context(self._replaced(name, run))
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(self, name: str, run: Callable[..., Any]) -> Iterator[None]:
+        whole = name in self._modules
+        owner = self._module.get_submodule(name) if whole else self._module
+        method = "forward" if whole else name
+        before = vars(owner).get(method)  # what the user has put on it from outside
+        called = getattr(owner, method)
+        setattr(owner, method, functools.partial(run, _Segment(name, called)))
+        try:
+            yield
+        finally:
+            delattr(owner, method)
+            if before is not None:
+                setattr(owner, method, before)
+
+    def _whole(self, segment: _Segment, *arguments: object) -> Any:
+        with saved_tensors_hooks(_hold, _held):
+            return segment.called(*arguments)
+
+    def _first(self, manners: Manners, segment: _Segment, *arguments: object) -> Any:
+        start = _Start(
+            arguments,
+            tuple(version(item) for item in arguments if isinstance(item, torch.Tensor)),
+            self._written[segment.name].copies(),
+            manners.drawn(),
+        )
+        again = functools.partial(self._second, manners, segment, start)
+        with SecondRun(again, segment.name, keeps=self._keeps, drawn=manners.drawn).first():
+            return segment.called(*arguments)
+
+    def _second(self, manners: Manners, segment: _Segment, start: _Start) -> None:
+        tensors = (item for item in start.arguments if isinstance(item, torch.Tensor))
+        if start.versions != tuple(map(version, tensors)):
+            raise RuntimeError(
+                f"a value that {segment.name} was given has been written to since, and a second "
+                "run would start from that; write to a copy, or run without rematerialisation"
+            )
+        copies = {id(buffer): buffer.clone() for buffer in start.state}
+        with contextlib.ExitStack() as around:
+            state = tuple(copies[id(buffer)] for buffer in start.state)
+            around.enter_context(self._written[segment.name].replaced(state))
+            around.enter_context(manners.around())
+            if manners.random is not None:
+                around.enter_context(OverDraws(manners.random.again(start.random)))
+            segment.called(*start.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    name: str
+    called: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where the first run of a segment began.
+
+    Attributes:
+        versions: how often each tensor of the arguments had been written to.
+        state: the values of the buffers it reads or writes, of those that the stage writes to.
+        random: how many random ops had run.
+    """
+
+    arguments: tuple[object, ...]
+    versions: tuple[int, ...]
+    state: Copies
+    random: int

@@ -12,9 +12,8 @@ from torch import nn
 
 from ..spec import PipelineSpec, covers
 from .distributed import Network
-from .held import HeldStages
-from .replicas import Replicas
-from .shared import SharedParameter
+from .local_stages import LocalStages, SharedParameter
+from .topology import Replicas, Topology
 
 BUCKET_BYTES = 25 << 20
 """About what is reduced at a time, as in torch's DistributedDataParallel."""
@@ -195,7 +194,7 @@ def share_buffers(peers: Network, tensors: Sequence[torch.Tensor]) -> None:
 
 def share_initial(
     replicas: Replicas,
-    held: HeldStages,
+    stages: LocalStages,
     owners: Mapping[str, Sequence[int]],
     placement: Sequence[int],
 ) -> None:
@@ -204,12 +203,12 @@ def share_initial(
     Args:
         owners: the stages that own each trained parameter that several do.
     """
-    for item in held.shared:
+    for item in stages.shared:
         first, *others = sorted({placement[stage] for stage in owners[item.name]})
         mine = item.canonical.detach()
         value = replicas.pipeline.broadcast(mine, first, f"the initial {item.name}", others)
         mine.copy_(value)
-    for tensor in held.state_dict().values():
+    for tensor in stages.state_dict().values():
         share_buffers(replicas.peers, [tensor])
 
 
@@ -250,3 +249,20 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[tuple[nn.Par
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def make_reducer(
+    topology: Topology, stages: LocalStages, owners: Mapping[str, Sequence[int]]
+) -> Reducer | None:
+    """What averages gradients over replicas; None where there is one.
+
+    Args:
+        owners: of each trained parameter that several stages own, these.
+    """
+    if topology.members is None or topology.replicas == 1:
+        return None
+    placed = {
+        name: tuple(sorted({topology.placement[stage] for stage in stages}))
+        for name, stages in owners.items()
+    }
+    return Reducer(topology.members, stages.unshared(), stages.shared, placed)

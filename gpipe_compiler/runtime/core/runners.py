@@ -14,18 +14,17 @@ from torch import nn
 
 from ..schedule.actions import SharedSum
 from ..spec import Crossing, PipelineSpec
-from .choices import Manner
-from .crossing_dtypes import crossing_dtypes
 from .distributed import DistributedEndpoint
-from .engine import Engine, Outcome
-from .inputs import join
-from .job import Job, Values
-from .local import Inbox, LocalEndpoint, Workers
-from .precision import run_of_devices
+from .engine import DeviceResult, Engine
+from .local_stages import LocalStages, SharedParameter
+from .local_transport import Inbox, LocalEndpoint, Workers
+from .options import ExecutionOptions
+from .outputs import join
+from .precision import crossing_dtypes, run_of_devices
 from .programs import Prepared
 from .reducer import Reducer, share_buffers, written
-from .replicas import Replicas
-from .shared import SharedParameter
+from .request import StepRequest, Values
+from .topology import Replicas, Topology
 from .wiring import makers, output_leaves
 
 
@@ -55,7 +54,7 @@ class Runner(Protocol):
     threads: int
     engines: Sequence[Engine]
 
-    def run(self, prepared: Prepared, job: Job) -> Result:
+    def run(self, prepared: Prepared, request: StepRequest) -> Result:
         """Execute every device's program once."""
 
     def close(self) -> None:
@@ -76,10 +75,10 @@ class LocalRunner:
         modules: Mapping[int, nn.Module],
         devices: Sequence[torch.device],
         placement: Sequence[int],
-        manner: Manner,
+        options: ExecutionOptions,
     ) -> None:
         self.spec = spec
-        self.precision = manner.precision
+        self.precision = options.precision
         self.devices = tuple(devices)
         loss = spec.loss.value if spec.loss is not None else None
         self.engines: Sequence[Engine] = [
@@ -87,16 +86,16 @@ class LocalRunner:
                 {s: modules[s] for s, holder in enumerate(placement) if holder == d},
                 device,
                 loss,
-                manner,
+                options,
             )
             for d, device in enumerate(devices)
         ]
         on_cpu = sum(device.type == "cpu" for device in devices)
         threads = max(1, torch.get_num_threads() // on_cpu) if on_cpu > 1 else None
         self.threads = threads or torch.get_num_threads()
-        self.workers: Workers[Outcome] = Workers(devices, threads)
+        self.workers: Workers[DeviceResult] = Workers(devices, threads)
 
-    def run(self, prepared: Prepared, job: Job) -> Result:
+    def run(self, prepared: Prepared, request: StepRequest) -> Result:
         """Execute every device's program once."""
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.devices]
         tasks = []
@@ -107,7 +106,9 @@ class LocalRunner:
                     engine.run,
                     prepared.steps[index],
                     prepared.wiring,
-                    dataclasses.replace(job, inputs=()) if index else _on(job, self.devices[0]),
+                    dataclasses.replace(request, inputs=())
+                    if index
+                    else _on(request, self.devices[0]),
                     endpoint,
                 )
             )
@@ -117,15 +118,15 @@ class LocalRunner:
                 inbox.put(None)
 
         with run_of_devices(self.precision):
-            outcomes = self.workers.run(tasks, abort)
-        losses = {m: loss for outcome in outcomes for m, loss in outcome.losses.items()}
+            results = self.workers.run(tasks, abort)
+        losses = {m: loss for result in results for m, loss in result.losses.items()}
         outputs = {}
         for leaf in output_leaves(self.spec.outputs):
-            for outcome in outcomes:
-                if job.kept and leaf.value in outcome.results[0]:
-                    pieces = [values[leaf.value] for values in outcome.results]
-                    outputs[leaf.value] = join(leaf, pieces, job.sizes)
-        return Result(_total(losses, job), outputs, outcomes[0].gradients)
+            for result in results:
+                if request.kept and leaf.value in result.results[0]:
+                    pieces = [values[leaf.value] for values in result.results]
+                    outputs[leaf.value] = join(leaf, pieces, request.sizes)
+        return Result(_total(losses, request), outputs, results[0].gradients)
 
     def close(self) -> None:
         """Join the threads."""
@@ -141,7 +142,7 @@ class DistributedRunner:
         modules: Mapping[int, nn.Module],
         replicas: Replicas,
         shared: Mapping[str, SharedParameter],
-        manner: Manner,
+        options: ExecutionOptions,
         reducer: Reducer | None,
     ) -> None:
         self.spec = spec
@@ -149,53 +150,55 @@ class DistributedRunner:
         self.reducer = reducer
         self.network = replicas.pipeline
         self.threads = torch.get_num_threads()
-        self.precision = manner.precision
+        self.precision = options.precision
         self.dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
         self.shared = shared
         loss = spec.loss.value if spec.loss is not None else None
-        engine = Engine(modules, self.network.device, loss, manner, self._statistics)
+        engine = Engine(modules, self.network.device, loss, options, self._statistics)
         self.engines: Sequence[Engine] = (engine,)
         self.makers = makers(spec)
 
-    def run(self, prepared: Prepared, job: Job) -> Result:
+    def run(self, prepared: Prepared, request: StepRequest) -> Result:
         """Execute this rank's program once; the loss comes to all ranks, outputs to the first."""
         endpoint = DistributedEndpoint(
             self.network,
             prepared.placement,
             self._crossings(prepared),
-            job.sizes,
+            request.sizes,
             self.spec.microbatch_size,
             partial(self._sum, prepared),
         )
         rank = self.network.rank
         with run_of_devices(self.precision):
             (engine,) = self.engines
-            outcome = engine.run(
+            result = engine.run(
                 prepared.steps[rank],
                 prepared.wiring,
-                _on(job, self.network.device),
+                _on(request, self.network.device),
                 endpoint,
                 None if self.reducer is None else self.reducer.stage_ended,
             )
         if self.replicas.count > 1:
             share_buffers(self.replicas.peers, written(self.spec, engine.modules))
         loss = None
-        if job.work.makes_loss and self.spec.loss is not None:
+        if request.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
             terms = len(self.spec.loss.summands)
-            mine = self._loss(outcome.losses, job)
+            mine = self._loss(result.losses, request)
             loss = self.network.share_row(mine, terms, source, "the loss")
-        return Result(loss, self._gather(prepared, job, outcome), outcome.gradients)
+        return Result(loss, self._gather(prepared, request, result), result.gradients)
 
     def _loss(
-        self, losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job
+        self, losses: Mapping[int, tuple[torch.Tensor, ...]], request: StepRequest
     ) -> torch.Tensor | None:
         """The loss of the mini-batch, over all replicas; None where none is made."""
-        total = _total(losses, job)
+        total = _total(losses, request)
         if total is None or self.replicas.count == 1:
             return total
         # A replica in whose share nothing counts has no such term, and adds nothing.
-        counts = total.new_tensor([any(column) for column in zip(*job.loss_weights, strict=True)])
+        counts = total.new_tensor(
+            [any(column) for column in zip(*request.loss_weights, strict=True)]
+        )
         rows = torch.stack([torch.where(counts > 0, total, 0.0), counts])
         value, replicas = self.replicas.peers.sum(rows.double(), "the loss")
         mean = value / self.replicas.count
@@ -220,18 +223,18 @@ class DistributedRunner:
         dtypes = self.dtypes[training]
         return [dataclasses.replace(one, dtype=dtypes[one.value]) for one in prepared.crossings]
 
-    def _gather(self, prepared: Prepared, job: Job, outcome: Outcome) -> Values:
+    def _gather(self, prepared: Prepared, request: StepRequest, result: DeviceResult) -> Values:
         """The outputs, on rank 0: one after another, in the same order on all ranks."""
         outputs: Values = {}
         for leaf in output_leaves(self.spec.outputs):
-            if leaf.value not in job.kept:
+            if leaf.value not in request.kept:
                 continue
             source = prepared.placement[self.makers[leaf.value]]
             if source not in (0, self.network.rank) and self.network.rank != 0:
                 continue
             mine = None
             if source == self.network.rank:
-                mine = join(leaf, [values[leaf.value] for values in outcome.results], job.sizes)
+                mine = join(leaf, [values[leaf.value] for values in result.results], request.sizes)
             if source != 0 and self.network.rank in (0, source):
                 mine = self.network.pass_on(mine, source, f"output {leaf.value}")
             if mine is not None and self.network.rank == 0:
@@ -251,20 +254,22 @@ class DistributedRunner:
         self.replicas.close()
 
 
-def _on(job: Job, device: torch.device) -> Job:
-    if all(tensor.device == device for values in job.inputs for tensor in values.values()):
-        return job
+def _on(request: StepRequest, device: torch.device) -> StepRequest:
+    if all(tensor.device == device for values in request.inputs for tensor in values.values()):
+        return request
     moved = [
         {
             name: tensor.to(device, non_blocking=device.type != "cpu")
             for name, tensor in values.items()
         }
-        for values in job.inputs
+        for values in request.inputs
     ]
-    return dataclasses.replace(job, inputs=moved)
+    return dataclasses.replace(request, inputs=moved)
 
 
-def _total(losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job) -> torch.Tensor | None:
+def _total(
+    losses: Mapping[int, tuple[torch.Tensor, ...]], request: StepRequest
+) -> torch.Tensor | None:
     """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan."""
     if not losses:
         return None
@@ -272,8 +277,22 @@ def _total(losses: Mapping[int, tuple[torch.Tensor, ...]], job: Job) -> torch.Te
     for number, like in enumerate(losses[0]):
         scalars = [
             losses[m][number].reshape(()) * weights[number]
-            for m, weights in enumerate(job.loss_weights)
+            for m, weights in enumerate(request.loss_weights)
             if weights[number]
         ] or [like.new_full((), torch.nan)]
         totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
     return torch.stack(totals)
+
+
+def make_runner(
+    spec: PipelineSpec,
+    topology: Topology,
+    stages: LocalStages,
+    options: ExecutionOptions,
+    reducer: Reducer | None,
+) -> Runner:
+    """What executes the schedule: threads of one process, or this one of several."""
+    if topology.members is None:
+        return LocalRunner(spec, stages.modules, topology.devices, topology.placement, options)
+    shared = {item.name: item for item in stages.shared}
+    return DistributedRunner(spec, stages.modules, topology.members, shared, options, reducer)

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .segments import Saved
+from .recompute import Saved
 
 Edge: TypeAlias = tuple[Node, int]
 """A node of a backward graph, and the number of the gradient that arrives at it."""

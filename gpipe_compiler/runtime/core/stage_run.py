@@ -13,14 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..spec import BatchNorm, Remat
 from .batchnorm import DeferredStatistics, Gather
-from .choices import Manner
-from .job import Job, Values, Work
+from .loss_weights import terms_of
+from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
 from .random import OverDraws, SeededRandom
-from .recompute import Received, WrittenBuffers, unwritten
-from .segments import Manners, Segments
+from .recompute import Manners, Received, Segments, WrittenBuffers, unwritten
+from .request import StepRequest, Values, Work
 from .split_backward import WeightPart, split_backward
-from .weighing import terms_of
 from .wiring import StageWiring
 
 
@@ -81,26 +80,26 @@ class StageRun:
         self,
         stage: StageWiring,
         module: nn.Module,
-        job: Job,
+        request: StepRequest,
         loss_name: str | None,
-        manner: Manner,
+        options: ExecutionOptions,
         device: torch.device,
     ) -> None:
-        self._precision = manner.precision
+        self._precision = options.precision
         self._device = device
         self._stage = stage
         self._module = module
-        self._job = job
+        self._job = request
         self._loss_name = loss_name if stage.makes_loss else None
-        self._training = job.work is Work.TRAIN
+        self._training = request.work is Work.TRAIN
         self._deferred: DeferredStatistics | None = None
-        if manner.batchnorm is BatchNorm.DEFERRED:
+        if options.batchnorm is BatchNorm.DEFERRED:
             self._deferred = DeferredStatistics(module, stage.spec.renamed)
         trains = any(parameter.requires_grad for parameter in module.parameters())
         gradients = trains or any(need.gradient for need in stage.needs)
-        self._recomputes = gradients and manner.remat[stage.index] is Remat.FULL
+        self._recomputes = gradients and options.remat[stage.index] is Remat.FULL
         self._segments = Segments(module, stage.spec.segments, keeps=stage.split)
-        self._segmented = manner.remat[stage.index] is Remat.SEGMENTS
+        self._segmented = options.remat[stage.index] is Remat.SEGMENTS
         self._kept: dict[int, Kept | Received] = {}
         self._weights: dict[int, WeightPart] = {}
 

@@ -7,13 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..schedule.actions import Action, Compute, Phase, Send
+from ..schedule.joint import Joint, waiting
 from ..schedule.lowering import first_targets
-from ..schedule.together import Joint
-from ..schedule.waiting import waiting
 from ..spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
-from .job import Work
-from .joint import BatchDims, batch_dims
+from .full_batch import BatchDims, batch_dims
 from .nest import items_of
+from .request import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,11 @@
 
 from .choosing import devices_for, orders_for, placement_for, splits_backward
 from .deadlock import prove
-from .forward_only import forward_only
-from .gpipe import gpipe
+from .gpipe import forward_only, gpipe
 from .interleaved import interleaved
+from .joint import Joint
 from .lowering import lower
 from .one_f_one_b import one_f_one_b
-from .together import Joint
 from .zb_h1 import zb_h1
 from .zbv import zbv
 

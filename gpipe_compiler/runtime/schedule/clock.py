@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import DeadlockError
 from ..spec import Crossing
 from .actions import Compute, Orders, Phase
-from .together import Joint
+from .joint import Joint
 
 NOTHING_JOINT = Joint()
 

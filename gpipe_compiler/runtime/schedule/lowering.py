@@ -18,7 +18,7 @@ from .actions import (
     Transfer,
 )
 from .clock import needs_of, timeline
-from .together import Joint
+from .joint import Joint
 
 
 def lower(

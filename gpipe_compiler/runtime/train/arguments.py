@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..core.programs import device_counts, devices_by_default
+from ..core.topology import device_counts, devices_by_default
 from ..core.typed import (
     microbatches,
     names,

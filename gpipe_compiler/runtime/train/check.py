@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 
 from ..core.inputs import Inputs
+from ..core.local_stages import owners_of
 from ..core.nest import items_of
 from ..core.pipeline import Pipeline
 from ..core.precision import lower_dtype
-from ..core.shared import owners_of
 from ..errors import UsageError
 from ..spec import BatchNorm, Joined, Leaf
 from .comparison import (
@@ -106,11 +106,11 @@ def _summed_in(pipe: Pipeline) -> dict[Kind, dict[str, torch.dtype]]:
     takes the mini-batch at once, and stages without BatchNorm take micro-batches. And outputs that
     are means or sums over the batch.
     """
-    dtype = lower_dtype(pipe.manner.precision)
+    dtype = lower_dtype(pipe.options.precision)
     if dtype is None:
         return {}
     names: set[str] = set(owners_of(pipe.spec))
-    if pipe.manner.batchnorm is BatchNorm.EXACT:
+    if pipe.options.batchnorm is BatchNorm.EXACT:
         names.update(name for stage in pipe.spec.stages for name in stage.state.values())
     leaves = items_of(pipe.spec.outputs, Leaf)
     means = [path for path, leaf in leaves if leaf.joined in (Joined.MEAN, Joined.SUM)]

@@ -14,7 +14,7 @@ import torch
 from .. import checkpoint
 from ..checkpoint.progress import seed_all
 from ..core.pipeline import Pipeline
-from ..core.programs import replicas_by_default
+from ..core.topology import replicas_by_default
 from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec

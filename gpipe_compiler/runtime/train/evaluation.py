@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..checkpoint.progress import preserved_generators
+from ..core.loss_weights import divisor
 from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks
-from ..core.weighing import divisor
 from ..errors import AgreedError, UsageError
 from ..spec import LossTerm
 from .batches import NOTHING, Batches, Source, disagreement, located

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..core.choices import manner
+from ..core.options import execution_options
 from ..core.pipeline import Pipeline
-from ..core.programs import planned_placement
+from ..core.topology import planned_placement
 from ..core.weights import save_file
 from .comparison import flat_tensors
 from .data import InputChoice, call_on, samples_of
@@ -75,10 +75,10 @@ def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
     That of timed stages, where they were timed for this way to start.
     """
     spec = pipe.spec
-    here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.manner, samples
+    here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.options, samples
     planned = spec.microbatches, spec.schedule, planned_placement(spec)
     whole = spec.microbatches * spec.microbatch_size
-    if here != (*planned, manner(spec, None, None, None), whole):
+    if here != (*planned, execution_options(spec, None, None, None), whole):
         return None
     try:
         plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))

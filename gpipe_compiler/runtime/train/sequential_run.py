@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from ..core.batchnorm import DeferredStatistics
-from ..core.choices import Manner
-from ..core.inputs import Inputs, bind, join, rebuild, split
-from ..core.job import Values
-from ..core.joint import joint_stages
+from ..core.full_batch import joint_stages
+from ..core.inputs import Inputs, bind, split
+from ..core.loss_weights import Scales, summed, terms_of
+from ..core.options import ExecutionOptions
+from ..core.outputs import join, rebuild
 from ..core.pipeline import Pipeline
 from ..core.precision import autocast
 from ..core.random import SeededRandom, seed_in_eval
-from ..core.weighing import Scales, summed, terms_of
+from ..core.request import Values
 from ..core.weights import Weights, build_stage
 from ..core.wiring import inputs_for, most_work, output_leaves
 from ..spec import BatchNorm, LossSpec, PipelineSpec, Precision
@@ -40,11 +41,11 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         weights: the folder that the pipeline's weights came from.
     """
     spec, device = pipe.spec, torch.device("cpu")
-    if pipe.manner.precision is not Precision.FP32:
+    if pipe.options.precision is not Precision.FP32:
         device = next((tensor.device for _, tensor in pipe.named_parameters()), device)
     store = Weights.open(weights)
     modules = [build_stage(stage, store, device, pipe.seed) for stage in spec.stages]
-    stages = _Stages(spec, modules, pipe.manner, device, pipe.seed)
+    stages = _Stages(spec, modules, pipe.options, device, pipe.seed)
     bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
     parts, sizes = split(bound, spec, pipe.microbatches)
     evaluated = stages.evaluate(parts)
@@ -55,7 +56,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
     results: Tensors = {Kind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sum(sizes)))}
     if spec.loss is None:
         return results
-    if pipe.manner.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
+    if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
         parts, sizes = split(bound, spec, 1)
     scales = Scales(spec, store, pipe.seed)
     weighed = scales.weigh(parts, sizes)
@@ -79,7 +80,7 @@ class _Stages:
 
     spec: PipelineSpec
     modules: Sequence[nn.Module]
-    manner: Manner
+    options: ExecutionOptions
     device: torch.device
     seed: int
 
@@ -102,13 +103,13 @@ class _Stages:
         for module in self.modules:
             module.train()
         deferred: dict[int, DeferredStatistics] = {}
-        if self.manner.batchnorm is BatchNorm.DEFERRED:
+        if self.options.batchnorm is BatchNorm.DEFERRED:
             pairs = zip(self.modules, self.spec.stages, strict=True)
             deferred = {
                 index: DeferredStatistics(module, stage.renamed)
                 for index, (module, stage) in enumerate(pairs)
             }
-        scale = LOSS_SCALE if self.manner.precision is Precision.FP16 else 1.0
+        scale = LOSS_SCALE if self.options.precision is Precision.FP16 else 1.0
         total = torch.zeros((), device=self.device)
         for microbatch, (part, own) in enumerate(zip(parts, weights, strict=True)):
             _, terms = self._forward(microbatch, part, loss, deferred)
@@ -165,7 +166,7 @@ class _Stages:
                 if index in deferred:
                     around.enter_context(deferred[index].forward(again=False))
                 around.enter_context(random)
-                around.enter_context(autocast(self.manner.precision, self.device))
+                around.enter_context(autocast(self.options.precision, self.device))
                 returned = module(*(values[name] for name in stage.inputs))
                 single = len(stage.outputs) == 1
                 values.update(zip(stage.outputs, (returned,) if single else returned, strict=True))

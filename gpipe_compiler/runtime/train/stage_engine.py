@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.engine import Engine, Outcome
-from ..core.job import Job
-from ..core.transport import Endpoint
+from ..core.engine import DeviceResult, Endpoint, Engine
+from ..core.request import StepRequest
 from ..core.wiring import StageWiring, Step
 from ..schedule.actions import Compute, Phase, SharedSum, Transfer
 from ..spec import Remat
@@ -165,34 +164,34 @@ class WatchedEngine(Engine):
         vars(self).update(vars(engine))
         self._events = events
         self.turn = Turn.WAITING
-        self.asked: tuple[Sequence[Step], Sequence[StageWiring], Job] | None = None
+        self.asked: tuple[Sequence[Step], Sequence[StageWiring], StepRequest] | None = None
         self.rounds: dict[Turn, list[TimedSteps]] = {turn: [] for turn in Turn}
         self.sums_s: list[float] = []
         self.last = TimedSteps((), self.device, apart=False)
         self._record: dict[Transfer, torch.Tensor | None] = {}
-        self._outcome = Outcome()
+        self._outcome = DeviceResult()
 
     def run(
         self,
         steps: Sequence[Step],
         wiring: Sequence[StageWiring],
-        job: Job,
+        request: StepRequest,
         endpoint: Endpoint,
         ended: Callable[[int], None] | None = None,
-    ) -> Outcome:
+    ) -> DeviceResult:
         """As this turn has it; see `Engine.run`."""
         if self.turn is Turn.RESTING:
             return self._outcome
         if self.turn is Turn.WAITING:
-            self.asked = steps, wiring, job
+            self.asked = steps, wiring, request
             recorder = _Recorder(endpoint, self.device, self._record, self._events)
             self.last = TimedSteps(steps, self.device, apart=False)
-            self._outcome = super().run(self.last, wiring, job, recorder, ended)
+            self._outcome = super().run(self.last, wiring, request, recorder, ended)
             if recorder.sum_s is not None:
                 self.sums_s.append(recorder.sum_s)
             return self._outcome
         self.last = TimedSteps(steps, self.device, apart=True)
-        outcome = super().run(self.last, wiring, job, _Replay(self._record))
+        outcome = super().run(self.last, wiring, request, _Replay(self._record))
         self.rounds[self.turn].append(self.last)
         return outcome
 
@@ -205,7 +204,7 @@ class WatchedEngine(Engine):
             during: of each run, from when until when its work counts, as long as there is any.
         """
         assert self.asked is not None
-        _, wiring, job = self.asked
+        _, wiring, request = self.asked
         found: dict[int, dict[str, float]] = {stage: {"forward_s": 0.0} for stage in self.modules}
         for (stage, name), places in self._places().items():
             every, counted = [], []
@@ -214,7 +213,7 @@ class WatchedEngine(Engine):
                 inside = [run.seconds[p] for p in places if begin <= run.middles[p] <= end]
                 counted += [statistics.fmean(inside)] if inside else []
             # A joint stage takes all micro-batches at once.
-            share = 1 if wiring[stage].joint is None else job.microbatches
+            share = 1 if wiring[stage].joint is None else request.microbatches
             found[stage][name] = statistics.median(counted or every) / share
         return {stage: StageSeconds(**times) for stage, times in found.items()}
 
@@ -226,7 +225,7 @@ class WatchedEngine(Engine):
             for step in self.asked[0]
             if isinstance(step.action, Compute)
             and step.waits
-            and self.manner.remat[step.action.stage] is Remat.FULL
+            and self.options.remat[step.action.stage] is Remat.FULL
         }
         names = {Phase.FORWARD: "forward_s", Phase.BACKWARD: "backward_s", Phase.WEIGHT: "weight_s"}
         found: dict[tuple[int, str], list[int]] = defaultdict(list)

@@ -19,7 +19,7 @@ from gpipe_compiler.runtime.schedule.actions import (
     parse_order,
 )
 from gpipe_compiler.runtime.schedule.clock import needs_of
-from gpipe_compiler.runtime.schedule.waiting import waiting
+from gpipe_compiler.runtime.schedule.joint import waiting
 
 
 def drawn(orders, crossings, joint):

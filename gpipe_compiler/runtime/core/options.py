@@ -1,19 +1,14 @@
-"""What the caller of a pipeline may choose, from the words he uses."""
+"""Parses the caller's options."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-import torch
-
 from ..errors import UsageError
 from ..spec import BatchNorm, PipelineSpec, Precision, Remat
-from ..wording import counted
 from .distributed import launched
 from .typed import MOST_MICROBATCHES, SEEDS
 
@@ -28,7 +23,7 @@ class TransportKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class ExecutionOptions:
     """How the stages compute.
 
     Attributes:
@@ -58,12 +53,12 @@ def chosen(kind: type[Choice], what: str, word: Choice | str | None, planned: Ch
         raise UsageError(f"there is no {what} {word!r}; there are {known}") from error
 
 
-def manner(
+def execution_options(
     spec: PipelineSpec,
     batchnorm: BatchNorm | str | None,
     precision: Precision | str | None,
     remat: Remat | str | None,
-) -> Manner:
+) -> ExecutionOptions:
     """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
 
     Raises:
@@ -77,7 +72,7 @@ def manner(
             f"{spec.unlike[computed_in]}",
             hint=f"compile it with --precision {computed_in.value}",
         )
-    return Manner(
+    return ExecutionOptions(
         chosen(BatchNorm, "batchnorm", batchnorm, spec.batchnorm),
         computed_in,
         tuple(chosen(Remat, "remat", remat, stage.remat) for stage in spec.stages),
@@ -92,57 +87,6 @@ def transport_kind(transport: TransportKind | str | None) -> TransportKind:
     """
     natural = TransportKind.DISTRIBUTED if launched() else TransportKind.LOCAL
     return chosen(TransportKind, "transport", transport, natural)
-
-
-def listed_devices(
-    devices: Sequence[torch.device | str] | torch.device | str | None,
-) -> tuple[torch.device, ...]:
-    """The devices that were named, none for None.
-
-    Raises:
-        UsageError: when torch knows no such device.
-    """
-    if devices is None:
-        return ()
-    listed = [devices] if isinstance(devices, torch.device | str) else devices
-    try:
-        return tuple(torch.device(device) for device in listed)
-    except RuntimeError as error:
-        raise UsageError(str(error).splitlines()[0]) from error
-
-
-def own_device(given: Sequence[torch.device]) -> torch.device | None:
-    """This rank's device among those given for all ranks.
-
-    Raises:
-        UsageError: when several were given, and not one for every rank.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    if len(given) > 1 and rank >= len(given):
-        raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
-    own = given[rank] if len(given) > 1 else given[0] if given else None
-    return None if own is None else there(own)
-
-
-def there(device: torch.device) -> torch.device:
-    """The same device.
-
-    Raises:
-        UsageError: when this machine, or this torch, has none such.
-    """
-    if device.type == "cuda":  # where asking for memory would begin to use it
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        lacking = (device.index or 0) >= found
-        why = f"torch finds {counted(found, 'GPU')}"
-    else:
-        try:
-            torch.empty(0, device=device)
-            lacking, why = False, ""
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            lacking, why = True, (str(error).splitlines() or [""])[0]
-    if lacking:
-        raise UsageError(f"there is no device {device} here: {why}", hint="name others: cpu")
-    return device
 
 
 def refuse_parts(spec: PipelineSpec, parts: int) -> None:

@@ -1,11 +1,4 @@
-"""Clipping gradients by their norm over all stages, as torch.nn.utils.clip_grad_norm_ does.
-
-Torch takes the norm of the gradients' norms. The norm of each gradient is told by one rank: the one
-that holds the first stage with the parameter, in the first replica. So a tied parameter counts
-once, and the norms come together in the order of stages whatever rank holds them. The total is
-computed on one rank: on another kind of processor it could differ in its last bit, and the copies
-of a tied parameter would drift apart.
-"""
+"""Scaling and clipping of gradients, over all stages and ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +8,87 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..errors import AgreedError
-from ..spec import PipelineSpec
-from .distributed import DTYPES
-from .scaler import OverRanks, alone
+from ..errors import AgreedError, UsageError
+from ..spec import PipelineSpec, Precision
+from .distributed import DTYPES, OverRanks, alone
+from .local_stages import LocalStages
+from .options import ExecutionOptions
+from .topology import Topology
+
+
+def make_scaler(
+    spec: PipelineSpec, topology: Topology, stages: LocalStages, options: ExecutionOptions
+) -> PipelineScaler:
+    """What scales the loss, in fp16; elsewhere it does nothing.
+
+    It holds no pipeline, whose threads end when it is forgotten.
+
+    Raises:
+        UsageError: when that is asked for and weights are in fp16 themselves.
+    """
+    enabled = options.precision is Precision.FP16 and spec.loss is not None
+    if enabled:
+        check_weights(stages.modules)
+    return PipelineScaler(topology.device, enabled=enabled, over_ranks=topology.over_ranks)
+
+
+class PipelineScaler(torch.amp.GradScaler):
+    """A GradScaler whose decisions are those of all ranks; they all make the same calls.
+
+    Used as torch's own, but for `scale`: the pipeline scales its losses itself.
+
+        pipe.step(inputs, target)
+        pipe.scaler.unscale_(optimizer)     # only before clipping
+        pipe.clip_grad_norm_(1.0)
+        pipe.scaler.step(optimizer)
+        pipe.scaler.update()
+
+    Disabled it does nothing but `optimizer.step()`, so the same loop serves every precision.
+
+    Args:
+        device: where the scale is kept.
+    """
+
+    def __init__(
+        self, device: torch.device, *, enabled: bool, over_ranks: OverRanks = alone
+    ) -> None:
+        super().__init__(device.type, enabled=enabled)
+        self._over_ranks = over_ranks
+        if self._enabled:
+            # torch waits for the first call of `scale`, which nobody makes here.
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Every way to a step leads through here, once for each optimizer."""
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        here = torch.stack(
+            [found_inf, *(one.to(found_inf.device) for one in found.values())]
+        ).amax()
+        anywhere = self._over_ranks(here, "whether gradients have overflowed")
+        return {found_inf.device: (anywhere > 0).to(found_inf)}
+
+
+def check_weights(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse weights whose gradients are in fp16 themselves: they cannot be unscaled.
+
+    Raises:
+        UsageError: naming one of them.
+    """
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype is torch.float16:
+                raise UsageError(
+                    f"{name} of stage {stage} is fp16 itself, so its gradients are too, and no "
+                    "gradient scaler takes those",
+                    hint="keep the weights in fp32 under --precision fp16, or train in fp32",
+                )
+
 
 _SPARSE = -1.0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_compiler.runtime.core import gpus, meeting
+from gpipe_compiler.runtime.core import devices, rendezvous
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def agreed(found: list[str]) -> set[str]:
     store = dist.HashStore()
     with ThreadPoolExecutor(len(found)) as pool:
         answers = pool.map(
-            lambda rank: meeting._agreed_backend(store, rank, len(found), found[rank]),
+            lambda rank: rendezvous._agreed_backend(store, rank, len(found), found[rank]),
             range(len(found)),
         )
         return set(answers)
@@ -65,11 +65,11 @@ def test_a_gpu_is_told_from_others_on_all_hosts(monkeypatch: pytest.MonkeyPatch)
     }
     told = []
     for (host, _), found in machines.items():
-        monkeypatch.setattr(gpus, "this_host", lambda host=host: host)
+        monkeypatch.setattr(devices, "this_host", lambda host=host: host)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
-        told.append(gpus.identity(torch.device("cuda", 0)))
+        told.append(devices.identity(torch.device("cuda", 0)))
 
     first, second, piece, *others = told
     assert first == piece
     assert len({first, second, *others}) == 5
-    assert gpus.identity(CPU) == ""
+    assert devices.identity(CPU) == ""

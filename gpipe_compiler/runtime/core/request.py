@@ -41,7 +41,7 @@ class RandomKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StepRequest:
     """One run of a program: what to compute, and what to keep of it.
 
     Attributes:

@@ -1,13 +1,14 @@
-"""Parameters that several stages own: one value, one gradient."""
+"""The stages of a process, and their state under the model's own names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from ..errors import UsageError
 from ..spec import PipelineSpec
 
 Exchange = Callable[[str, torch.Tensor], torch.Tensor]
@@ -158,3 +159,120 @@ def alias_buffers(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> None:
 def canonical_first(shared: Sequence[SharedParameter]) -> frozenset[int]:
     """Identities of the owners that are not given out."""
     return frozenset(id(owner) for item in shared for owner in item.owners[1:])
+
+
+def named_tensors(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
+    """What `state_dict()` of the model would hold of these stages, tied names included."""
+    state: dict[str, torch.Tensor] = {}
+    for index, module in modules.items():
+        names = spec.stages[index].renamed
+        for own, tensor in module.state_dict().items():
+            state.setdefault(names.get(own, own), tensor)
+    for alias, name in spec.aliases.items():
+        if name in state:
+            state[alias] = state[name]
+    return state
+
+
+def copy_into(
+    spec: PipelineSpec,
+    modules: Mapping[int, nn.Module],
+    state: Mapping[str, torch.Tensor],
+    *,
+    strict: bool,
+) -> None:
+    """Copy tensors into the stages that hold them.
+
+    Raises:
+        UsageError: naming what is missing, unknown, or of another shape; nothing is copied then.
+    """
+    canonical = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
+    problems = []
+    copies = []
+    for index, module in modules.items():
+        names = spec.stages[index].renamed
+        for own, tensor in module.state_dict().items():
+            name = names.get(own, own)
+            if name not in canonical:
+                problems.append(f"{name} is missing")
+            elif canonical[name].shape != tensor.shape:
+                problems.append(
+                    f"{name} has shape {tuple(canonical[name].shape)}, not {tuple(tensor.shape)}"
+                )
+            else:
+                copies.append((tensor, canonical[name]))
+    known = {name for stage in spec.stages for name in stage.state.values()}
+    problems.extend(f"{name} is unknown" for name in canonical if name not in known)
+    wrong = problems if strict else [text for text in problems if "shape" in text]
+    if wrong:
+        listing = "; ".join(dict.fromkeys(wrong))
+        raise UsageError(f"these weights do not fit {spec.name}: {listing}")
+    with torch.no_grad():
+        for target, source in copies:
+            target.copy_(source)
+
+
+class LocalStages:
+    """The stages of a process.
+
+    Attributes:
+        modules: by the stage's number.
+        shared: parameters that several stages own, at least one of them here.
+    """
+
+    def __init__(self, spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> None:
+        self.spec = spec
+        self.modules = modules
+        self.shared = shared_parameters(spec, modules)
+        alias_buffers(spec, modules)
+        self._no_parameter = nn.Parameter(torch.empty(0))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under the model's own names, each once."""
+        hidden = canonical_first(self.shared)
+        seen: set[str] = set()
+        for index, module in self.modules.items():
+            names = self.spec.stages[index].renamed
+            for own, parameter in module.named_parameters():
+                name = names.get(own, own)
+                if id(parameter) not in hidden and name not in seen:
+                    seen.add(name)
+                    yield name, parameter
+
+    def unshared(self) -> dict[int, tuple[nn.Parameter, ...]]:
+        """The parameters of each stage that no other stage owns, by the stage's number."""
+        owned = {id(owner) for item in self.shared for owner in item.owners}
+        return {
+            index: tuple(x for x in module.parameters() if id(x) not in owned)
+            for index, module in self.modules.items()
+        }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, each once, and an empty one besides where none is trained."""
+        found = [parameter for _, parameter in self.named_parameters()]
+        if not any(parameter.requires_grad for parameter in found):
+            found.append(self._no_parameter)
+        return iter(found)
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers under the model's own names, each once."""
+        seen: set[str] = set()
+        for index, module in self.modules.items():
+            names = self.spec.stages[index].renamed
+            for own, buffer in module.named_buffers():
+                name = names.get(own, own)
+                if name not in seen:
+                    seen.add(name)
+                    yield name, buffer
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As the model's own `state_dict` would name it, tied names included."""
+        return named_tensors(self.spec, self.modules)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+        """Copy tensors in.
+
+        Raises:
+            UsageError: naming what is missing, unknown, or of another shape; nothing is copied.
+        """
+        copy_into(self.spec, self.modules, state, strict=strict)

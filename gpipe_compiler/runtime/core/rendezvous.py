@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import time
 import uuid
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +20,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import TransportError
-from .gpus import identity
+from .devices import identity
 
 _PAUSE_S = 0.01
 
 
-def meet(device: torch.device, timeout_s: float) -> None:
+def join_process_group(device: torch.device, timeout_s: float) -> None:
     """Make the process group of all ranks: NCCL where each has a GPU of its own, gloo elsewhere.
 
     Raises:
@@ -95,3 +98,48 @@ def _agreed_name(store: distributed_c10d.Store, rank: int, size: int, timeout_s:
             raise RuntimeError(f"rank 0 hears nothing of rank {missing}")
         time.sleep(_PAUSE_S if waiting else 0)
     return own
+
+
+class Collectives:
+    """The process groups of this process, and collectives among some of its ranks.
+
+    Where the threads of gloo let go of the last tensor of a collective after the interpreter has
+    begun to end, they abort the process ("terminate called without an active exception"). They end
+    with the last reference to their group. So nobody else keeps one, and `close`, or at the latest
+    the beginning of the interpreter's end, drops it.
+
+    Args:
+        owns_world: whether the process group of all ranks is to be taken down too.
+    """
+
+    def __init__(self, *, owns_world: bool) -> None:
+        self._owns_world = owns_world
+        self._groups: list[dist.ProcessGroup] = []
+        self._finalizer = weakref.finalize(self, _leave, self._groups)
+
+    def join(self, groups: Sequence[Sequence[int]], own: int, timeout_s: float) -> None:
+        """Make the groups of these ranks; of the first with the rank `own`, this one is a member.
+
+        All ranks call it with the same groups.
+        """
+        for ranks in groups:
+            made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            if own in ranks:
+                self._groups.append(made)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Start to sum a tensor, in place, over the ranks of the group."""
+        return dist.all_reduce(tensor, group=self._groups[0], async_op=True)
+
+    def close(self) -> None:
+        """Leave the process groups, after all that was begun has ended."""
+        self._finalizer()
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _leave(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UsageError
 from ..spec import LossTerm, PipelineSpec, Reduction
 from ..wording import said
-from .job import Values
+from .request import Values
 from .weights import Weights, build_stage
 
 Counts: TypeAlias = tuple[float, ...]

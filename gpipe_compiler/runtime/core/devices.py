@@ -1,0 +1,128 @@
+"""The devices that this process computes on: those named, those there, those planned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import UsageError
+from ..wording import counted
+from .same_host import this_host
+
+_PLACE = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+
+
+def gpu_count() -> int:
+    """How many there are."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def identity(device: torch.device) -> str:
+    """What tells a GPU from any other, on any host and whatever its number here; empty for others.
+
+    Slices of one GPU are one: NCCL goes by the place on the bus too.
+    """
+    if device.type != "cuda":
+        return ""
+    facts = torch.cuda.get_device_properties(device)
+    place = [getattr(facts, name, None) for name in _PLACE]
+    return f"{this_host()} {facts.uuid if None in place else place}"
+
+
+def listed_devices(
+    devices: Sequence[torch.device | str] | torch.device | str | None,
+) -> tuple[torch.device, ...]:
+    """The devices that were named, none for None.
+
+    Raises:
+        UsageError: when torch knows no such device.
+    """
+    if devices is None:
+        return ()
+    listed = [devices] if isinstance(devices, torch.device | str) else devices
+    try:
+        return tuple(torch.device(device) for device in listed)
+    except RuntimeError as error:
+        raise UsageError(str(error).splitlines()[0]) from error
+
+
+def own_device(given: Sequence[torch.device]) -> torch.device | None:
+    """This rank's device among those given for all ranks.
+
+    Raises:
+        UsageError: when several were given, and not one for every rank.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if len(given) > 1 and rank >= len(given):
+        raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
+    own = given[rank] if len(given) > 1 else given[0] if given else None
+    return None if own is None else there(own)
+
+
+def there(device: torch.device) -> torch.device:
+    """The same device.
+
+    Raises:
+        UsageError: when this machine, or this torch, has none such.
+    """
+    if device.type == "cuda":  # where asking for memory would begin to use it
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        lacking = (device.index or 0) >= found
+        why = f"torch finds {counted(found, 'GPU')}"
+    else:
+        try:
+            torch.empty(0, device=device)
+            lacking, why = False, ""
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            lacking, why = True, (str(error).splitlines() or [""])[0]
+    if lacking:
+        raise UsageError(f"there is no device {device} here: {why}", hint="name others: cpu")
+    return device
+
+
+def default_devices(devices: int, order: Sequence[int] = ()) -> tuple[torch.device, ...]:
+    """So many workers, spread in order over the GPUs; without any, on the CPU.
+
+    Args:
+        order: for each worker the GPU that was planned; followed where these are all there.
+    """
+    count = gpu_count()
+    if not count:
+        return (torch.device("cpu"),) * devices
+    if len(order) == devices and max(order) < count:
+        return tuple(torch.device("cuda", number) for number in order)
+    used = min(count, devices)
+    return tuple(torch.device("cuda", number * used // devices) for number in range(devices))
+
+
+def device_of_rank(named: torch.device | None, order: Sequence[int] = ()) -> torch.device:
+    """Where this rank computes: as named, "cuda" being the GPU of its local rank.
+
+    Args:
+        order: as planned, for each device of the pipeline, its number among those of the machine,
+            or host by host of all machines.
+    """
+    count = gpu_count()
+    device = torch.device("cuda", gpu_of_rank(order, count)) if count else torch.device("cpu")
+    return device if named in (None, torch.device(device.type)) else named
+
+
+def gpu_of_rank(order: Sequence[int], count: int) -> int:
+    """The number of this rank's GPU, of `count` on its host.
+
+    As planned, the replicas one after another. Where that does not give each rank of this host a
+    GPU of its own here, in order.
+    """
+    rank, local, beside = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    if order:
+        host = (rank - local) // beside
+        places = (divmod(rank - local + own, len(order)) for own in range(beside))
+        planned = [order[place] + replica * len(order) - host * count for replica, place in places]
+        if len(set(planned)) == beside and all(0 <= number < count for number in planned):
+            return planned[local]
+    return local % count
