@@ -134,17 +134,10 @@ def planned(
     policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0)
     planner = Planner(graph, Cluster.of(device, PCIE3))
     prepared = planner.prepare(microbatches, policy)
-    setting = setting_for(planner.cluster, devices, microbatches, policy, training=True)
-    builder = CandidateBuilder.of(
-        prepared.graph,
-        prepared.costs,
-        planner.cluster.sized(len(setting.seats)),
-        setting,
-        policy,
-        WORK // SHARE,
-        constraints,
-        prepared.facts,
-    )
+    choice = planner.choose(devices, microbatches, policy)
+    setting = setting_for(planner.cluster, choice, policy, training=True)
+    cluster = planner.cluster.sized(len(setting.seats))
+    builder = CandidateBuilder.of(prepared, cluster, setting, policy, constraints, WORK // SHARE)
     found = choose_exactly(builder, remat, policy.data_parallel).memory
     return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)
 

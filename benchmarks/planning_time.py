@@ -70,10 +70,11 @@ def one(ops: int, stages: int, schedule: ScheduleKind, *, repeats: bool) -> dict
     begun = time.process_time()
     prepared = planner.prepare(MICROBATCHES, policy)
     described = time.process_time()
-    planner.plan(planner.choose(stages, MICROBATCHES, policy), policy)
+    choice = planner.choose(stages, MICROBATCHES, policy)
+    planner.plan(choice, policy)
     planned = time.process_time()
     problem = problem_of(prepared.facts, prepared.costs[1:], OptimizerKind.SGD)
-    cut(problem, setting_for(cluster, stages, MICROBATCHES, policy, training=True))
+    cut(problem, setting_for(cluster, choice, policy, training=True))
     return {
         "ops": len(prepared.graph.ops),
         "describe": described - begun,

@@ -18,8 +18,7 @@ from gpipe_compiler.onnx.validate_exported import validate_exported
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.planner.batch_outputs import check_rows
-from gpipe_compiler.planner.one_piece import in_one_piece
+from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of

@@ -28,9 +28,9 @@ from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.measure import on_kinds
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.planner.batch_outputs import check_rows
-from gpipe_compiler.planner.one_piece import in_one_piece
-from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner, Prepared
+from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
+from gpipe_compiler.planner.cut_problem import Prepared
+from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.targets.planning import plan_as_asked
 from gpipe_compiler.validate.launching import Launch

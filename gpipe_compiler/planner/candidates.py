@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import Policy, RematChoice
-from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.ground import Known
@@ -28,10 +26,10 @@ from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.planner.constrain import constrain
-from gpipe_compiler.planner.cut_problem import Facts, StageTable, problem_of, tabulate
+from gpipe_compiler.planner.cut_problem import Facts, Prepared, problem_of
 from gpipe_compiler.planner.predict import predict, shared
-from gpipe_compiler.planner.remat import DeviceRematOptions, RematOption, runs, ways, ways_by_calls
-from gpipe_compiler.planner.stage_contents import stage_of_cut
+from gpipe_compiler.planner.remat import RematOption, RematOptions, runs
+from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate
 from gpipe_compiler.runtime.core.full_batch import joint_of
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Remat
@@ -88,15 +86,14 @@ class CandidateBuilder:
     Attributes:
         setting: in which nothing is recomputed.
         cluster: whose devices the seats of the setting are.
-        costs: on each kind of device of the cluster.
         work, prove: of every cut, as in `passes.cut.cut`.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
         inside: the share of the best time that may be given for cuts which open fewer modules.
+        remats: what stages can do to recompute.
         cuts: those made so far, by groups, the stages that recompute, what the seats hold, and
             that share.
         known: what they have found out about the graph.
-        ways: what stages can do, by their ops, the seconds they take, and how it was looked for.
     """
 
     facts: Facts
@@ -104,56 +101,50 @@ class CandidateBuilder:
     setting: Setting
     cluster: Cluster
     optimizer: AnyOptimizer
-    costs: tuple[Costs, ...]
     work: int
     prove: bool
     whole: frozenset[str]
     random: bool
-    inside: float = 0.0
+    inside: float
+    remats: RematOptions
     cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
     known: Known = field(default_factory=Known, compare=False)
-    ways: dict[Hashable, list[tuple[RematOption, ...]]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
         cls,
-        graph: Graph,
-        costs: Sequence[Costs],
+        prepared: Prepared,
         cluster: Cluster,
         setting: Setting,
         policy: Policy,
-        work: int,
         constraints: Constraints = NO_CONSTRAINTS,
-        facts: Facts | None = None,
+        work: int = WORK,
     ) -> CandidateBuilder:
-        """The problem of an annotated graph.
-
-        Args:
-            costs: on each kind of device of the cluster.
-            facts: those of the graph and the first of the costs, where they are known.
+        """The problem of a graph.
 
         Raises:
-            ModelError: naming an op that cannot run.
             UsageError: for constraints that cannot be met.
         """
-        training = graph.loss is not None
-        facts = facts or Facts.of(graph, costs[0])
+        graph, facts, costs = prepared.graph, prepared.facts, prepared.costs
         whole: frozenset[str] = frozenset()
-        if policy.batchnorm is BatchNorm.EXACT and training and setting.microbatches > 1:
+        exact = policy.batchnorm is BatchNorm.EXACT and graph.loss is not None
+        if exact and setting.microbatches > 1:
             whole = mixing_ops(graph) | facts.effects.state_writes.keys()
         problem = problem_of(facts, costs[1:], policy.optimizer)
+        seconds = tuple({n: op.forward_s for n, op in cost.ops.items()} for cost in costs)
+        most = FEW if work < WORK else MANY
         return cls(
-            facts,
-            constrain(problem, facts, constraints, setting.stages),
-            setting,
-            cluster,
-            policy.optimizer,
-            tuple(costs),
-            work,
-            policy.prove and work >= WORK,
-            whole,
-            bool(whole and random_ops(graph)),
-            policy.cut_inside,
+            facts=facts,
+            problem=constrain(problem, facts, constraints, setting.stages),
+            setting=setting,
+            cluster=cluster,
+            optimizer=policy.optimizer,
+            work=work,
+            prove=policy.prove and work >= WORK,
+            whole=whole,
+            random=bool(whole and random_ops(graph)),
+            inside=policy.cut_inside,
+            remats=RematOptions(facts, seconds, setting.splits_backward, most),
         )
 
     def facts_of(self, candidate: Candidate) -> Facts:
@@ -330,7 +321,8 @@ class CandidateBuilder:
         whole: dict[int, RematOption] = {}
         for device, seat in enumerate(candidate.found.seats):
             memory = self.setting.seats[seat].memory
-            for known in self._levels(candidate, device):
+            order, kind = candidate.orders[device], self._kind(candidate, device)
+            for known in self.remats.levels(candidate.stages, order, candidate.joint, kind):
                 fits, found = known.fastest(memory, tuple(Remat))
                 whole.update(known.fastest(memory, _WHOLE)[1])
                 if fits:
@@ -344,63 +336,8 @@ class CandidateBuilder:
         stages = (taken[stage.index].of(stage, split=split) for stage in candidate.stages)
         return self._draft(candidate.found, candidate.table, tuple(stages))
 
-    def _levels(self, candidate: Candidate, device: int) -> Iterator[DeviceRematOptions]:
-        """What the stages of a device can do, with segments further and further inside."""
-        order = candidate.orders[device]
-        numbers = {action.stage for action in order}
-        calls = {n: self._ways_by_calls(candidate, n, device) for n in numbers}
-        most = FEW if self.work < WORK else MANY
-        split = self.setting.splits_backward
-        for level in range(max(map(len, calls.values()))):
-            known = {
-                n: found[min(level, len(found) - 1)]
-                if found
-                else self._ways_of(candidate, n, device, most)
-                for n, found in calls.items()
-            }
-            yield DeviceRematOptions.of(
-                order, candidate.joint, candidate.stages, known, split=split
-            )
-        yield self._ways(candidate, device, most)
-
-    def _ways(self, candidate: Candidate, device: int, most: int) -> DeviceRematOptions:
-        """All that the stages of a device can do.
-
-        Args:
-            most: places of each stage to look at (`passes.remat.choices`).
-        """
-        order = candidate.orders[device]
-        numbers = {action.stage for action in order}
-        known = {n: self._ways_of(candidate, n, device, most) for n in numbers}
-        split = self.setting.splits_backward
-        return DeviceRematOptions.of(order, candidate.joint, candidate.stages, known, split=split)
-
-    def _ways_of(
-        self, candidate: Candidate, number: int, device: int, most: int
-    ) -> tuple[RematOption, ...]:
-        """What a stage can do on a device, with segments of any ops."""
-        stage, kind = candidate.stages[number], self._kind(candidate, device)
-        key: Hashable = stage.ops, stage.forward_s, kind, most
-        if key not in self.ways:
-            self.ways[key] = [ways(self.facts, stage, self._forwards(kind), most)]
-        return self.ways[key][0]
-
-    def _ways_by_calls(
-        self, candidate: Candidate, number: int, device: int
-    ) -> list[tuple[RematOption, ...]]:
-        """The same with segments that are whole calls of modules, further and further inside."""
-        stage, kind = candidate.stages[number], self._kind(candidate, device)
-        key: Hashable = stage.ops, stage.forward_s, kind
-        if key not in self.ways:
-            self.ways[key] = ways_by_calls(self.facts, stage, self._forwards(kind))
-        return self.ways[key]
-
     def _kind(self, candidate: Candidate, device: int) -> int:
         return self.setting.seats[candidate.found.seats[device]].kind
-
-    def _forwards(self, kind: int) -> dict[str, float]:
-        """Seconds of every op's forward on a kind of device."""
-        return {name: op.forward_s for name, op in self.costs[kind].ops.items()}
 
     def with_frontiers(self, candidate: Candidate, choice: RematChoice) -> Candidate:
         """The same, with every stage's frontier of time against memory; for a plan to be used.
@@ -412,8 +349,10 @@ class CandidateBuilder:
         if self.facts.graph.loss is None or self.work < WORK:
             return candidate
         stages = list(candidate.stages)
-        for device in range(len(candidate.orders)):
-            known = self._ways(candidate, device, MANY if choice is RematChoice.AUTO else FEW)
+        most = MANY if choice is RematChoice.AUTO else FEW
+        for device, order in enumerate(candidate.orders):
+            kind = self._kind(candidate, device)
+            known = self.remats.all(candidate.stages, order, candidate.joint, kind, most)
             for stage in known.stages:
                 stages[stage.index] = dataclasses.replace(
                     stages[stage.index], frontier=known.frontier(stage.index)

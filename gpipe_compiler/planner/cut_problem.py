@@ -1,28 +1,26 @@
-"""States a graph as a cut problem, and turns the answer into what each stage takes and gives."""
+"""States a graph as a cut problem: all that is known of it and bears on where it is cut."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from gpipe_compiler.errors import PlanError
-from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, ModuleCall, Op, ValueKind
+from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, ModuleCall, Op
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.modules import ModuleNodes, module_calls
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
-from gpipe_compiler.passes.duplicate import BatchMultiple, closure, duplicable, shape_values
+from gpipe_compiler.passes.duplicate import BatchMultiple, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
 from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
-from gpipe_compiler.runtime.spec import Crossing, OptimizerKind
+from gpipe_compiler.runtime.spec import OptimizerKind
 
 _MOST_OF_IT = 0.6
 """The share of the work from which on a stage has far too much, if it is twice an even one."""
@@ -208,6 +206,29 @@ class Facts:
         return () if op.name in self.duplicable and shapes_only else op.inputs
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A graph at the size of one micro-batch.
+
+    Attributes:
+        costs: on each kind of device of the cluster.
+        facts: with the first of the costs.
+    """
+
+    graph: Graph
+    costs: tuple[Costs, ...]
+    facts: Facts
+
+    @classmethod
+    def of(cls, graph: Graph, costs: Sequence[Costs], plain: Graph | None = None) -> Prepared:
+        """An annotated graph, and how it was before any op wrote in place that need not.
+
+        Raises:
+            ModelError: naming an op that cannot run.
+        """
+        return cls(graph, tuple(costs), Facts.of(graph, costs[0], plain))
+
+
 def problem_of(
     facts: Facts,
     other_kinds: Sequence[Costs] = (),
@@ -298,173 +319,4 @@ def _traffic(facts: Facts, index: Mapping[str, int]) -> list[Traffic]:
                     size if gradient else 0,
                 )
             )
-    return found
-
-
-@dataclass(frozen=True)
-class StageTable:
-    """What every stage runs, takes and gives.
-
-    Attributes:
-        ops: per stage, in the order of the graph, those that serve only the loss last.
-        duplicates: those of `ops` that are computed in every stage that needs them.
-        inputs: per stage, what it reads and does not make, in order of first use.
-        outputs: per stage, what it makes for others, in the order it makes them.
-        crossings: in the order of the graph.
-    """
-
-    ops: tuple[tuple[str, ...], ...]
-    duplicates: tuple[tuple[str, ...], ...]
-    inputs: tuple[tuple[str, ...], ...]
-    outputs: tuple[tuple[str, ...], ...]
-    crossings: tuple[Crossing, ...]
-
-
-def tabulate(facts: Facts, stage_of: Mapping[str, int], stages: int) -> StageTable:
-    """The tables of an assignment.
-
-    A value made in stage a and read in b > a crosses from a to b; so does an input of the graph
-    that is read in b > 0, from stage 0. It brings a gradient back when it needs one and the loss
-    depends on what some op of a target makes of it, through values that need a gradient.
-
-    Args:
-        stage_of: the stage of every op in `facts.kept`.
-
-    Raises:
-        PlanError: when an op would need a value of a later stage, or one that cannot be sent.
-    """
-    graph = facts.graph
-    assigned = _with_duplicates(facts, stage_of, stages)
-    order = {op.name: position for position, op in enumerate(graph.ops)}
-    late = graph.loss_only
-    ops = tuple(
-        tuple(sorted(names, key=lambda name: (name in late, order[name]))) for names in assigned
-    )
-    made = [{value for name in names for value in graph.op_of[name].outputs} for names in ops]
-    inputs = tuple(_taken(facts, names, made[stage]) for stage, names in enumerate(ops))
-    crossings = tuple(_crossings(facts, stage_of, ops, inputs))
-    sent = {(crossing.value, crossing.source) for crossing in crossings}
-    owned = _owners(facts, assigned)
-    outputs = tuple(
-        tuple(
-            value
-            for name in names
-            for value in graph.op_of[name].outputs
-            if (value, stage) in sent
-            or owned.get(value) == stage
-            or (name not in late and value in _for_loss(facts, names))
-        )
-        for stage, names in enumerate(ops)
-    )
-    duplicates = tuple(tuple(n for n in names if n in facts.duplicable) for names in ops)
-    return StageTable(ops, duplicates, inputs, outputs, crossings)
-
-
-def _taken(facts: Facts, names: tuple[str, ...], made: Collection[str]) -> tuple[str, ...]:
-    """What the ops of a stage read and it does not make.
-
-    An input of the graph is added where an op asks for the number of samples and nothing else of
-    what the stage is given tells it; not a target, as inference has none.
-    """
-    graph = facts.graph
-    ops = [graph.op_of[name] for name in names]
-    read = dict.fromkeys(v for op in ops for v in facts.reads(op) if v not in made)
-    asked = any(facts.asks_batch(op) and not set(op.inputs) <= set(made) for op in ops)
-    if asked and not any(map(facts.tells_batch, read)):
-        telling = (
-            source.name
-            for source in graph.inputs
-            if source.path[0] != "target" and facts.tells_batch(source.name)
-        )
-        read.update(dict.fromkeys(itertools.islice(telling, 1)))
-    return tuple(read)
-
-
-def _with_duplicates(
-    facts: Facts, stage_of: Mapping[str, int], stages: int
-) -> list[frozenset[str]]:
-    """The ops of every stage; what only the caller wants of duplicable ops is on the last one."""
-    graph = facts.graph
-    assigned: list[set[str]] = [set() for _ in range(stages)]
-    for op in facts.kept:
-        assigned[stage_of[op.name]].add(op.name)
-    found = [names | closure(graph, facts.effects, facts.duplicable, names) for names in assigned]
-    present = frozenset().union(*found)
-    wanted = (*graph.output_values, *((graph.loss.value,) if graph.loss is not None else ()))
-    missing = {
-        maker.name
-        for value in wanted
-        if (maker := graph.producer.get(value)) is not None and maker.name not in present
-    }
-    found[-1] |= missing | closure(graph, facts.effects, facts.duplicable, missing)
-    return [frozenset(names) for names in found]
-
-
-def _owners(facts: Facts, assigned: list[frozenset[str]]) -> dict[str, int]:
-    """The stage that hands each output of the model (and a loss that is made with them) over."""
-    graph = facts.graph
-    wanted = list(graph.output_values)
-    if graph.loss is not None:
-        maker = graph.producer.get(graph.loss.value)
-        if maker is None or maker.name not in graph.loss_only:
-            wanted.append(graph.loss.value)
-    owned: dict[str, int] = {}
-    for value in wanted:
-        maker = graph.producer.get(value)
-        if maker is not None:
-            owned[value] = next(s for s, names in enumerate(assigned) if maker.name in names)
-    return owned
-
-
-def _for_loss(facts: Facts, names: tuple[str, ...]) -> frozenset[str]:
-    """The tensors that the ops of a stage which serve only the loss read."""
-    graph = facts.graph
-    return frozenset(
-        value
-        for name in names
-        if name in graph.loss_only
-        for value in facts.reads(graph.op_of[name])
-        if graph.values[value].kind is ValueKind.TENSOR
-    )
-
-
-def _crossings(
-    facts: Facts,
-    stage_of: Mapping[str, int],
-    ops: tuple[tuple[str, ...], ...],
-    inputs: tuple[tuple[str, ...], ...],
-) -> list[Crossing]:
-    graph = facts.graph
-    targets: dict[str, list[int]] = {}
-    for stage, values in enumerate(inputs):
-        for value in values:
-            targets.setdefault(value, []).append(stage)
-    found = []
-    held = list(map(frozenset, ops))
-    makers = [(source.name, None) for source in graph.inputs]
-    makers.extend((value, op) for op in graph.ops for value in op.outputs)  # type: ignore[misc]  # the inputs' None and an Op
-    for value, maker in makers:
-        source = 0 if maker is None else stage_of.get(maker.name, -1)
-        later = tuple(stage for stage in targets.get(value, ()) if stage != source)
-        if not later or (maker is None and later == (0,)):
-            continue
-        described = graph.values[value]
-        if source < 0 or min(later) < source or described.dtype is None:
-            raise PlanError(
-                f"the value {value} would have to go from stage {source} to stage {later[0]}",
-                location=maker.source if maker is not None else None,
-                hint="this is a fault of the compiler: an atom or a duplicate is missing",
-            )
-        readers = (op for op in graph.consumers.get(value, ()) for s in later if op.name in held[s])
-        found.append(
-            Crossing(
-                value,
-                source,
-                later,
-                described.shape,
-                described.dtype,
-                described.batch_dim,
-                any(facts.returns_gradient(value, op) for op in readers),
-            )
-        )
     return found

@@ -12,7 +12,6 @@ from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy
-from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pipeline import INPLACE, Pipeline, Setting
@@ -20,7 +19,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.batch_outputs import apart_outputs
 from gpipe_compiler.planner.constrain import check_names, ops_of
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import Prepared
 from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
@@ -33,20 +32,6 @@ def likely_microbatches(batch_size: int, stages: int) -> list[int]:
     """The divisors of the batch up to four per stage, the largest first."""
     most = max(1, MICROBATCHES_PER_STAGE * stages)
     return [count for count in range(most, 0, -1) if batch_size % count == 0]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A graph at the size of one micro-batch.
-
-    Attributes:
-        costs: on each kind of device of the cluster.
-        facts: with the first of the costs.
-    """
-
-    graph: Graph
-    costs: tuple[Costs, ...]
-    facts: Facts
 
 
 Analysis: TypeAlias = Callable[[int, Precision], Prepared]
@@ -150,7 +135,7 @@ class Planner:
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
         plain, graph = self.described(samples, precision, in_place=in_place)
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
-        return Prepared(graph, costs, Facts.of(graph, costs[0], plain))
+        return Prepared.of(graph, costs, plain)
 
     def described(
         self, samples: int, precision: Precision, *, in_place: bool
@@ -201,16 +186,12 @@ class Planner:
         prepared = self.prepare(choice.microbatches, policy)
         exact = work >= WORK if exact_memory is None else exact_memory
         return make_plan(
-            prepared.graph,
-            stages=choice.stages,
-            microbatches=choice.microbatches,
-            batch_size=self.batch_size,
-            work=work,
-            policy=policy,
-            cluster=self.cluster,
-            costs=prepared.costs,
+            prepared,
+            choice,
+            policy,
+            self.cluster,
+            self.batch_size,
             constraints=self.constraints,
-            facts=prepared.facts,
-            devices=choice.devices,
+            work=work,
             exact_memory=exact and self.analysis is None,
         )

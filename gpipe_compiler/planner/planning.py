@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
-from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.candidates import Candidate, CandidateBuilder
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import Prepared
 from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.predict import shared
 from gpipe_compiler.runtime.schedule import lower, prove
@@ -27,31 +25,25 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 @uncollected()
 def make_plan(
-    graph: Graph,
-    *,
-    stages: int,
-    microbatches: int,
-    batch_size: int,
+    prepared: Prepared,
+    choice: Choice,
+    policy: Policy,
     cluster: Cluster,
-    costs: Sequence[Costs],
-    policy: Policy = Policy(),  # noqa: B008  # frozen
-    work: int = WORK,
+    batch_size: int,
+    *,
     constraints: Constraints = NO_CONSTRAINTS,
-    facts: Facts | None = None,
-    devices: int | None = None,
+    work: int = WORK,
     exact_memory: bool = True,
 ) -> Plan:
     """The plan with the shortest simulated step that was found.
 
     Args:
-        graph: annotated at the size of one micro-batch, as `costs` are; training when it has a
-            loss, else inference.
+        prepared: training when it has a loss, else inference.
+        choice: how many stages and micro-batches there are, and devices of the pipeline.
+        policy: all the rest, its schedule and what it recomputes among it.
         batch_size: samples of a mini-batch.
-        costs: on each kind of device of the cluster.
-        work: how much every cut may work out (`passes.cut.cut`).
         constraints: what the stages are to keep to.
-        facts: those of the graph and the first of the costs, where they are known.
-        devices: of the pipeline; None for as many as the schedule needs and there are.
+        work: how much every cut may work out (`passes.cut.cut`).
         exact_memory: whether what the devices take is found out by rehearsing the stages, which
             torch must be able to run; else it is what the search counts (`in_flight`).
 
@@ -61,23 +53,25 @@ def make_plan(
         UsageError: for no stages or no micro-batches, or constraints that cannot be met.
         PlanError: when the batch does not split, or there are more stages than ops.
     """
-    size = microbatch_size(batch_size, microbatches, policy.data_parallel)
-    for cost in costs:
-        _check_annotated(graph, cost, size, policy)
-    _check_outputs(graph, microbatches)
+    graph = prepared.graph
+    _check_annotated(
+        prepared, microbatch_size(batch_size, choice.microbatches, policy.data_parallel)
+    )
+    _check_precision(graph, policy)
+    _check_outputs(graph, choice.microbatches)
     training = graph.loss is not None
-    setting = setting_for(cluster, stages, microbatches, policy, training=training, devices=devices)
+    setting = setting_for(cluster, choice, policy, training=training)
     cluster = cluster.sized(len(setting.seats))
-    builder = CandidateBuilder.of(graph, costs, cluster, setting, policy, work, constraints, facts)
-    choice = policy.remat if graph.loss is not None else RematChoice.NONE
+    builder = CandidateBuilder.of(prepared, cluster, setting, policy, constraints, work)
+    remat = policy.remat if training else RematChoice.NONE
     if exact_memory:
-        exact = choose_exactly(builder, choice, policy.data_parallel)
+        exact = choose_exactly(builder, remat, policy.data_parallel)
         candidate, programs = exact.candidate, exact.layout.programs if training else None
-        prediction = with_memory(candidate.prediction, exact.memory, stages)
+        prediction = with_memory(candidate.prediction, exact.memory, choice.stages)
     else:
-        candidate = builder.choose(choice)
+        candidate = builder.choose(remat)
         prediction, programs = candidate.prediction, None
-    candidate = builder.with_frontiers(candidate, choice)
+    candidate = builder.with_frontiers(candidate, remat)
     graph = builder.facts_of(candidate).graph
     _prove(graph, candidate, setting, programs)
     return Plan(
@@ -85,12 +79,12 @@ def make_plan(
         stages=candidate.stages,
         crossings=candidate.table.crossings,
         schedule=policy.schedule,
-        microbatches=microbatches,
+        microbatches=choice.microbatches,
         batch_size=batch_size,
-        training=graph.loss is not None,
+        training=training,
         orders=candidate.orders,
         cluster=cluster,
-        cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
+        cost_source="; ".join(dict.fromkeys(cost.source for cost in prepared.costs)),
         prediction=prediction,
         batchnorm=policy.batchnorm,
         precision=policy.precision,
@@ -106,14 +100,20 @@ def make_plan(
     )
 
 
-def _check_annotated(graph: Graph, costs: Costs, size: int, policy: Policy) -> None:
-    """Raises UsageError when the graph or its costs are for another size or precision."""
-    if graph.batch_size != size or costs.batch_size != size:
-        raise UsageError(
-            f"the graph is annotated for {graph.batch_size} samples and costed for "
-            f"{costs.batch_size}, but a micro-batch has {size}",
-            hint="run passes.shapes.annotate and the costs at the size of a micro-batch",
-        )
+def _check_annotated(prepared: Prepared, size: int) -> None:
+    """Raises UsageError when the graph or its costs are for another size of micro-batch."""
+    samples = prepared.graph.batch_size
+    for costs in prepared.costs:
+        if samples != size or costs.batch_size != size:
+            raise UsageError(
+                f"the graph is annotated for {samples} samples and costed for "
+                f"{costs.batch_size}, but a micro-batch has {size}",
+                hint="run passes.shapes.annotate and the costs at the size of a micro-batch",
+            )
+
+
+def _check_precision(graph: Graph, policy: Policy) -> None:
+    """Raises UsageError when the graph is for another precision."""
     if graph.precision is not policy.precision:
         raise UsageError(
             f"the graph is annotated for {graph.precision.value}, but the plan is to be for "
@@ -158,27 +158,15 @@ def _prove(graph: Graph, candidate: Candidate, setting: Setting, programs: Progr
     prove(programs, placement, crossings, candidate.joint)
 
 
-def setting_for(
-    cluster: Cluster,
-    stages: int,
-    microbatches: int,
-    policy: Policy,
-    *,
-    training: bool,
-    devices: int | None = None,
-) -> Setting:
-    """What a cut into so many stages is for, in which nothing is recomputed.
-
-    Args:
-        devices: of the pipeline; None for as many as the schedule needs and there are.
+def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: bool) -> Setting:
+    """What a cut of a choice is for, in which nothing is recomputed.
 
     Raises:
         UsageError: when there are too few devices for the replicas.
         PlanError: when the schedule cannot have so many stages.
     """
     kind = policy.schedule if training else None
-    if devices is None:
-        devices = pipeline_devices(cluster, stages, policy, training=training)
+    devices = choice.devices
     replicas = policy.data_parallel
     cluster = cluster.sized(devices)
     there = len(cluster.devices) if cluster.endless else devices_there(cluster, replicas)
@@ -204,8 +192,8 @@ def setting_for(
     links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
     return Setting(
         kind,
-        stages,
-        microbatches,
+        choice.stages,
+        choice.microbatches,
         tuple(seats),
         links,
         min(devices, there),

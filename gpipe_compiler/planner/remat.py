@@ -7,8 +7,8 @@ choices of segments that no other is better than (`passes.remat`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -237,3 +237,65 @@ def runs(order: Sequence[Compute], stage: int, remat: Remat, joint: Collection[i
     if remat is Remat.FULL:
         return sum(waits == stage for waits, _ in waiting(order, joint))
     return sum(a.stage == stage and a.phase is Phase.FORWARD for a in order)
+
+
+@dataclass(frozen=True)
+class RematOptions:
+    """What the stages of a graph can do, looked for once.
+
+    Attributes:
+        seconds: for each kind of device, of every op's forward.
+        split: whether backwards are.
+        most: places of each stage to look at (`passes.remat.choices`).
+    """
+
+    facts: Facts
+    seconds: tuple[Mapping[str, float], ...]
+    split: bool
+    most: int
+    _known: dict[Hashable, list[tuple[RematOption, ...]]] = field(default_factory=dict)
+
+    def levels(
+        self, stages: Sequence[Stage], order: Sequence[Compute], joint: Collection[int], kind: int
+    ) -> Iterator[DeviceRematOptions]:
+        """What the stages of a device can do, with segments further and further inside.
+
+        Args:
+            order: its actions.
+            kind: of device.
+        """
+        calls = {n: self._by_calls(stages[n], kind) for n in {action.stage for action in order}}
+        for level in range(max(map(len, calls.values()))):
+            known = {
+                n: found[min(level, len(found) - 1)]
+                if found
+                else self._any(stages[n], kind, self.most)
+                for n, found in calls.items()
+            }
+            yield DeviceRematOptions.of(order, joint, stages, known, split=self.split)
+        yield self.all(stages, order, joint, kind, self.most)
+
+    def all(
+        self,
+        stages: Sequence[Stage],
+        order: Sequence[Compute],
+        joint: Collection[int],
+        kind: int,
+        most: int,
+    ) -> DeviceRematOptions:
+        """All that the stages of a device can do, with segments of any ops."""
+        known = {n: self._any(stages[n], kind, most) for n in {action.stage for action in order}}
+        return DeviceRematOptions.of(order, joint, stages, known, split=self.split)
+
+    def _any(self, stage: Stage, kind: int, most: int) -> tuple[RematOption, ...]:
+        key: Hashable = stage.ops, stage.forward_s, kind, most
+        if key not in self._known:
+            self._known[key] = [ways(self.facts, stage, self.seconds[kind], most)]
+        return self._known[key][0]
+
+    def _by_calls(self, stage: Stage, kind: int) -> list[tuple[RematOption, ...]]:
+        """With segments that are whole calls of modules, further and further inside."""
+        key: Hashable = stage.ops, stage.forward_s, kind
+        if key not in self._known:
+            self._known[key] = ways_by_calls(self.facts, stage, self.seconds[kind])
+        return self._known[key]

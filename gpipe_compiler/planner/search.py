@@ -13,11 +13,17 @@ from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, Point
-from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.planner.search_space import Wish, choices
+from gpipe_compiler.planner.search_space import (
+    Wish,
+    Work,
+    choices,
+    least_peak_bytes,
+    least_step_s,
+    surely_fits,
+)
 from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import format_seconds
 

@@ -23,9 +23,8 @@ from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.planner.batch_outputs import refuse_apart
+from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
 from gpipe_compiler.planner.measured import clocked
-from gpipe_compiler.planner.one_piece import in_one_piece
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of

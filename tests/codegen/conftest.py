@@ -33,7 +33,8 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan, Prediction, Stage
-from gpipe_compiler.planner.cut_problem import Facts, tabulate
+from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import ScheduleKind
 

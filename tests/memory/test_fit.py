@@ -34,17 +34,11 @@ def graph() -> Graph:
 
 def builder(graph: Graph, memory: int) -> CandidateBuilder:
     cluster = Cluster.of(dataclasses.replace(DEFAULT_HOST, memory=memory), IN_PROCESS)
-    ready = Planner(graph, cluster).prepare(MICROBATCHES, POLICY)
-    setting = setting_for(cluster, STAGES, MICROBATCHES, POLICY, training=True)
-    return CandidateBuilder.of(
-        ready.graph,
-        ready.costs,
-        cluster.sized(STAGES),
-        setting,
-        POLICY,
-        WORK // 100,
-        facts=ready.facts,
-    )
+    planner = Planner(graph, cluster)
+    ready = planner.prepare(MICROBATCHES, POLICY)
+    choice = planner.choose(STAGES, MICROBATCHES, POLICY)
+    setting = setting_for(cluster, choice, POLICY, training=True)
+    return CandidateBuilder.of(ready, cluster.sized(STAGES), setting, POLICY, work=WORK // 100)
 
 
 def fullest(found: tuple[DeviceMemory, ...]) -> int:

@@ -16,7 +16,8 @@ from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.planner.cut_problem import Facts, problem_of, tabulate
+from gpipe_compiler.planner.cut_problem import Facts, problem_of
+from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 BATCH = 2

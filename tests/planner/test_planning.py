@@ -23,6 +23,8 @@ from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.cut_problem import Prepared
 from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.report.text import plain_text, summary_table
 from gpipe_compiler.runtime.schedule import forward_only
@@ -69,15 +71,11 @@ def planned(
     stages: int, microbatches: int, schedule: ScheduleKind = ScheduleKind.GPIPE, **options: bool
 ) -> Plan:
     graph = annotate(traced(**options), microbatch_size(BATCH, microbatches))
-    return make_plan(
-        graph,
-        stages=stages,
-        microbatches=microbatches,
-        batch_size=BATCH,
-        policy=Policy(schedule),
-        cluster=CLUSTER,
-        costs=[roofline(graph, DEFAULT_HOST)],
-    )
+    policy = Policy(schedule)
+    devices = pipeline_devices(CLUSTER, stages, policy, training=graph.loss is not None)
+    choice = Choice(stages, devices, schedule, microbatches)
+    prepared = Prepared.of(graph, [roofline(graph, DEFAULT_HOST)])
+    return make_plan(prepared, choice, policy, CLUSTER, BATCH)
 
 
 @pytest.mark.parametrize("schedule", ScheduleKind)
@@ -191,14 +189,9 @@ def test_an_output_of_pairs_of_samples_is_refused() -> None:
     def planned_in(count: int) -> Plan:
         size = BATCH // count
         annotated = annotate(graph, size)
-        return make_plan(
-            annotated,
-            stages=2,
-            microbatches=count,
-            batch_size=BATCH,
-            cluster=CLUSTER,
-            costs=[roofline(annotated, DEFAULT_HOST)],
-        )
+        prepared = Prepared.of(annotated, [roofline(annotated, DEFAULT_HOST)])
+        choice = Choice(2, 2, ScheduleKind.GPIPE, count)
+        return make_plan(prepared, choice, Policy(), CLUSTER, BATCH)
 
     with pytest.raises(PlanError, match="pairs samples with one another") as caught:
         planned_in(2)
@@ -209,15 +202,11 @@ def test_an_output_of_pairs_of_samples_is_refused() -> None:
 def test_costs_of_another_size_are_refused() -> None:
     graph = annotate(traced(), 8)
 
+    prepared = Prepared.of(graph, [roofline(graph, DEFAULT_HOST)])
+    choice = Choice(2, 2, ScheduleKind.GPIPE, 4)
+
     with pytest.raises(UsageError, match=r"annotated for 8 samples .* a micro-batch has 2"):
-        make_plan(
-            graph,
-            stages=2,
-            microbatches=4,
-            batch_size=8,
-            cluster=CLUSTER,
-            costs=[roofline(graph, DEFAULT_HOST)],
-        )
+        make_plan(prepared, choice, Policy(), CLUSTER, 8)
 
 
 @pytest.mark.parametrize(

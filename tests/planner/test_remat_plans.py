@@ -22,8 +22,9 @@ from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import stage_times
-from gpipe_compiler.planner.cut_problem import Facts, tabulate
+from gpipe_compiler.planner.cut_problem import Facts
 from gpipe_compiler.planner.planner import Planner
+from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate.in_flight import loads

@@ -25,12 +25,20 @@ from gpipe_compiler.options.policy import Auto, Policy, RematChoice
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
 from gpipe_compiler.planner import planner
 from gpipe_compiler.planner import search as exploring
-from gpipe_compiler.planner.bounds import Work, least_peak_bytes, least_step_s, surely_fits
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore, planned
-from gpipe_compiler.planner.search_space import Wish, choices, devices_to_explore, spread
+from gpipe_compiler.planner.search_space import (
+    Wish,
+    Work,
+    choices,
+    devices_to_explore,
+    least_peak_bytes,
+    least_step_s,
+    spread,
+    surely_fits,
+)
 from gpipe_compiler.report.frontier import reason, row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.text.units import format_bytes

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -33,8 +34,9 @@ from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.cut_problem import Facts, problem_of
-from gpipe_compiler.planner.planning import make_plan
+from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.cut_problem import Facts, Prepared, problem_of
+from gpipe_compiler.planner.planning import make_plan, pipeline_devices
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
@@ -130,20 +132,17 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     devices = possible[layout.devices % len(possible)]
     if currently_in_test_context():
         event(f"{kind.value}: {stages} stages on {devices} devices")
-    options = {
-        "stages": stages,
-        "microbatches": layout.microbatches,
-        "batch_size": layout.size * layout.microbatches,
-        "policy": replace(layout.policy, schedule=kind),
-        "cluster": cluster,
-        "costs": [costs],
-        "devices": devices if layout.training else None,
-    }
+    policy = replace(layout.policy, schedule=kind)
+    if not layout.training:
+        devices = pipeline_devices(cluster, stages, policy, training=False)
+    prepared = Prepared.of(graph, [costs])
+    choice = Choice(stages, devices, kind, layout.microbatches)
+    made = partial(make_plan, prepared, choice, policy, cluster, layout.size * layout.microbatches)
     if layout.cut is None:
-        return make_plan(graph, **options)
+        return made()
     chosen = random_cut(layout.cut)
     with mock.patch("gpipe_compiler.planner.candidates.cut", chosen):
-        return make_plan(graph, **options)
+        return made()
 
 
 def load(directory: Path) -> ModuleType:

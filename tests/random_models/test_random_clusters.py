@@ -253,9 +253,7 @@ def hold(recipe: Recipe, asked: Asked) -> str:
     choice = planner.choose(asked.stages, asked.microbatches, policy)
     prepared = planner.prepare(asked.microbatches, policy)
     problem = problem_of(prepared.facts, prepared.costs[1:], policy.optimizer)
-    setting = setting_for(
-        cluster, asked.stages, asked.microbatches, policy, training=True, devices=choice.devices
-    )
+    setting = setting_for(cluster, choice, policy, training=True)
     try:
         problem = constrain(problem, prepared.facts, constraints, asked.stages)
         plan = planner.plan(choice, policy, exact_memory=False)
