@@ -14,13 +14,15 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cli.arguments import compile_parser
 from gpipe_compiler.cli.search import schedule_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
-from gpipe_compiler.compile import plan_as_asked
+from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import ExitCode
 from gpipe_compiler.options.policy import Auto, RematChoice
+from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.memory_advice import DoesNotFitError
 from gpipe_compiler.planner.search import most_over
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
+from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.text.units import format_bytes, format_seconds
 
 BATCH = 16
@@ -60,16 +62,20 @@ def options(memory: int, **changes: object) -> gpc.CompileOptions:
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]  # fields by name
 
 
+def as_asked(graph: gpc.Graph, asked: gpc.CompileOptions) -> tuple[gpc.Plan, Frontier | None]:
+    return plan_as_asked(planner_of(graph, asked), asked, silent)
+
+
 def refused(graph: gpc.Graph, asked: gpc.CompileOptions) -> DoesNotFitError:
     with pytest.raises(DoesNotFitError) as caught:
-        plan_as_asked(graph, asked)
+        as_asked(graph, asked)
     assert caught.value.exit_code is ExitCode.MODEL
     return caught.value
 
 
 def least(graph: gpc.Graph, **changes: object) -> int:
     """The fullest device's bytes, where there is room."""
-    plan, _ = plan_as_asked(graph, options(10**9, **changes))
+    plan, _ = as_asked(graph, options(10**9, **changes))
     return max(plan.prediction.device_bytes)
 
 
@@ -93,7 +99,7 @@ def follow(graph: gpc.Graph, asked: gpc.CompileOptions, advice: str) -> gpc.Plan
         precision=Precision(given.precision),
         cluster=cluster,
     )
-    return plan_as_asked(graph, changed)[0]
+    return as_asked(graph, changed)[0]
 
 
 def lines(error: DoesNotFitError) -> list[str]:
@@ -117,7 +123,7 @@ def test_the_advice_is_true(graph: gpc.Graph, share: float) -> None:
 def test_it_says_by_how_much_on_which_device_and_what_is_held(graph: gpc.Graph) -> None:
     memory = int(least(graph) * 0.8)
     error = refused(graph, options(memory))
-    plan, _ = plan_as_asked(graph, options(memory, must_fit=False))
+    plan, _ = as_asked(graph, options(memory, must_fit=False))
 
     held = plan.prediction.device_bytes
     rank = max(range(2), key=lambda device: held[device])
@@ -137,7 +143,7 @@ def test_single_changes_are_the_least_that_will_do(graph: gpc.Graph) -> None:
 
     assert found == 8
     fewer = dataclasses.replace(asked, microbatches=4, must_fit=False)
-    assert most_over(plan_as_asked(graph, fewer)[0])
+    assert most_over(as_asked(graph, fewer)[0])
 
 
 def test_changes_are_put_on_top_of_one_another_where_none_will_do_alone(graph: gpc.Graph) -> None:
@@ -158,13 +164,13 @@ def test_what_no_setting_mends_leaves_more_memory(graph: gpc.Graph) -> None:
 def test_exact_batchnorm_is_not_told_to_leave_gpipe() -> None:
     graph = traced(normed=True)
     asked = options(10**9, batchnorm=BatchNorm.EXACT)
-    plan, _ = plan_as_asked(graph, asked)
+    plan, _ = as_asked(graph, asked)
     tight = options(int(max(plan.prediction.device_bytes) * 0.8), batchnorm=BatchNorm.EXACT)
     assert "1f1b" not in refused(graph, tight).hint
 
 
 def test_without_being_asked_a_plan_that_does_not_fit_is_only_told(graph: gpc.Graph) -> None:
-    plan, _ = plan_as_asked(graph, options(5000, must_fit=False))
+    plan, _ = as_asked(graph, options(5000, must_fit=False))
     assert "too much for" in format_plan(plan)
 
 
@@ -188,4 +194,4 @@ def test_the_optimizer_counts(graph: gpc.Graph) -> None:
     sgd = least(graph)
     adam = least(graph, optimizer=OptimizerKind.ADAM)
     refused(graph, options((sgd + adam) // 2, optimizer=OptimizerKind.ADAM))
-    plan_as_asked(graph, options((sgd + adam) // 2))
+    as_asked(graph, options((sgd + adam) // 2))

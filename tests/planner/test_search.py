@@ -18,7 +18,7 @@ from torch import nn
 
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
-from gpipe_compiler.compile import plan_as_asked
+from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Auto, Policy, RematChoice
@@ -41,6 +41,7 @@ from gpipe_compiler.planner.search_space import (
 )
 from gpipe_compiler.report.frontier import reason, row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.text.units import format_bytes
 
 AUTO = Auto.AUTO
@@ -383,7 +384,7 @@ class TestFrontier:
         options = gpc.CompileOptions(
             stages=AUTO, microbatches=4, schedule=AUTO, cluster=cluster, validate=False
         )
-        plan, frontier = plan_as_asked(graph, options)
+        plan, frontier = plan_as_asked(planner_of(graph, options), options, silent)
 
         assert frontier is not None
         assert Frontier.from_fields(json.loads(json.dumps(frontier.to_fields()))) == frontier
