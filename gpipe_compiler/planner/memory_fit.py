@@ -15,7 +15,7 @@ from gpipe_compiler.cluster import is_host
 from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import RematChoice
-from gpipe_compiler.passes.cut.seats import seat_orders
+from gpipe_compiler.passes.cut.device_order import seat_orders
 from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory

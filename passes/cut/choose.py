@@ -1,7 +1,7 @@
 """Chooses the stages: the cut of a problem into consecutive down-sets with the shortest step.
 
 The time of a step is `simulate/step.py`'s. The search looks at few places to cut, and then at those
-about the best (`cut/quick.py`). With `prove` it goes on: through all down-sets where they are not
+about the best (`cut/ground.py`). With `prove` it goes on: through all down-sets where they are not
 too many, else by an integer program (`cut/certificate.py`) that says how far the cut can be from
 the best, and sometimes finds a better one.
 """
@@ -18,18 +18,15 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
-from gpipe_compiler.passes.cut.contract import Contracted
-from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal
+from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, seat_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
-from gpipe_compiler.passes.cut.ground import Ground, Known
+from gpipe_compiler.passes.cut.ground import Ground, Known, Looked, quick
 from gpipe_compiler.passes.cut.orders import (
     down_sets,
     prefixes,
     topological_orders,
 )
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.quick import Looked, quick
-from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
 from gpipe_compiler.passes.cut.space import Space
@@ -39,9 +36,6 @@ from gpipe_compiler.simulate.step import StageTimes, recomputed
 
 MOST_DOWN_SETS = 20_000
 """Above so many a proof is no longer by the search of all of them."""
-
-FEW_DOWN_SETS = 600
-"""Up to so many, nothing is merged that need not be."""
 
 PER_SOLVER = 15
 """So many numbers worked out here take as long as one that the integer program touches."""
@@ -139,7 +133,6 @@ def cut(
         stages,
         memory=any(math.isfinite(seat.memory) for seat in setting.seats),
         updates=any(seat.update_s_per_byte or seat.update_latency_s for seat in setting.seats),
-        once=setting.objective is Objective.BOTTLENECK,
     )
     graph = ground.graph
     if graph.parts < stages:
@@ -195,10 +188,8 @@ class _Cutter:
             for stage_of in classic_cuts(self.graph, stages):
                 solver.consider(stage_of)  # unless a constraint rules it out
         found = quick(self.ground, solver.lineups[0], self)
-        if self.ground.searched.size < self.graph.size:
-            found = Looked(0.0, found.looked)
         if prove and not solver.reaches(max(found.bound_s, self.simple_s)):
-            found = self._proof(self.ground.searched)
+            found = self._proof(found)
         if not solver.found:
             raise self._nothing()
         return self._cut(found, prove=prove)
@@ -221,22 +212,23 @@ class _Cutter:
             space.limit(self.solver.longest_stage())
         return self.solver.search(space, last=whole)
 
-    def _proof(self, merged: Contracted) -> Looked:
-        """The search of all there is, or a bound where that is too much."""
+    def _proof(self, found: Looked) -> Looked:
+        """The search of all there is, or a bound where that is too much.
+
+        Args:
+            found: what has been seen so far.
+        """
         solver = self.solver
         solver.proves = True
-        fine = down_sets(self.graph, MOST_DOWN_SETS)
-        bound, looked = 0.0, 0
-        if fine is None or len(fine) > FEW_DOWN_SETS:
-            bound, looked = self._merged(merged)
-        if fine is not None and not solver.reaches(bound):
-            bound = max(bound, solver.search(self._whole(self.graph, fine), last=True))
-            looked = max(looked, len(fine))
-        if fine is not None and not solver.reaches(max(bound, self.simple_s)):
+        masks = down_sets(self.graph, MOST_DOWN_SETS)
+        if masks is None:
+            if solver.found and not solver.reaches(self.simple_s):
+                self.simple_s = max(self.simple_s, self._certified())
+            return Looked(0.0, found.looked)
+        bound = solver.search(self._whole(masks), last=True)
+        if not solver.reaches(max(bound, self.simple_s)):
             self._rows()
-        if fine is None and solver.found and not solver.reaches(max(bound, self.simple_s)):
-            self.simple_s = max(self.simple_s, self._certified())
-        return Looked(bound, looked)
+        return Looked(bound, len(masks))
 
     def _rows(self) -> None:
         """Cuts along single orders of the nodes: where the search of all gave up, these may not.
@@ -266,18 +258,9 @@ class _Cutter:
         bound, value = certificate.bound_s, self.solver.value
         return value if bound >= value * (1 - 4 * CLOSE) else bound
 
-    def _merged(self, merged: Contracted) -> tuple[float, int]:
-        """A bound on all cuts from the graph without what costs nothing, and what was looked at."""
-        everything = down_sets(merged, MOST_DOWN_SETS)
-        if everything is None or merged.size == self.graph.size:
-            return 0.0, 0  # what follows is the same search
-        bound = self.solver.search(self._whole(merged, everything), last=False)
-        if self.solver.reaches(bound):
-            bound = min(bound, self.solver.search(Space(merged, everything, idle=True), last=False))
-        return bound, len(everything)
-
-    def _whole(self, graph: Contracted, masks: Sequence[int]) -> Space:
+    def _whole(self, masks: Sequence[int]) -> Space:
         """The family of all down-sets; where they are many, a good cut limits its stages first."""
+        graph = self.graph
         linear = {mask for order in topological_orders(graph) for mask in prefixes(order)}
         if len(linear) * 3 < len(masks):
             self.solver.begin(Space(graph, linear))

@@ -1,10 +1,7 @@
-"""Contracts a cut problem: what must share a stage becomes one node, and so may what costs nothing.
+"""Contracts a cut problem: what must share a stage becomes one node.
 
-`contract` loses nothing: it merges the nodes of a group, what would make a cycle with them, and
-what the constraints put into one and the same stage. `lean` merges further, nodes that take no time
-and whose move to a neighbour's stage saves no transfer and no memory. No cut into *at most* as many
-stages gets worse by it, but a cut whose stage holds nothing else is lost: `Space` can count stages
-without any node, so that a bound holds all the same.
+That loses nothing: it merges the nodes of a group, what would make a cycle with them, and what the
+constraints put into one and the same stage.
 """
 
 from __future__ import annotations
@@ -53,15 +50,6 @@ class Movable:
     def gradient_s(self, link: Link) -> float:
         """Seconds to move its gradients back."""
         return self.returns * link.latency_s + self.gradient_bytes / link.bandwidth
-
-    def no_dearer(self, others: Sequence[Movable]) -> bool:
-        """Whether it moves in no more time than all of these, on any link."""
-        return (
-            self.sends <= sum(v.sends for v in others)
-            and self.bytes <= sum(v.bytes for v in others)
-            and self.returns <= sum(v.returns for v in others)
-            and self.gradient_bytes <= sum(v.gradient_bytes for v in others)
-        )
 
 
 @dataclass(frozen=True)
@@ -145,83 +133,6 @@ def contract(problem: CutProblem, stages: int) -> Contracted:
     for stage in range(stages):
         find.join(n for n in range(size) if ranges.first[n] == ranges.last[n] == stage)
     return _build(problem, [find.leader(node) for node in range(size)], ranges, stages)
-
-
-def lean(graph: Contracted, *, keep: int, once: bool) -> Contracted:
-    """The graph with nodes merged that cost nothing, as long as `keep` parts remain.
-
-    Args:
-        once: whether only values with a single consumer may move, as counts where senders pay
-            for every stage they send to.
-    """
-    while True:
-        merged = _regroup(graph, _merge_costless(graph, once=once))
-        if merged.size == graph.size or merged.parts < keep:
-            return graph
-        graph = merged
-
-
-def _merge_costless(graph: Contracted, *, once: bool) -> list[int]:
-    """Owners after every costless node has joined a neighbour where that loses nothing.
-
-    A node joins the producer of its only input when nothing follows from it, as what a tuple has
-    that nobody reads, or when nothing else reads that input and its own outputs are no dearer to
-    move; it joins its only follower when its inputs are no dearer to move than its output. What it
-    keeps in memory its neighbour must keep as well.
-    """
-    owner = list(range(graph.size))
-    after = graph.after()
-    made: dict[int, list[Movable]] = {}
-    read: dict[int, list[Movable]] = {}
-    for value in graph.values:
-        made.setdefault(value.producer, []).append(value)
-        for consumer in value.consumers:
-            read.setdefault(consumer, []).append(value)
-    keeps: list[set[int]] = [set() for _ in range(graph.size)]
-    for index, kept in enumerate(graph.kept):
-        for user in kept.users:
-            keeps[user].add(index)
-    bound = {node for pair in graph.apart for node in pair}
-    costs = graph.seconds.sum(axis=(0, 1)) > 0
-    whole = max(graph.last_stage, default=0)
-    moved: set[int] = set()
-    for node in range(graph.size - graph.last):
-        free = graph.first_stage[node] == 0 and graph.last_stage[node] == whole
-        if costs[node] or node in bound or not free:
-            continue
-        near = {node, *graph.before[node], *after[node]}
-        if moved & near:
-            continue  # one change at a time in a neighbourhood keeps the argument simple
-        inputs, outputs = read.get(node, []), made.get(node, [])
-        single = all(len(value.consumers) == 1 for value in (*inputs, *outputs))
-        neighbour: int | None = None
-        if len(graph.before[node]) == 1 and not after[node]:
-            (neighbour,) = graph.before[node]
-        elif single or not once:
-            neighbour = _costless_neighbour(graph, node, after[node], inputs, outputs)
-        if neighbour is not None and keeps[node] <= keeps[neighbour]:
-            owner[max(node, neighbour)] = min(node, neighbour)
-            moved |= {node, neighbour}
-    return owner
-
-
-def _costless_neighbour(
-    graph: Contracted,
-    node: int,
-    after: Sequence[int],
-    inputs: Sequence[Movable],
-    outputs: Sequence[Movable],
-) -> int | None:
-    if len(graph.before[node]) == 1 and all(
-        value.producer != GRAPH_INPUT and value.consumers == (node,) for value in inputs
-    ):
-        (source,) = graph.before[node]
-        # With one follower stage the outputs move at most once where the inputs moved before.
-        if _total(outputs).no_dearer(inputs):
-            return source
-    if len(after) == 1 and _total(inputs).no_dearer(outputs):
-        return after[0]
-    return None
 
 
 def _total(values: Sequence[Movable]) -> Movable:

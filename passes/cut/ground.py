@@ -1,20 +1,21 @@
-"""What cuts of one problem share, whatever recomputes and however much the devices hold.
+"""What cuts of one problem share, and the search of it in little time.
 
 A plan under a memory limit takes dozens of cuts. They differ in the limits and in what is
-recomputed; the contracted graph and the places to cut it are the same.
+recomputed; the contracted graph and the places to cut it are the same. Few places are looked at,
+and then those about the best cut: what it takes does not grow with the square of the nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
-from gpipe_compiler.passes.cut.contract import Contracted, contract, lean, relevant
+from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.frontier import frontier
-from gpipe_compiler.passes.cut.orders import down_sets
-from gpipe_compiler.passes.cut.places import Places
+from gpipe_compiler.passes.cut.orders import Places, down_sets, masks_between
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.space import Space
 
@@ -43,26 +44,21 @@ class Known:
     grounds: dict[Hashable, Ground] = field(default_factory=dict)
     swept: dict[Hashable, Collection[int]] = field(default_factory=dict)
 
-    def of(
-        self, problem: CutProblem, stages: int, *, memory: bool, updates: bool, once: bool
-    ) -> Ground:
+    def of(self, problem: CutProblem, stages: int, *, memory: bool, updates: bool) -> Ground:
         """The ground of a problem.
 
         Args:
             memory, updates: as of `contract.relevant`.
-            once: as of `contract.lean`.
 
         Raises:
             PlanError: when the problem is none, or its constraints contradict each other.
         """
-        key = problem, stages, memory, updates, once
+        key = problem, stages, memory, updates
         found = self.grounds.get(key)
         if found is None:
             checked = relevant(problem.check(), memory=memory, updates=updates)
-            graph = contract(checked, stages)
-            few = down_sets(graph, most_places(stages)) is not None
-            searched = graph if few else lean(graph, keep=stages, once=once)
-            found = self.grounds[key] = Ground(checked, graph, searched, stages, self)
+            found = Ground(checked, contract(checked, stages), stages, self)
+            self.grounds[key] = found
         return found
 
 
@@ -72,14 +68,11 @@ class Ground:
 
     Attributes:
         graph: contracted.
-        searched: the graph to look for cuts in: without what costs nothing, unless all places to
-            cut are few.
         known: where the grounds of other problems are.
     """
 
     problem: CutProblem
     graph: Contracted
-    searched: Contracted
     stages: int
     known: Known
     _places: dict[Hashable, Places] = field(default_factory=dict)
@@ -88,7 +81,7 @@ class Ground:
     @cached_property
     def few(self) -> list[int] | None:
         """All places to cut it where they are so few that all are looked at; else None."""
-        return down_sets(self.searched, self.most)
+        return down_sets(self.graph, self.most)
 
     @property
     def most(self) -> int:
@@ -102,7 +95,7 @@ class Ground:
             lineup: whose links count.
         """
         if lineup.paces not in self._places:
-            self._places[lineup.paces] = Places.of(self.searched, lineup)
+            self._places[lineup.paces] = Places.of(self.graph, lineup)
         return self._places[lineup.paces]
 
     def first(self, lineup: DeviceOrder) -> Space:
@@ -110,11 +103,11 @@ class Ground:
         key = lineup.paces if self.few is None else ()
         if key not in self._spaces:
             masks = self._spread(lineup) if self.few is None else self.few
-            self._spaces[key] = Space(self.searched, masks)
+            self._spaces[key] = Space(self.graph, masks)
         return self._spaces[key].unlimited()
 
     def _spread(self, lineup: DeviceOrder) -> set[int]:
-        graph = self.searched
+        graph = self.graph
         family = self.places(lineup).everywhere(self.most) | _asked(graph, self.stages)
         if graph.size > SWEPT:
             return family
@@ -142,3 +135,68 @@ def _asked(graph: Contracted, stages: int) -> set[int]:
         found.add(sum(1 << node for node, (_, last) in pairs if last < boundary))
         found.add(sum(1 << node for node, (first, _) in pairs if first < boundary))
     return found
+
+
+ROUNDS = 6
+"""How often the places about the best cut are looked at, at most."""
+
+CLOSER = 8
+"""So many times closer to the best cut the places of every round are."""
+
+
+class Searched(Protocol):
+    """A search for good cuts, family by family."""
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Excess and objective of the best cut so far, the less the better."""
+        ...
+
+    @property
+    def stage_of(self) -> Sequence[int]:
+        """The best cut so far, the stage of every node of the problem; empty for none."""
+        ...
+
+    def family(self, space: Space, *, whole: bool) -> float:
+        """Searches these places to cut; returns a lower bound on all cuts there.
+
+        Args:
+            whole: whether they are all that there are.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What a search has seen: a lower bound on all cuts, 0 for none, and how many places."""
+
+    bound_s: float
+    looked: int
+
+
+def quick(ground: Ground, lineup: DeviceOrder, searched: Searched) -> Looked:
+    """Searches a problem.
+
+    Args:
+        lineup: whose links count where places are chosen.
+    """
+    space = ground.first(lineup)
+    if ground.few is not None:
+        return Looked(searched.family(space, whole=True), len(ground.few))
+    graph, most, places = ground.graph, ground.most, ground.places(lineup)
+    looked, share = 0, 1.0
+    for turn in range(ROUNDS):
+        before = searched.rank
+        looked += space.size
+        searched.family(space, whole=False)
+        if not searched.stage_of:
+            everything = places.everywhere(len(places.rows) * graph.size)
+            searched.family(Space(graph, everything), whole=False)
+        settled = turn > 1 and not searched.rank < (before[0], before[1] * (1 - 1e-6))
+        if not searched.stage_of or settled:
+            break
+        share /= CLOSER
+        best = masks_between(graph, searched.stage_of)
+        family = {*best, *places.near(best, share, most // 2)}
+        space = Space(graph, family | places.beside(best, most))
+    return Looked(0.0, looked)

@@ -19,13 +19,17 @@ import numpy as np
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
-from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.device_order import DeviceOrder, seat_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
-from gpipe_compiler.passes.cut.open_chains import Chains, Places, StageSeconds, opened_by_prefixes
+from gpipe_compiler.passes.cut.open_chains import (
+    Chains,
+    CutPlaces,
+    StageSeconds,
+    opened_by_prefixes,
+)
 from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.seats import seat_orders
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -127,7 +131,7 @@ class _Inside:
         self.lineups = [DeviceOrder.of(setting, seats, held, again) for seats in orders]
         graph = contract(problem, setting.stages)
         everything = down_sets(graph, PLACES)
-        self.places = Places(graph, modules, everything or self._near(graph))
+        self.places = CutPlaces(graph, modules, everything or self._near(graph))
         seconds = StageSeconds(self.places, setting, self.lineups[0])
         self.chains = Chains(self.places, seconds, self._longest(float(graph.least_s.sum())))
         self.all = everything is not None

@@ -28,7 +28,7 @@ FEWEST = 4
 """Labels of a place that are kept, at least."""
 
 
-class Places:
+class CutPlaces:
     """A family of down-sets of a graph, smaller ones first, and the modules that each divides.
 
     Attributes:
@@ -94,7 +94,7 @@ def opened_by_prefixes(graph: Contracted, modules: Sequence[ModuleNodes]) -> Int
 class StageSeconds:
     """How long stages between places compute on one order of devices, and what they receive."""
 
-    def __init__(self, places: Places, setting: Setting, lineup: DeviceOrder) -> None:
+    def __init__(self, places: CutPlaces, setting: Setting, lineup: DeviceOrder) -> None:
         graph = places.graph
         self.lineup, self.step = lineup, setting.objective is Objective.STEP
         self.device_of = lineup.placement if self.step else tuple(range(setting.stages))
@@ -172,7 +172,7 @@ class Chains:
         all: whether no label has been left out so far for want of room.
     """
 
-    def __init__(self, places: Places, seconds: StageSeconds, longest_s: float) -> None:
+    def __init__(self, places: CutPlaces, seconds: StageSeconds, longest_s: float) -> None:
         self.places, self.seconds, self.longest_s = places, seconds, longest_s
         self.all = True
         self._opening, self._before = places.opening(), places.before()

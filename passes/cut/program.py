@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.passes.cut.contract import topological
 from gpipe_compiler.passes.cut.device_order import fastest
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
@@ -222,25 +223,20 @@ class Program:
 
     # --- values between stages ---------------------------------------------------------------
 
-    def _transfers(self) -> tuple[list[Expression], list[Expression], list[Expression]]:
-        """For every stage, seconds of receiving, of sending gradients back, and of sending."""
-        received: list[list[Expression]] = [[] for _ in range(self.count)]
-        returned: list[list[Expression]] = [[] for _ in range(self.count)]
-        sent: list[list[Expression]] = [[] for _ in range(self.count)]
+    def _transfers(self) -> Iterator[list[Expression]]:
+        """For every stage, seconds of receiving; of sending gradients back; and of sending."""
+        moved: list[list[list[Expression]]] = [[[] for _ in range(self.count)] for _ in range(3)]
         for producer, users, there, back in self.shares.moves:
             for stage in range(self.count):
                 near, made = self._beside(producer, stage), self._within(producer, stage)
                 arrives = self._largest([(self._within(user, stage), near) for user in users])
-                received[stage].append(there * arrives)
-                returned[stage].append(back * arrives)
+                moved[0][stage].append(there * arrives)
+                moved[1][stage].append(back * arrives)
                 if self.longest:
                     leaves = self._largest([(made, self._beside(user, stage)) for user in users])
-                    sent[stage].append((there + back) * leaves)
-        return (
-            [self._named(_total(parts)) for parts in received],
-            [self._named(_total(parts)) for parts in returned],
-            [self._named(_total(parts)) for parts in sent],
-        )
+                    moved[2][stage].append((there + back) * leaves)
+        for rows in moved:
+            yield [self._named(_total(parts)) for parts in rows]
 
     def _largest(self, pairs: Iterable[tuple[Expression, Expression]]) -> Expression:
         """A variable that is at least 0 and each of these differences, where they can be above."""
@@ -319,8 +315,7 @@ class Program:
         if rows > MOST_ROWS:
             return relaxed, None
         model.setOptionValue("solve_relaxation", False)
-        stops = int(work * PER_STOP / rows**GROWTH)
-        model.cbMipInterrupt.subscribe(_Budget(stops))
+        _limit(model, int(work * PER_STOP / rows**GROWTH))
         model.run()
         if model.getModelStatus() == kinds.kSolveError:
             # Seen where the least is just what the variable may be at most.
@@ -364,23 +359,15 @@ def _total(parts: Iterable[Expression]) -> Expression:
 
 
 def _closure_sums(
-    edges: Iterable[tuple[int, int]], own: npt.NDArray[np.float64]
+    edges: Sequence[tuple[int, int]], own: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """For every node, what it and all that come before it take."""
-    size = len(own)
-    after: list[list[int]] = [[] for _ in range(size)]
-    waiting = [0] * size
+    after: list[list[int]] = [[] for _ in own]
     for source, target in edges:
         after[source].append(target)
-        waiting[target] += 1
-    ready = [node for node in range(size) if not waiting[node]]
-    member = np.eye(size, dtype=np.bool_)
-    for node in ready:
-        for target in after[node]:
-            member[target] |= member[node]
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
+    member = np.eye(len(own), dtype=np.bool_)
+    for node in topological(len(own), edges):
+        member[after[node]] |= member[node]
     # The order in which `@` adds differs by processor.
     return np.asarray(np.where(member, own, 0.0).sum(axis=1))
 
@@ -405,14 +392,13 @@ def _solver() -> highspy.Highs:
     return solver
 
 
-class _Budget:
-    """Ends the search when it asks for the so manieth time; HiGHS counts no iterations there."""
+def _limit(solver: Any, stops: int) -> None:
+    """Ends the search when it asks whether to go on for the so manieth time; HiGHS counts no
+    iterations there."""
+    asked = itertools.count()
 
-    def __init__(self, most: int) -> None:
-        self.most, self.asked = most, 0
+    def ask(event: highspy.HighsCallbackEvent) -> None:
+        if next(asked) >= stops and event.data_in is not None:
+            event.data_in.user_interrupt = True
 
-    def __call__(self, event: highspy.HighsCallbackEvent) -> None:
-        self.asked += 1
-        answer = event.data_in
-        if answer is not None and self.asked > self.most:
-            answer.user_interrupt = True
+    solver.cbMipInterrupt.subscribe(ask)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds
+from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds, Sends
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, CutScore
@@ -14,7 +14,6 @@ from gpipe_compiler.passes.cut.exact import Enumeration, Goal
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
 from gpipe_compiler.passes.cut.search import Criterion, Found, search
-from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
@@ -126,8 +125,7 @@ class Solver:
         if not self._make_room(space, last=last):
             return math.inf
         lineups = [lineup.roomier(self.room) for lineup in self.lineups]
-        if not space.idle:
-            lineups = self._begin(space, lineups)
+        lineups = self._begin(space, lineups)
         bounds = []
         for lineup in lineups:
             space.limit(self.longest_stage())
@@ -158,8 +156,6 @@ class Solver:
 
     def _make_room(self, space: Space, *, last: bool) -> bool:
         """Finds out by how much memory must be exceeded; False where there is no cut at all."""
-        if space.idle:
-            return True
         self.room = 0
         self.least_excess = True
         if not any(lineup.limited for lineup in self.lineups):
@@ -264,7 +260,7 @@ class Solver:
     ) -> Found:
         """Searches by one criterion, and keeps what it finds."""
         found = search(space, lineup, bounds, criterion, self.value)
-        if found.chain is not None and not space.idle:
+        if found.chain is not None:
             self._offer(space, lineup, found.chain)
             self._improve(space, lineup, found.chain)
         return found

@@ -51,15 +51,13 @@ class Space:
         inside: seconds of computing inside each down-set, shape (kinds + 1, 3, down-sets), the
             last kind the fastest of all for every node; the rows as of `Contracted.seconds`.
         moving: of every value, the columns `sends` to `gradient_bytes` of `Movable`.
-        idle: whether stages may hold nothing, and the last one nothing but what must lie there.
     """
 
-    def __init__(self, graph: Contracted, masks: Iterable[int], *, idle: bool = False) -> None:
+    def __init__(self, graph: Contracted, masks: Iterable[int]) -> None:
         self.graph = graph
-        self.idle = idle
         whole = (1 << graph.size) - 1
         pinned = 1 << (graph.size - 1) if graph.last else 0
-        alone = graph.last and not graph.last_alone and not idle
+        alone = graph.last and not graph.last_alone
         forbidden = whole ^ pinned if alone else whole
         chosen = {m for m in masks if not m & pinned and m != forbidden} | {0, whole}
         member = bits(list(chosen), graph.size)
@@ -203,7 +201,7 @@ class Space:
     def ends(self, start: int) -> Integers:
         """The down-sets at which a stage may end that begins at this one."""
         stop = self._stop(start)
-        begin = start + (not self.idle)
+        begin = start + 1
         window = slice(begin, stop)
         fits = np.ones(max(stop - begin, 0), dtype=np.bool_)
         for node in np.flatnonzero(self._maximal[start]):

@@ -66,11 +66,8 @@ def boundaries(space: Space, lineup: DeviceOrder) -> Floats:
     held[~space.within(lineup.stages)] = np.inf
     held[0, 1:] = np.inf
     held[-1, :-1] = np.inf
-    if not space.idle:
-        held[1:, 0] = np.inf
-        held[:-1, -1] = np.inf
-    elif graph.last:
-        held[:-1, -1] = np.inf
+    held[1:, 0] = np.inf
+    held[:-1, -1] = np.inf
     return held
 
 
@@ -78,8 +75,7 @@ def _rough(space: Space, lineup: DeviceOrder) -> Tables:
     stages = lineup.stages
     counts = np.arange(stages + 1)[:, None]
     possible = boundaries(space, lineup)
-    if not space.idle:
-        possible[space.nodes[None, :] < counts] = np.inf
+    possible[space.nodes[None, :] < counts] = np.inf
 
     def table(total: Floats, largest: Floats) -> Floats:
         shared = np.maximum(total[None, :] / np.maximum(counts, 1), largest[None, :])
@@ -165,8 +161,6 @@ def _exact(space: Space, lineup: DeviceOrder) -> Tables:
     possible = boundaries(space, lineup)
     for start in range(space.size):
         table[..., start] += possible[:, start]
-        if space.idle:
-            _idle(table[..., start], possible[:, start])
         counts = np.flatnonzero(np.isfinite(table[0, :-1, start]))
         if not len(counts) or start == space.size - 1:
             continue
@@ -179,13 +173,6 @@ def _exact(space: Space, lineup: DeviceOrder) -> Tables:
             view = table[:, low + 1 : high + 1]
             view[..., row.ends] = np.minimum(view[..., row.ends], reached)
     return Tables(*table)
-
-
-def _idle(columns: Floats, possible: Floats) -> None:
-    """Lets stages be empty, where the constraints allow."""
-    for count in range(1, columns.shape[1]):
-        better = np.minimum(columns[:, count], columns[:, count - 1] + possible[count])
-        columns[:, count] = better
 
 
 def bottleneck_chain(

@@ -107,19 +107,6 @@ def test_graphs_of_twelve_ops_are_solved_to_proof(seed: int) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(SEEDS)
-def test_merging_what_costs_nothing_loses_nothing(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """The way of larger graphs: first without costless nodes, then, if need be, with them."""
-    monkeypatch.setattr(cut_module, "FEW_DOWN_SETS", 0)
-
-    hold_best(*drawn(seed, 6))
-
-
-@settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(SEEDS, st.booleans())

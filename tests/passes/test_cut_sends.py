@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import contract
+from gpipe_compiler.passes.cut.criteria import Sends
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
 from gpipe_compiler.passes.cut.search import search
-from gpipe_compiler.passes.cut.sends import Sends
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import tables
