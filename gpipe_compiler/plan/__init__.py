@@ -1,15 +1,6 @@
 """The Plan and the values that it is made of."""
 
-from gpipe_compiler.plan.plan import (
-    Plan,
-    Prediction,
-    RematPoint,
-    Stage,
-)
+from gpipe_compiler.plan.plan import Plan
+from gpipe_compiler.plan.stages import Prediction, RematPoint, Stage
 
-__all__ = [
-    "Plan",
-    "Prediction",
-    "RematPoint",
-    "Stage",
-]
+__all__ = ["Plan", "Prediction", "RematPoint", "Stage"]

@@ -20,161 +20,17 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.plan.consistency import check_whole
-from gpipe_compiler.plan.field_types import check_fields
+from gpipe_compiler.plan.checks import check_fields, check_whole
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.plan.op_table import OpNote, list_ops
 from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.plan.stages import Prediction, RematPoint, Stage
 from gpipe_compiler.plan.what_if import WhatIf
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 
 FORMAT = 3
 """The version of the JSON; a reader refuses any other."""
-
-
-@dataclass(frozen=True, slots=True)
-class RematPoint:
-    """A way for a stage to recompute that no other one is better than.
-
-    Attributes:
-        peak_bytes: of the stage at its peak, with its state.
-        recompute_s: seconds of a mini-batch spent running ops again.
-        segments: how many; of FULL none.
-    """
-
-    remat: Remat
-    peak_bytes: int
-    recompute_s: float
-    segments: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of a plan.
-
-    Attributes:
-        ops: the ops it runs, in order, duplicates included; those that serve only the loss last.
-        duplicates: those of `ops` that other stages compute as well, instead of receiving them.
-        inputs: inputs of the graph and boundary values that it takes.
-        outputs: values that it hands on: to later stages, to the caller, to its own loss.
-        state: canonical names of the parameters, buffers and constants that it owns.
-        forward_s, backward_s: predicted seconds of one micro-batch.
-        receive_bytes: boundary bytes of one micro-batch that it takes from earlier stages.
-        gradient_bytes: bytes of gradients that it sends back for them.
-        saved_bytes: what autograd keeps for one micro-batch, from its forward (or from running
-            that again) to its backward, where nothing runs in segments.
-        input_bytes: of all it takes for one micro-batch, which is all that is kept of a
-            micro-batch in flight under `Remat.FULL`.
-        remat: what is kept between forward and backward.
-        segments: under `Remat.SEGMENTS`, the ops of each segment, in order.
-        segments_s: predicted seconds of running them again, within the backward of a micro-batch.
-        segments_kept_bytes: what is kept of a micro-batch in flight then.
-        segments_again_bytes: what it has besides, at most, while its backward is under way.
-        frontier: the ways it could recompute, from the fastest to the one that needs the least.
-        state_bytes: parameters and buffers, with gradients and what the optimizer remembers.
-        weight_s: the part of `backward_s` that makes the gradients of parameters.
-        update_s: predicted seconds of reducing gradients over replicas and of the optimizer.
-    """
-
-    index: int
-    ops: tuple[str, ...]
-    duplicates: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    state: tuple[str, ...]
-    forward_s: float
-    backward_s: float
-    receive_bytes: int
-    gradient_bytes: int
-    parameter_bytes: int
-    parameter_count: int
-    saved_bytes: int
-    input_bytes: int = 0
-    remat: Remat = Remat.NONE
-    state_bytes: int = 0
-    weight_s: float = 0.0
-    update_s: float = 0.0
-    segments: tuple[tuple[str, ...], ...] = ()
-    segments_s: float = 0.0
-    segments_kept_bytes: int = 0
-    segments_again_bytes: int = 0
-    frontier: tuple[RematPoint, ...] = ()
-
-    @property
-    def recompute_s(self) -> float:
-        """Predicted seconds of running ops again for a backward that needs it."""
-        match self.remat:
-            case Remat.NONE:
-                return 0.0
-            case Remat.FULL:
-                return self.forward_s
-            case Remat.SEGMENTS:
-                return self.segments_s
-
-    @property
-    def microbatch_bytes(self) -> tuple[int, int]:
-        """What it keeps of a micro-batch that it will recompute, and has besides when it has."""
-        if self.remat is Remat.SEGMENTS:
-            return self.segments_kept_bytes, self.segments_again_bytes
-        return self.input_bytes, self.saved_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a training step (or one mini-batch of inference) is expected to take.
-
-    Attributes:
-        step_s: simulated seconds of one mini-batch.
-        bottleneck_s: seconds of one micro-batch on the busiest device, recomputing included.
-        bubble: the share of device time spent waiting, 0 to 1.
-        lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
-            that was to be short.
-        proved: whether the cut, as was asked, is known to be optimal.
-        peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
-            micro-batches, at its peak.
-        device_bytes: the same for every device of the pipeline, with all its stages.
-        memory: for every device, where the tapes of its stages were played (`memory`): what
-            `device_bytes` and `peak_bytes` are made of. Empty where they are from the quick model
-            (`in_flight`), which counts what autograd keeps and no temporaries.
-        recompute: the share of device time spent running forwards again, 0 to 1.
-        shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
-            share.
-        threads_s, torchrun_s: what `run.py bench` is expected to tell on the machine that the plan
-            was made on, in one process and under torchrun: of stages that were timed whole
-            (`planner/measured.py`), without the optimizer. None where they were not.
-        longest_s: seconds of one micro-batch in the longest stage with its transfers, where that
-            was to be short (`Objective.BOTTLENECK`); else None.
-        anywhere_s: `objective_s` of the best plan found with cuts anywhere; None where no other
-            cuts were preferred.
-    """
-
-    step_s: float
-    bottleneck_s: float
-    bubble: float
-    lower_bound_s: float
-    proved: bool
-    peak_bytes: tuple[int, ...]
-    recompute: float = 0.0
-    shared_sum_s: float = 0.0
-    device_bytes: tuple[int, ...] = ()
-    threads_s: float | None = None
-    torchrun_s: float | None = None
-    longest_s: float | None = None
-    memory: tuple[DeviceMemory, ...] = ()
-    anywhere_s: float | None = None
-
-    @property
-    def objective_s(self) -> float:
-        """The time that was to be short."""
-        return self.step_s if self.longest_s is None else self.longest_s
-
-    @property
-    def gap(self) -> float:
-        """How far the plan may be from the best one, as a share of the lower bound."""
-        if self.proved or self.lower_bound_s <= 0:
-            return 0.0
-        return self.objective_s / self.lower_bound_s - 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from gpipe_compiler.plan.plan import Plan, Stage
+from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Crossing, Remat
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 

@@ -18,20 +18,18 @@ from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.inside import cut_inside
-from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
-from gpipe_compiler.plan import Prediction, Stage
+from gpipe_compiler.plan import Stage
 from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import Facts, Prepared, problem_of
-from gpipe_compiler.planner.predict import predict, shared
+from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import RematOption, RematOptions, runs
 from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate
 from gpipe_compiler.runtime.core.full_batch import joint_of
-from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import BatchNorm, Remat
 
 _WORTH_A_CUT = 1e-3
@@ -51,32 +49,6 @@ _ROUNDS = 4
 
 _WHOLE = (Remat.NONE, Remat.FULL)
 """All that a stage can do but recompute in segments."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A cut, what its stages hold, and what to expect of them.
-
-    Attributes:
-        orders: each device's actions.
-        joint: the stages that take all micro-batches as one.
-    """
-
-    found: Cut
-    table: StageTable
-    stages: tuple[Stage, ...]
-    orders: Orders
-    joint: tuple[int, ...]
-    prediction: Prediction
-
-    def bounded_by(self, other: Candidate) -> Candidate:
-        """The same, of which no more is known than the lower bound of the other."""
-        known = dataclasses.replace(
-            self.prediction,
-            lower_bound_s=min(other.prediction.lower_bound_s, self.prediction.objective_s),
-            proved=False,
-        )
-        return dataclasses.replace(self, prediction=known)
 
 
 @dataclass(frozen=True)
@@ -200,11 +172,6 @@ class CandidateBuilder:
         told = dataclasses.replace(taken.prediction, anywhere_s=best_s)
         return dataclasses.replace(taken, prediction=told)
 
-    def opened(self, candidate: Candidate) -> tuple[str, ...]:
-        """The modules that lie in several stages, of those that count."""
-        found = opened(self.facts.modules, candidate.found.stage_of)
-        return tuple(dict.fromkeys(module.path for module in found if module.depth))
-
     def _chosen(self, choice: RematChoice, like: Candidate | None) -> Candidate:
         nothing = (False,) * self.setting.stages
         if choice is RematChoice.NONE:
@@ -321,7 +288,7 @@ class CandidateBuilder:
         whole: dict[int, RematOption] = {}
         for device, seat in enumerate(candidate.found.seats):
             memory = self.setting.seats[seat].memory
-            order, kind = candidate.orders[device], self._kind(candidate, device)
+            order, kind = candidate.orders[device], self.kind(candidate, device)
             for known in self.remats.levels(candidate.stages, order, candidate.joint, kind):
                 fits, found = known.fastest(memory, tuple(Remat))
                 whole.update(known.fastest(memory, _WHOLE)[1])
@@ -336,28 +303,9 @@ class CandidateBuilder:
         stages = (taken[stage.index].of(stage, split=split) for stage in candidate.stages)
         return self._draft(candidate.found, candidate.table, tuple(stages))
 
-    def _kind(self, candidate: Candidate, device: int) -> int:
+    def kind(self, candidate: Candidate, device: int) -> int:
+        """Of a device of the pipeline, its number among those of the cluster."""
         return self.setting.seats[candidate.found.seats[device]].kind
-
-    def with_frontiers(self, candidate: Candidate, choice: RematChoice) -> Candidate:
-        """The same, with every stage's frontier of time against memory; for a plan to be used.
-
-        Args:
-            choice: what the draft was chosen from. Where that was no frontier, this one is for
-                people to look at, and found among fewer places.
-        """
-        if self.facts.graph.loss is None or self.work < WORK:
-            return candidate
-        stages = list(candidate.stages)
-        most = MANY if choice is RematChoice.AUTO else FEW
-        for device, order in enumerate(candidate.orders):
-            kind = self._kind(candidate, device)
-            known = self.remats.all(candidate.stages, order, candidate.joint, kind, most)
-            for stage in known.stages:
-                stages[stage.index] = dataclasses.replace(
-                    stages[stage.index], frontier=known.frontier(stage.index)
-                )
-        return dataclasses.replace(candidate, stages=tuple(stages))
 
     def _cut(self, recompute: tuple[bool, ...]) -> Candidate:
         """The best cut found into stages of which these recompute.

@@ -19,8 +19,8 @@ from gpipe_compiler.passes.cut.device_order import seat_orders
 from gpipe_compiler.passes.rehearsal import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
-from gpipe_compiler.planner.candidates import Candidate, CandidateBuilder
-from gpipe_compiler.planner.predict import shared
+from gpipe_compiler.planner.candidates import CandidateBuilder
+from gpipe_compiler.planner.predict import Candidate, shared
 from gpipe_compiler.runtime.spec import Remat
 
 _ROUNDS = 3

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.setting import Seat, Setting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
+from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
-from gpipe_compiler.planner.candidates import Candidate, CandidateBuilder
+from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.cut_problem import Prepared
 from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
-from gpipe_compiler.planner.predict import shared
+from gpipe_compiler.planner.predict import Candidate, shared
 from gpipe_compiler.runtime.schedule import lower, prove
 from gpipe_compiler.runtime.schedule.actions import Programs
 from gpipe_compiler.runtime.schedule.choosing import devices_for, placement_for
@@ -71,7 +75,7 @@ def make_plan(
     else:
         candidate = builder.choose(remat)
         prediction, programs = candidate.prediction, None
-    candidate = builder.with_frontiers(candidate, remat)
+    candidate = _with_frontiers(builder, candidate, remat)
     graph = builder.facts_of(candidate).graph
     _prove(graph, candidate, setting, programs)
     return Plan(
@@ -95,9 +99,36 @@ def make_plan(
         replicas=policy.data_parallel,
         tied=builder.facts.tied([stage.ops for stage in candidate.stages]),
         cut_inside=policy.cut_inside,
-        opened=builder.opened(candidate),
+        opened=_opened(builder, candidate),
         graph=graph,
     )
+
+
+def _with_frontiers(
+    builder: CandidateBuilder, candidate: Candidate, choice: RematChoice
+) -> Candidate:
+    """The same, with every stage's frontier of time against memory; for a plan to be used.
+
+    Args:
+        choice: what it was chosen from. Where that was no frontier, this one is for people to look
+            at, and found among fewer places.
+    """
+    if builder.facts.graph.loss is None or builder.work < WORK:
+        return candidate
+    stages, most = list(candidate.stages), MANY if choice is RematChoice.AUTO else FEW
+    for device, order in enumerate(candidate.orders):
+        kind = builder.kind(candidate, device)
+        known = builder.remats.all(candidate.stages, order, candidate.joint, kind, most)
+        for stage in known.stages:
+            frontier = known.frontier(stage.index)
+            stages[stage.index] = dataclasses.replace(stages[stage.index], frontier=frontier)
+    return dataclasses.replace(candidate, stages=tuple(stages))
+
+
+def _opened(builder: CandidateBuilder, candidate: Candidate) -> tuple[str, ...]:
+    """The modules that lie in several stages, of those that count."""
+    found = opened(builder.facts.modules, candidate.found.stage_of)
+    return tuple(dict.fromkeys(module.path for module in found if module.depth))
 
 
 def _check_annotated(prepared: Prepared, size: int) -> None:

@@ -1,8 +1,10 @@
-"""What a training step of a plan is expected to take: time, waiting, memory."""
+"""Stages of a graph, and what a training step of them is expected to take in time and memory."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.ir import Graph
@@ -10,10 +12,37 @@ from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.plan.timeline import recomputing
+from gpipe_compiler.planner.stage_table import StageTable
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.simulate.in_flight import Load, loads
 from gpipe_compiler.simulate.step import Lane, Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cut, what its stages hold, and what to expect of them.
+
+    Attributes:
+        orders: each device's actions.
+        joint: the stages that take all micro-batches as one.
+    """
+
+    found: Cut
+    table: StageTable
+    stages: tuple[Stage, ...]
+    orders: Orders
+    joint: tuple[int, ...]
+    prediction: Prediction
+
+    def bounded_by(self, other: Candidate) -> Candidate:
+        """The same, of which no more is known than the lower bound of the other."""
+        known = dataclasses.replace(
+            self.prediction,
+            lower_bound_s=min(other.prediction.lower_bound_s, self.prediction.objective_s),
+            proved=False,
+        )
+        return dataclasses.replace(self, prediction=known)
 
 
 def predict(
