@@ -8,7 +8,7 @@ from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.steps import UNKNOWN
+from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
 from gpipe_compiler.runtime.spec import Steps, layer_name
 

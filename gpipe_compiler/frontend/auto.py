@@ -10,8 +10,8 @@ from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
 from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
-from gpipe_compiler.frontend.lengthen import lengthen
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS
 from gpipe_compiler.frontend.shorten import Shortened, shortened
@@ -67,7 +67,7 @@ def choose(
         on_meta = state_table(subject.model).on_meta
         attempts = candidates if on_meta else candidates[: runs_on_meta(subject)]
         for candidate in attempts:
-            graph = _lengthened(short, subject, candidate, precision)
+            graph = _by_fewer_layers(short, subject, candidate, precision)
             if graph is not None:
                 return _with_modules(graph, subject.model), candidate
     met: list[tuple[Frontend, TraceError]] = []
@@ -138,7 +138,7 @@ def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> G
     return merge(tracer(subject, True, precision), graph) if subject.training else graph
 
 
-def _lengthened(
+def _by_fewer_layers(
     short: Shortened, subject: Subject, frontend: Frontend, precision: Precision
 ) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
@@ -149,7 +149,7 @@ def _lengthened(
     on_meta = state_table(subject.model).on_meta
     made = trace_with if on_meta else unchecked
     try:
-        graph = lengthen(made(short.subject, frontend, precision), short, subject)
+        graph = expand_repeats(made(short.subject, frontend, precision), short, subject)
         if graph is None or not same_kernels(graph, subject, short.subject):
             return None
     except GPipeCompilerError:

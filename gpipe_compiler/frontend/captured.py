@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from gpipe_compiler.errors import GPipeCompilerError, TraceError
+from gpipe_compiler.frontend.aten_to_python import aten_to_python
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.export_errors import refuse_fixed_batch
 from gpipe_compiler.frontend.exported import (
@@ -29,7 +30,6 @@ from gpipe_compiler.frontend.exported import (
 from gpipe_compiler.frontend.locate import line_of, line_of_trace
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
-from gpipe_compiler.frontend.readable import make_readable
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.core.precision import lower_dtype
@@ -64,7 +64,7 @@ def trace_dynamo(subject: Subject, training: bool, precision: Precision = Precis
     pull_state_into_regions(module)
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
-    make_readable(graphs)
+    aten_to_python(graphs)
     lowered = lower(module.graph, module, entry)
     return lowered.replace(unlike=in_others(entry, precision, reads_types=False))
 

@@ -115,7 +115,7 @@ class CastWatch(TorchFunctionMode):
         self.events: list[Event] = []
         self._traced = traced
         self._depth = _Depth()
-        self._trains = entry.wants_loss
+        self._trains = entry.has_loss
         self._leaves = [module for module in entry.modules() if is_plain(module)]
 
     @property

@@ -8,6 +8,7 @@ list of tensors, first the loss where there is one, then the tensors of the mode
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,20 +61,25 @@ _LARGEST_STAND_IN = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
-    """What a run of a model in one mode tells of it; see `Entry`.
+class Probe:
+    """What a run of a model in one mode tells of it.
 
     Attributes:
-        reduces: whether `reduction` has been looked for.
+        structure: what the model returns; slots number its tensors.
+        dropped: the classes in it that no stage can hand out.
+        classes: of the model's own, in it.
+        own_loss: the slot of the loss that the model itself returns.
+        squares: the slots whose squares are the loss, where that is asked for.
+        reduction: how the loss of a batch follows from those of its parts; None where that has not
+            been looked for.
     """
 
-    full_structure: Template
+    structure: Template
     dropped: tuple[str, ...]
     classes: tuple[OutputClass, ...]
-    own_loss: int | None
-    squares: tuple[int, ...]
-    reduction: Reduction
-    reduces: bool
+    own_loss: int | None = None
+    squares: tuple[int, ...] = ()
+    reduction: Reduction | None = Reduction.MEAN
 
 
 class Entry(nn.Module):
@@ -82,13 +88,12 @@ class Entry(nn.Module):
     Attributes:
         model: a copy that shares the parameters, in train or eval mode as asked.
         loss_fn: the user's, where it is used.
+        has_loss: whether the first tensor that `forward` returns is a loss.
         signature: the inputs.
         states: the original model's parameters and buffers; those of a loss module are not in it.
-        structure: what the model returns, with the loss left out; slots number the list that
-            `forward` returns after the loss.
-        classes: of the model's own, in what it returns.
         training: as for every module, whether it is in train mode.
         input_gradients: whether the model takes floating inputs that require gradients.
+        known: what a run of the model has told.
     """
 
     def __init__(
@@ -108,130 +113,93 @@ class Entry(nn.Module):
             self.loss_fn = isolated(self.loss_fn)
         self.training = training
         self.input_gradients = True
-        self.wants_loss = subject.training
+        self.has_loss = subject.training
         self.name = subject.name
         self.signature = signature
         self.states = states
-        self.full_structure: Template = None
-        self.dropped: tuple[str, ...] = ()
-        self.classes: tuple[OutputClass, ...] = ()
-        self.own_loss: int | None = None
-        self.squares: tuple[int, ...] = ()
-        self._reduction = Reduction.MEAN
-        self._reduces = reduces
-        known = subject.probes.get(training)
-        if known is None or (reduces and not known.reduces):
+        known: Probe | None = subject.probes.get(training)
+        if known is None or (reduces and known.reduction is None):
             with turned_into_batchnorm(self.model):
-                self._probe(subject)
-            subject.probes[training] = self._found()
-        else:
-            self._take(known)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the first tensor that `forward` returns is a loss."""
-        return self.wants_loss
+                known = subject.probes[training] = self._probe(subject, reduces)
+        self.known = known
 
     @property
     def reduction(self) -> Reduction:
         """How the loss of a batch follows from those of its parts; the mean when in doubt."""
-        if self.own_loss is not None and not self.squared and not self.states.on_meta:
+        if self.known.own_loss is not None and not self.squared and not self.states.on_meta:
             return self._own_reduction()
-        return self._reduction
+        return self.known.reduction or Reduction.MEAN
 
     def outputs(self, leaves: Sequence[Argument]) -> Argument:
         """What the model returns, the loss left out, given the list after the loss."""
         full = list(leaves)
-        if self.own_loss is not None:
-            full.insert(self.own_loss, None)
+        if self.known.own_loss is not None:
+            full.insert(self.known.own_loss, None)
         return fill(self.structure, full)
 
     @property
     def structure(self) -> Template:
         """The structure of the outputs without the model's own loss."""
-        if self.own_loss is None:
-            return self.full_structure
-        return {key: item for key, item in self.full_structure.items() if key != "loss"}
+        if self.known.own_loss is None:
+            return self.known.structure
+        return {key: item for key, item in self.known.structure.items() if key != "loss"}
 
     def forward(self, *inputs: Any) -> list[Any]:
         """The loss, where there is one, then every tensor of the model's output."""
         args, kwargs, target = self.signature.rebuild(inputs)
         output = self.model(*args, **kwargs)
-        leaves = pick(output, self.full_structure)
-        if not self.wants_loss:
+        leaves = pick(output, self.known.structure)
+        if not self.has_loss:
             return leaves
-        own = None if self.own_loss is None else leaves.pop(self.own_loss)
+        own = None if self.known.own_loss is None else leaves.pop(self.known.own_loss)
         if own is not None and not self.squared:
             return [own, *leaves]
         if self.loss_fn is not None:
             return [self.loss_fn(output, target), *leaves]
-        return [sum_of_squares([leaves[index] for index in self.squares]), *leaves]
+        return [sum_of_squares([leaves[index] for index in self.known.squares]), *leaves]
 
-    def _found(self) -> _Probe:
-        return _Probe(
-            self.full_structure,
-            self.dropped,
-            self.classes,
-            self.own_loss,
-            self.squares,
-            self._reduction,
-            self._reduces,
-        )
-
-    def _take(self, known: _Probe) -> None:
-        self.full_structure = known.full_structure
-        self.dropped = known.dropped
-        self.classes = known.classes
-        self.own_loss = known.own_loss
-        self.squares = known.squares
-        self._reduction = known.reduction
-
-    def _probe(self, subject: Subject) -> None:
+    def _probe(self, subject: Subject, reduces: bool) -> Probe:
         """Runs the model once, to know what it returns and how losses combine."""
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
         output, target = self._probe_output(count)
-        self.full_structure, self.dropped = describe(output)
-        self._find_numbers(count)
-        self.classes = tuple(classes_in(output))
-        leaves = pick(output, self.full_structure)
-        if not self.wants_loss:
-            return
+        structure, dropped = describe(output)
+        structure = self._with_numbers(structure, count)
+        found = Probe(structure, dropped, tuple(classes_in(output)))
+        if not self.has_loss:
+            return found
+        leaves = pick(output, structure)
         if self.loss_fn is not None:
-            if not self._reduces:
-                return
-            dims = self._dims(leaves, count)
-            if any(leaf.is_meta for leaf in leaves):
-                count, (output, target) = 2, self._stand_ins((output, target), count, dims)
-            self._probe_loss_function(output, target, count, dims)
-            return
-        self.own_loss = slot_of_loss(self.full_structure)
-        if self.own_loss is not None:
-            check_scalar(leaves.pop(self.own_loss), "the model returns as its loss")
+            reduction = self._loss_reduction(output, target, count, structure) if reduces else None
+            return dataclasses.replace(found, reduction=reduction)
+        own_loss = slot_of_loss(structure)
+        if own_loss is not None:
+            check_scalar(leaves.pop(own_loss), "the model returns as its loss")
         if not self.squared:
-            if self.own_loss is None:
+            if own_loss is None:
                 raise no_loss(subject, output)
-            return
-        self._reduction = Reduction.SUM
-        self.squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
-        if not self.squares:
+            return dataclasses.replace(found, own_loss=own_loss)
+        squares = tuple(i for i, leaf in enumerate(leaves) if leaf.is_floating_point())
+        if not squares:
             raise ModelError(
                 "the model returns no floating-point tensor to square, so there is nothing to "
                 "train",
                 hint="offer loss_fn(output, target), or compile with --mode infer",
             )
+        return dataclasses.replace(
+            found, own_loss=own_loss, squares=squares, reduction=Reduction.SUM
+        )
 
-    def _find_numbers(self, count: int) -> None:
-        """Tells numbers in the structure that go with the samples, by other batches than that."""
-        if not has_numbers(self.full_structure):
-            return
+    def _with_numbers(self, structure: Template, count: int) -> Template:
+        """The structure, its numbers that go with the samples told by other batches than that."""
+        if not has_numbers(structure):
+            return structure
         others = {}
         for samples in (count + 1, 2 * count):
             with contextlib.suppress(ModelError):
                 others[samples] = describe(self._probe_output(samples)[0])[0]
-        where = definition(type(self.model).forward)
-        self.full_structure = with_numbers(self.full_structure, count, others, where)
+        return with_numbers(structure, count, others, definition(type(self.model).forward))
 
-    def _dims(self, leaves: Sequence[torch.Tensor], count: int) -> tuple[Dims, Dims]:
+    def _dims(self, output: object, count: int, structure: Template) -> tuple[Dims, Dims]:
         """The batch dimensions of the model's outputs for so many samples, and of the targets.
 
         Where that of every input is 0, outputs with so many rows, and no other dimension of that
@@ -239,32 +207,19 @@ class Entry(nn.Module):
         """
         inputs = self.signature.inputs
         of_target = [source.batch_dim for source in inputs if source.path[0] == "target"]
+        leaves = pick(output, structure)
         first = [0 if x.ndim and x.shape[0] == count else None for x in leaves]
         elsewhere = any(source.batch_dim for source in inputs)
         if not elsewhere and all(not x.ndim or only_first(x, count) for x in leaves):
             return first, of_target
         try:
-            more = pick(self._probe_output(count + 1)[0], self.full_structure)
+            more = pick(self._probe_output(count + 1)[0], structure)
         except (ModelError, LookupError, AttributeError, TypeError):  # or another structure
             if elsewhere:
                 raise
             return first, of_target
         pairs = zip(leaves, more, strict=True)
         return [row_dim(pair, (count, count + 1)) for pair in pairs], of_target
-
-    def _stand_ins(
-        self, trees: tuple[Any, Any], count: int, dims: tuple[Dims, Dims]
-    ) -> tuple[Any, Any]:
-        """Two samples of output and target with made-up numbers, on which a loss can be tried.
-
-        Where they would take too much memory, they stay on meta.
-        """
-        output, target = (samples_of(*pair, count, 0, 2) for pair in zip(trees, dims, strict=True))
-        leaves = pick(output, self.full_structure)
-        if max((leaf.numel() for leaf in leaves), default=0) > _LARGEST_STAND_IN:
-            return output, map_tensors(on_meta, target)
-        with torch.random.fork_rng():
-            return map_tensors(stand_in, output), map_tensors(stand_in, target)
 
     def _probe_output(self, count: int) -> tuple[Any, Any]:
         """What the model returns for a batch, and the target: without arithmetic if possible.
@@ -301,15 +256,18 @@ class Entry(nn.Module):
                 hint="it must run by itself before it can be compiled",
             ) from error
 
-    def _probe_loss_function(
-        self, output: object, target: object, count: int, dims: tuple[Dims, Dims]
-    ) -> None:
-        """Holds the loss of an output against those of its halves."""
+    def _loss_reduction(
+        self, output: object, target: object, count: int, structure: Template
+    ) -> Reduction:
+        """How the loss of an output follows from those of its halves."""
+        dims = self._dims(output, count, structure)
+        trees = output, target
+        if any(leaf.is_meta for leaf in pick(output, structure)):
+            trees, count = _stand_ins(trees, count, dims, structure), 2
 
         def loss(first: int, last: int) -> torch.Tensor:
             part, of_target = (
-                samples_of(*pair, count, first, last)
-                for pair in zip((output, target), dims, strict=True)
+                samples_of(*pair, count, first, last) for pair in zip(trees, dims, strict=True)
             )
             with torch.random.fork_rng(), torch.no_grad():
                 value = user_call(
@@ -318,9 +276,7 @@ class Entry(nn.Module):
             check_scalar(value, "loss_fn returns")
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
 
-        whole, half = loss(0, count), count // 2
-        if not whole.is_meta:
-            self._reduction = reduction_of(whole, [loss(0, half), loss(half, count)])
+        return reduction_of(loss, count)
 
     def _flattened(self) -> str:
         """The way out for a target whose samples lie in one dimension with something else."""
@@ -351,8 +307,21 @@ class Entry(nn.Module):
                 output["loss"] if isinstance(output, Mapping) else output.loss
             )
 
-        half = count // 2
-        return reduction_of(loss(0, count), [loss(0, half), loss(half, count)])
+        return reduction_of(loss, count)
+
+
+def _stand_ins(
+    trees: tuple[object, object], count: int, dims: tuple[Dims, Dims], structure: Template
+) -> tuple[object, object]:
+    """Two samples of output and target with made-up numbers, on which a loss can be tried.
+
+    Where they would take too much memory, they stay on meta.
+    """
+    output, target = (samples_of(*pair, count, 0, 2) for pair in zip(trees, dims, strict=True))
+    if max((leaf.numel() for leaf in pick(output, structure)), default=0) > _LARGEST_STAND_IN:
+        return output, map_tensors(on_meta, target)
+    with torch.random.fork_rng():
+        return map_tensors(stand_in, output), map_tensors(stand_in, target)
 
 
 def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Entry:

@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
+from gpipe_compiler.frontend.aten_to_python import aten_to_python, write_constants
 from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes, refuse_fixed_batch
@@ -38,7 +39,6 @@ from gpipe_compiler.frontend.precisions import (
     kind_of,
     only_in,
 )
-from gpipe_compiler.frontend.readable import make_readable, write_constants
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
@@ -106,7 +106,7 @@ def _trace(entry: Entry, autocast_to: torch.dtype | None) -> _Trace:
     try:
         return _attempt(entry, autocast_to, gradients=True)
     except TraceError:
-        if entry.wants_loss:
+        if entry.has_loss:
             raise
         with contextlib.suppress(TraceError):
             return _attempt(entry, autocast_to, gradients=False)
@@ -142,7 +142,7 @@ def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
     _refuse_stand_in(graphs)
     write_constants(graphs, program.constants)
     unlike = follow(graphs, found, trace.watch.events)
-    make_readable(graphs)
+    aten_to_python(graphs)
     return lower(module.graph, module, entry).replace(unlike=unlike)
 
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from gpipe_compiler.dispatching import PlainDispatchMode
+from gpipe_compiler.frontend.init_program import UNKNOWN, init_programs
 from gpipe_compiler.frontend.init_trace import Creation, Event, InitTrace, Operand
-from gpipe_compiler.frontend.steps import UNKNOWN, write_steps
 from gpipe_compiler.runtime.spec import Steps
 
 _LITERAL_ELEMENTS = 1024
@@ -70,7 +70,7 @@ class Recording:
     def steps_of(self, model: nn.Module) -> dict[str, Steps]:
         """The steps of every tensor of the model on meta, by name; () where they are not known."""
         targets = {name: self.operand(tensor) for name, tensor in tensors_of_model(model)}
-        return write_steps(self.tape, targets)
+        return init_programs(self.tape, targets)
 
 
 def on_meta_throughout(

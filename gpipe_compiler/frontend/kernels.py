@@ -277,7 +277,7 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> None:
         log.number(tensor)
 
     def look(_module: nn.Module, _args: Any, output: Any) -> None:
-        if describe(output) != (entry.full_structure, entry.dropped):
+        if describe(output) != (entry.known.structure, entry.known.dropped):
             raise OtherKernelError
 
     handle = entry.model.register_forward_hook(look)

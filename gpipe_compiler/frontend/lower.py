@@ -18,9 +18,9 @@ from torch import fx, nn
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.casts import hooked
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.finish import finish
 from gpipe_compiler.frontend.locate import line_of_trace
 from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.simplify_graph import simplify_graph
 from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.ir import (
     Argument,
@@ -81,7 +81,7 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         inputs=entry.signature.inputs,
         ops=tuple(ops),
         outputs=entry.outputs(leaves),
-        classes=entry.classes,
+        classes=entry.known.classes,
         state={**entry.states.states, **lowering.constants},
         modules=lowering.modules,
         batch_size=entry.signature.batch_size,
@@ -95,7 +95,7 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
             )
         ),
     )
-    return check(finish(raw, entry), after="the frontend")
+    return check(simplify_graph(raw, entry), after="the frontend")
 
 
 def local_path(path: str) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.frontend.initial import tensors_of_model
 from gpipe_compiler.frontend.signature import read_signature
-from gpipe_compiler.frontend.steps import UNKNOWN
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.core.initial import replay, seed_of

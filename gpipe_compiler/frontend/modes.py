@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.fold import with_arguments
+from gpipe_compiler.frontend.merge_shape_queries import merge_shape_queries
 from gpipe_compiler.frontend.naming import Names
 from gpipe_compiler.frontend.same_op import op_key, passed
-from gpipe_compiler.frontend.unify import unify_queries
+from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     Block,
@@ -64,7 +64,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
     if not merging.different:
         return train if unlike == train.unlike else train.replace(unlike=unlike)
     ops, outputs = always_contiguous((*ops, *merging.selections), outputs)
-    ops, outputs = unify_queries(ops, outputs)
+    ops, outputs = merge_shape_queries(ops, outputs)
     merged = train.replace(
         ops=ops,
         outputs=outputs,

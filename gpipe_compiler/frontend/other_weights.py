@@ -11,6 +11,7 @@ import math
 import torch
 from torch import nn
 
+from gpipe_compiler.frontend.probing import normal_numbers
 from gpipe_compiler.frontend.state import isolated
 
 LARGEST_COPIED = 1 << 30
@@ -36,8 +37,8 @@ def with_other_weights(model: nn.Module) -> nn.Module | None:
     random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in filter(_is_trained, copied.parameters()):
-            noise = torch.randn(parameter.shape, generator=random).to(parameter)
-            parameter.add_(noise, alpha=_step(parameter))
+            noise = normal_numbers(parameter.shape, torch.float32, random)
+            parameter.add_(noise.to(parameter), alpha=_step(parameter))
     return copied
 
 
@@ -47,7 +48,10 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 def _step(parameter: torch.Tensor) -> float:
     """How far an entry moves: with a matrix of zeros as with one that has begun at random."""
-    entries = parameter.abs().double().nan_to_num(0, 0, 0)
-    size = float(entries.square().mean().sqrt()) if parameter.numel() else 0.0
+    entries = parameter.abs()
+    norm = torch.linalg.vector_norm(entries, dtype=torch.float64)
+    if not norm.isfinite():
+        norm = torch.linalg.vector_norm(entries.nan_to_num(0, 0, 0), dtype=torch.float64)
+    size = float(norm) / math.sqrt(max(parameter.numel(), 1))
     inputs = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else 1
     return _SHARE * max(size, 1 / math.sqrt(max(inputs, 1)))

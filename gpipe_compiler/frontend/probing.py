@@ -17,7 +17,16 @@ Dims: TypeAlias = Sequence[int | None]
 """The batch dimension of every tensor in a nest."""
 
 _DISTINCT = 999_983
-"""How many of its elements are made up one by one: a prime, which divides no size of a sample."""
+"""Numbers that are drawn one by one: a prime, which divides no size of a sample."""
+
+
+def normal_numbers(
+    shape: torch.Size, dtype: torch.dtype, random: torch.Generator | None = None
+) -> torch.Tensor:
+    """Normally distributed numbers; many are the same ones over and over, which takes less time."""
+    count = shape.numel()
+    numbers = torch.randn(min(count, _DISTINCT), dtype=dtype, generator=random)
+    return numbers.repeat(-(-count // max(1, len(numbers))))[:count].reshape(shape)
 
 
 def only_first(tensor: torch.Tensor, count: int) -> bool:
@@ -49,23 +58,24 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor for one on meta: random numbers, or zeros where it holds integers.
-
-    Many are the same ones over and over, which takes less time; not in step with the samples.
-    """
+    """A real tensor for one on meta: random numbers, or zeros where it holds integers."""
     if not tensor.is_meta:
         return tensor
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    count = tensor.numel()
-    numbers = torch.randn(min(count, _DISTINCT), dtype=tensor.dtype)
-    times = -(-count // max(1, len(numbers)))
-    return numbers.repeat(times)[:count].reshape(tensor.shape)
+    return normal_numbers(tensor.shape, tensor.dtype)
 
 
-def reduction_of(whole: torch.Tensor, halves: Sequence[torch.Tensor]) -> Reduction:
-    """How the loss of a batch follows from the losses of its halves; the mean when in doubt."""
-    total = halves[0].double() + halves[1].double()
+def reduction_of(loss: Callable[[int, int], torch.Tensor], count: int) -> Reduction:
+    """How the loss of a batch follows from the losses of its halves; the mean when in doubt.
+
+    Args:
+        loss: that of the samples from the first number to before the second.
+    """
+    whole, half = loss(0, count), count // 2
+    if whole.is_meta:
+        return Reduction.MEAN
+    total = loss(0, half).double() + loss(half, count).double()
     if torch.allclose(whole.double(), total / 2, rtol=1e-3):
         return Reduction.MEAN
     return Reduction.SUM if torch.allclose(whole.double(), total, rtol=1e-3) else Reduction.MEAN

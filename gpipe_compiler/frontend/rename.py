@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.frontend.fold import with_arguments
 from gpipe_compiler.frontend.naming import Names, identifier
+from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     Block,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from gpipe_compiler.frontend.fold import with_arguments
+from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     Call,

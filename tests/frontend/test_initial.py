@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.frontend.initial import recording, tensors_of_model
-from gpipe_compiler.frontend.steps import UNKNOWN
-from gpipe_compiler.runtime.core.initial import replay
+from gpipe_compiler.runtime.initial import replay
 from gpipe_compiler.runtime.spec import Steps
 
 Make = Callable[[], Tensor]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import choose, trace_with, unchecked
+from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
-from gpipe_compiler.frontend.lengthen import lengthen
 from gpipe_compiler.frontend.place import Place
 from gpipe_compiler.frontend.shorten import Run, shortened
 from gpipe_compiler.frontend.subject import Subject
@@ -479,7 +479,7 @@ def test_kernels_tell_models_apart_that_have_no_numbers(change: Callable[[Stack]
     subject = subject_of(Rescaled(layers()), "meta")
     short = shortened(subject)
     assert short is not None
-    graph = lengthen(trace_with(short.subject, Frontend.FX), short, subject)
+    graph = expand_repeats(trace_with(short.subject, Frontend.FX), short, subject)
     assert graph is not None
     assert same_kernels(graph, subject, short.subject)
 

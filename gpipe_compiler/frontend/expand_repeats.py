@@ -37,7 +37,7 @@ from gpipe_compiler.ir.ops import ops_within
 ToName = Callable[[str], str]
 
 
-def lengthen(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
+def expand_repeats(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
     """The graph of the whole model.
 
     Args:
@@ -68,7 +68,7 @@ def lengthen(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
         modules=writer.modules,
         tensors={**table.tensors, **tensors},
     )
-    return check(rename(longer), after="lengthening")
+    return check(rename(longer), after="expanding repeated layers")
 
 
 @dataclass(frozen=True, slots=True)

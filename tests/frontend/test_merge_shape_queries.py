@@ -6,7 +6,7 @@ import operator
 
 import torch
 
-from gpipe_compiler.frontend.unify import unify_queries
+from gpipe_compiler.frontend.merge_shape_queries import merge_shape_queries
 from gpipe_compiler.ir import ByMode, FunctionCall, MethodCall, Mode, Op, Ref
 
 
@@ -16,7 +16,7 @@ def ask(name: str, mode: Mode, of: str = "x") -> Op:
 
 def test_the_same_size_is_asked_once_and_its_readers_choose_no_more():
     reader = Op("zeros", FunctionCall(torch.zeros, (ByMode(Ref("n"), Ref("m")), 4)), "zeros")
-    ops, outputs = unify_queries(
+    ops, outputs = merge_shape_queries(
         [ask("n", Mode.TRAIN), ask("m", Mode.EVAL), reader], {"size": Ref("m"), "out": Ref("zeros")}
     )
 
@@ -29,7 +29,7 @@ def test_arithmetic_on_answers_is_unified_and_other_arithmetic_is_not():
     def double(name: str, of: str, mode: Mode) -> Op:
         return Op(name, FunctionCall(operator.mul, (Ref(of), 2)), name, mode=mode)
 
-    ops, _ = unify_queries(
+    ops, _ = merge_shape_queries(
         [
             ask("n", Mode.TRAIN),
             double("twice_n", "n", Mode.TRAIN),
@@ -48,6 +48,6 @@ def test_arithmetic_on_answers_is_unified_and_other_arithmetic_is_not():
 def test_different_questions_stay_apart():
     whole = Op("whole", MethodCall("size", (Ref("x"),)), ("a", None), mode=Mode.TRAIN)
     other = Op("other", MethodCall("size", (Ref("x"),)), (None, "b"), mode=Mode.EVAL)
-    ops, _ = unify_queries([ask("n", Mode.TRAIN), ask("m", Mode.EVAL, "y"), whole, other], ())
+    ops, _ = merge_shape_queries([ask("n", Mode.TRAIN), ask("m", Mode.EVAL, "y"), whole, other], ())
 
     assert [op.mode for op in ops] == [Mode.TRAIN, Mode.EVAL, Mode.TRAIN, Mode.EVAL]

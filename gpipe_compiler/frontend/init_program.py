@@ -43,7 +43,7 @@ class _UntouchedError(Exception):
     """Nobody has written to the tensor."""
 
 
-def write_steps(tape: InitTrace, targets: Mapping[str, Operand]) -> dict[str, Steps]:
+def init_programs(tape: InitTrace, targets: Mapping[str, Operand]) -> dict[str, Steps]:
     """The steps of each tensor, by name; () where it is memory that nobody wrote to."""
     history = _History(tape)
     drawn: dict[int, tuple[str, int]] = {}

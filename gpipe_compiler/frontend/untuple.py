@@ -31,12 +31,14 @@ Example = Callable[[Op], Any]
 """What an op returns, on some example; None where that is not known."""
 
 
-def fold(ops: Sequence[Op], outputs: Argument, example: Example) -> tuple[tuple[Op, ...], Argument]:
+def untuple(
+    ops: Sequence[Op], outputs: Argument, example: Example
+) -> tuple[tuple[Op, ...], Argument]:
     """The ops with results unpacked, and the outputs in terms of the new values."""
     tidied = list(_tidy_sizes(ops, outputs, example))
-    folding = _Folding(example, _taken_apart(tidied))
-    folded = tuple(op for old in tidied for op in folding.op(old))
-    return folded, folding.substitute(outputs)
+    untupling = _Untupling(example, _taken_apart(tidied))
+    untupled = tuple(op for old in tidied for op in untupling.op(old))
+    return untupled, untupling.substitute(outputs)
 
 
 def with_arguments(call: Call, change: Callable[[Argument], Argument]) -> Call:
@@ -48,8 +50,8 @@ def with_arguments(call: Call, change: Callable[[Argument], Argument]) -> Call:
     return dataclasses.replace(call, args=args, kwargs=kwargs)
 
 
-class _Folding:
-    """Goes over the ops in order and remembers what every folded name stands for."""
+class _Untupling:
+    """Goes over the ops in order and remembers what every untupled name stands for."""
 
     def __init__(self, example: Example, apart: frozenset[str]) -> None:
         self._example = example
@@ -89,7 +91,7 @@ class _Folding:
         yield dataclasses.replace(op, call=call, result=result)
 
     def _block(self, block: Block) -> Block:
-        ops, outputs = fold(block.ops, block.outputs, self._example)
+        ops, outputs = untuple(block.ops, block.outputs, self._example)
         return Block(block.inputs, ops, outputs)
 
     def _item(self, call: Call) -> tuple[Argument] | None:

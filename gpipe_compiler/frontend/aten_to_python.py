@@ -57,7 +57,7 @@ _END = 2**63 - 1
 """The end of a slice that runs to the end."""
 
 
-def make_readable(graphs: Sequence[fx.Graph]) -> None:
+def aten_to_python(graphs: Sequence[fx.Graph]) -> None:
     """Rewrites an exported graph and those of its regions."""
     for graph in graphs:
         drop_checks(graph)

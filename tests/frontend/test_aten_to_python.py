@@ -7,8 +7,8 @@ import operator
 import torch
 from torch import fx, nn
 
+from gpipe_compiler.frontend.aten_to_python import aten_to_python, merge_indexing
 from gpipe_compiler.frontend.exported import trace_export
-from gpipe_compiler.frontend.readable import make_readable, merge_indexing
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall
 
@@ -69,7 +69,7 @@ def test_write_between_two_views_keeps_them_apart():
     part.meta["val"] = X[:, 1:3]
     graph.call_function(aten.add_.Tensor, (x, 1))
     graph.output((graph.call_function(aten.select.int, (part, 2, 0)),))
-    make_readable([graph])
+    aten_to_python([graph])
 
     targets = [node.target for node in graph.nodes if node.op.startswith("call")]
     assert targets == [GET, "add_", GET]

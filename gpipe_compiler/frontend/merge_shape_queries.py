@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 
-from gpipe_compiler.frontend.fold import with_arguments
+from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     ByMode,
@@ -28,7 +28,7 @@ _ARITHMETIC = frozenset(
 )
 
 
-def unify_queries(ops: Sequence[Op], outputs: Argument) -> tuple[tuple[Op, ...], Argument]:
+def merge_shape_queries(ops: Sequence[Op], outputs: Argument) -> tuple[tuple[Op, ...], Argument]:
     """The same graph with one op for both modes where each had its own for the same shape.
 
     A batch size that train mode has from one op and eval mode from another ties all who read it to

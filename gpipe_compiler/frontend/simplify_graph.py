@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.fold import fold
 from gpipe_compiler.frontend.observe import Observed, observe
 from gpipe_compiler.frontend.rename import rename
+from gpipe_compiler.frontend.untuple import untuple
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, RegionCall, Result
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.runtime.core.random import draws
@@ -23,11 +23,11 @@ _PURE = frozenset({operator.getitem, builtins.getattr, torch._assert})
 _PURE_METHODS = frozenset({"size", "dim", "numel", "stride", "is_contiguous"})
 
 
-def finish(graph: Graph, entry: Entry) -> Graph:
+def simplify_graph(graph: Graph, entry: Entry) -> Graph:
     """The graph as every frontend hands it out."""
     seen = functools.cache(lambda: observe(graph, entry))
     ends = (graph.outputs, _loss_ref(graph))
-    ops, (outputs, loss_ref) = fold(graph.ops, ends, _examples(graph, seen))
+    ops, (outputs, loss_ref) = untuple(graph.ops, ends, _examples(graph, seen))
     ops = remove_dead(ops, (outputs, loss_ref), _effects(seen))
     loss = graph.loss
     if loss is not None:
