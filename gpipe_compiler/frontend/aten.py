@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from gpipe_compiler.frontend.aten_call import MISSING, Argument, AtenCall, Rule, Written, bind
-from gpipe_compiler.frontend.aten_functions import FUNCTIONS
+from gpipe_compiler.frontend.aten_functions import FUNCTIONS, written_as
 
 # --- Python operators -----------------------------------------------------------------------------
 
@@ -126,22 +126,6 @@ def _to(call: AtenCall) -> Written | None:
     return Written("to", (call["self"],) if dtype is None else (call["self"], dtype), kwargs)
 
 
-def _to_other(call: AtenCall) -> Written | None:
-    return Written("to", (call["self"], call["other"]), call.given("copy", "memory_format"))
-
-
-def _clone(call: AtenCall) -> Written | None:
-    return Written("clone", (call["self"],))
-
-
-def _size(call: AtenCall) -> Written | None:
-    return Written("size", (call["self"], call["dim"]))
-
-
-def _numel(call: AtenCall) -> Written | None:
-    return Written("numel", (call["self"],))
-
-
 _ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 
 
@@ -174,12 +158,14 @@ _RULES: Mapping[str, Rule] = {
     "rsub": _rsub,
     "to": _to,
     "_to_copy": _to,
-    "lift_fresh_copy": _clone,
-    "sym_size": _size,
-    "sym_numel": _numel,
+    "lift_fresh_copy": written_as("clone", "self"),
+    "sym_size": written_as("size", "self", "dim"),
+    "sym_numel": written_as("numel", "self"),
     "einsum": _einsum,
     "index": _index,
 }
+
+_TO_OTHER = written_as("to", "self", "other", given=("copy", "memory_format"))
 
 _PYTHON_METHODS = frozenset({"split", "unflatten"})
 """Methods written in Python whose arguments are those of the operator."""
@@ -202,7 +188,7 @@ def write(
         return None
     rule = _RULES.get(call.name)
     if call.overload is torch.ops.aten.to.other:
-        rule = _to_other
+        rule = _TO_OTHER
     written = rule(call) if rule is not None else None
     return written if written is not None else _by_name(call)
 

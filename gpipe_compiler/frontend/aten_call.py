@@ -50,18 +50,17 @@ class AtenCall:
             names.pop()
         return tuple(self.values[name] for name in names)
 
-    def keywords(self, *, skip: Sequence[str] = ()) -> dict[str, Argument]:
+    def keywords(self) -> dict[str, Argument]:
         """Keyword-only arguments that differ from their default."""
         return {
             a.name: self.values[a.name]
             for a in self.overload._schema.arguments
-            if a.kwarg_only and a.name not in self.defaults and a.name not in skip
+            if a.kwarg_only and a.name not in self.defaults
         }
 
-    def given(self, *names: str, **renamed: str) -> dict[str, Argument]:
-        """Those of the arguments that differ from their default, by name or `new=old`."""
-        pairs = [*((name, name) for name in names), *renamed.items()]
-        return {new: self.values[old] for new, old in pairs if old not in self.defaults}
+    def given(self, *names: str) -> dict[str, Argument]:
+        """Those of the arguments that differ from their default, by name."""
+        return {name: self.values[name] for name in names if name not in self.defaults}
 
 
 def bind(

@@ -6,6 +6,7 @@ Source of the functions' arguments: torch/nn/functional.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,68 +14,46 @@ import torch.nn.functional as F
 from gpipe_compiler.frontend.aten_call import Argument, AtenCall, Rule, Written
 
 _REDUCTIONS = ("none", "mean", "sum")
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def _reduction(call: AtenCall) -> dict[str, Argument]:
-    name = _REDUCTIONS[call["reduction"]]
-    return {} if name == "mean" else {"reduction": name}
+def written_as(
+    target: Callable[..., Any] | str,
+    *positional: str,
+    keywords: Mapping[str, str] = _NONE,
+    given: Sequence[str] = (),
+    always: Mapping[str, Argument] = _NONE,
+) -> Rule:
+    """The rule for `target(...)`, a function or a method, with arguments of the operator.
 
-
-def _function(function: Callable[..., Any], *names: str, **renamed: str) -> Rule:
-    """`function(self, name=..., new=...)`, with the arguments that differ from their default."""
+    Args:
+        positional: names of those that stand by position.
+        keywords: those that are always passed by keyword, by the target's name for them.
+        given: those that are passed by keyword where they differ from their default.
+        always: further keyword arguments.
+    """
 
     def rule(call: AtenCall) -> Written | None:
-        return Written(function, (_first(call),), call.given(*names, **renamed))
+        kwargs = {new: call[old] for new, old in keywords.items()} | call.given(*given)
+        return Written(target, tuple(call[name] for name in positional), kwargs | dict(always))
 
     return rule
 
 
-def _first(call: AtenCall) -> Argument:
-    return call.values[call.overload._schema.arguments[0].name]
+def _same_order(
+    function: Callable[..., Any], *, skip: Sequence[str] = (), inplace: bool = False
+) -> Rule:
+    """`function(...)` with the operator's own arguments in the operator's own order.
 
-
-def _same_order(function: Callable[..., Any], *, skip: Sequence[str] = ()) -> Rule:
-    """`function(...)` with the operator's own arguments in the operator's own order."""
-
-    def rule(call: AtenCall) -> Written | None:
-        return Written(function, call.positional(skip=skip), call.keywords())
-
-    return rule
-
-
-def _inplace(function: Callable[..., Any]) -> Rule:
-    """`function(..., inplace=True)` for the operator whose name ends in an underscore."""
+    Args:
+        inplace: of the operator whose name ends in an underscore.
+    """
 
     def rule(call: AtenCall) -> Written | None:
-        return Written(function, call.positional(), {"inplace": True})
+        kwargs = call.keywords() | ({"inplace": True} if inplace else {})
+        return Written(function, call.positional(skip=skip), kwargs)
 
     return rule
-
-
-def _dropout(function: Callable[..., Any], *, inplace: bool) -> Rule:
-    def rule(call: AtenCall) -> Written | None:
-        kwargs = {"p": call["p"], "training": call["train"]}
-        return Written(function, (call["input" if not inplace else "self"],), kwargs | extra)
-
-    extra = {"inplace": True} if inplace else {}
-    return rule
-
-
-def _embedding(call: AtenCall) -> Written | None:
-    kwargs = call.given("padding_idx", "scale_grad_by_freq", "sparse")
-    return Written(F.embedding, (call["indices"], call["weight"]), kwargs)
-
-
-def _batch_norm(call: AtenCall) -> Written | None:
-    args = tuple(call[n] for n in ("input", "running_mean", "running_var", "weight", "bias"))
-    kwargs = {name: call[name] for name in ("training", "momentum", "eps")}
-    return Written(F.batch_norm, args, kwargs)
-
-
-def _instance_norm(call: AtenCall) -> Written | None:
-    args = tuple(call[n] for n in ("input", "running_mean", "running_var", "weight", "bias"))
-    kwargs = {name: call[name] for name in ("use_input_stats", "momentum", "eps")}
-    return Written(F.instance_norm, args, kwargs)
 
 
 def _elu(call: AtenCall) -> Written | None:
@@ -83,48 +62,39 @@ def _elu(call: AtenCall) -> Written | None:
     return Written(F.elu, call.positional(), {"inplace": True} if call.name == "elu_" else {})
 
 
-def _softmax(function: Callable[..., Any]) -> Rule:
+def _loss(function: Callable[..., Any], *names: str) -> Rule:
+    """A loss of an input and a target, with a reduction."""
+
     def rule(call: AtenCall) -> Written | None:
-        return Written(function, (call["self"],), {"dim": call["dim"], **call.given("dtype")})
+        reduction = _REDUCTIONS[call["reduction"]]
+        kwargs = call.given(*names) | ({} if reduction == "mean" else {"reduction": reduction})
+        return Written(function, (call["self"], call["target"]), kwargs)
 
     return rule
 
 
-def _cross_entropy(call: AtenCall) -> Written | None:
-    kwargs = call.given("weight", "ignore_index", "label_smoothing")
-    return Written(F.cross_entropy, (call["self"], call["target"]), kwargs | _reduction(call))
+def _dropout(function: Callable[..., Any]) -> Rule:
+    return written_as(function, "input", keywords={"p": "p", "training": "train"})
 
 
-def _nll_loss(call: AtenCall) -> Written | None:
-    kwargs = call.given("weight", "ignore_index")
-    return Written(F.nll_loss, (call["self"], call["target"]), kwargs | _reduction(call))
+def _normed(function: Callable[..., Any], training: str) -> Rule:
+    states = ("running_mean", "running_var", "weight", "bias")
+    named = {name: name for name in (training, "momentum", "eps")}
+    return written_as(function, "input", *states, keywords=named)
 
 
-def _pair_loss(function: Callable[..., Any], *names: str) -> Rule:
-    """A loss of an input and a target of the same shape."""
-
-    def rule(call: AtenCall) -> Written | None:
-        kwargs = call.given(*names)
-        return Written(function, (call["self"], call["target"]), kwargs | _reduction(call))
-
-    return rule
-
-
-def _pool(function: Callable[..., Any], *, indices: bool) -> Rule:
-    def rule(call: AtenCall) -> Written | None:
-        kwargs = call.given("stride", "padding", "dilation", "ceil_mode")
-        if indices:
-            kwargs["return_indices"] = True
-        return Written(function, (call["self"], call["kernel_size"]), kwargs)
-
-    return rule
+def _pool(function: Callable[..., Any], *, indices: bool = False) -> Rule:
+    names = ("stride", "padding", "dilation", "ceil_mode")
+    always = {"return_indices": True} if indices else {}
+    return written_as(function, "self", "kernel_size", given=names, always=always)
 
 
 def _adaptive_max_pool(function: Callable[..., Any]) -> Rule:
-    def rule(call: AtenCall) -> Written | None:
-        return Written(function, (call["self"], call["output_size"]), {"return_indices": True})
+    return written_as(function, "self", "output_size", always={"return_indices": True})
 
-    return rule
+
+def _softmax(function: Callable[..., Any]) -> Rule:
+    return written_as(function, "self", keywords={"dim": "dim"}, given=("dtype",))
 
 
 def _interpolate(mode: str, *, antialias: bool = False) -> Rule:
@@ -167,28 +137,32 @@ FUNCTIONS: Mapping[str, Rule] = {
     "layer_norm": _same_order(F.layer_norm, skip=("cudnn_enable",)),
     "group_norm": _same_order(F.group_norm, skip=("cudnn_enabled",)),
     "rms_norm": _same_order(F.rms_norm),
-    "batch_norm": _batch_norm,
-    "instance_norm": _instance_norm,
-    "embedding": _embedding,
-    "dropout": _dropout(F.dropout, inplace=False),
-    "dropout_": _dropout(F.dropout, inplace=True),
-    "alpha_dropout": _dropout(F.alpha_dropout, inplace=False),
-    "feature_alpha_dropout": _dropout(F.feature_alpha_dropout, inplace=False),
+    "batch_norm": _normed(F.batch_norm, "training"),
+    "instance_norm": _normed(F.instance_norm, "use_input_stats"),
+    "embedding": written_as(
+        F.embedding, "indices", "weight", given=("padding_idx", "scale_grad_by_freq", "sparse")
+    ),
+    "dropout": _dropout(F.dropout),
+    "dropout_": written_as(
+        F.dropout, "self", keywords={"p": "p", "training": "train"}, always={"inplace": True}
+    ),
+    "alpha_dropout": _dropout(F.alpha_dropout),
+    "feature_alpha_dropout": _dropout(F.feature_alpha_dropout),
     "softmax": _softmax(F.softmax),
     "log_softmax": _softmax(F.log_softmax),
-    "cross_entropy_loss": _cross_entropy,
-    "nll_loss_nd": _nll_loss,
-    "mse_loss": _pair_loss(F.mse_loss),
-    "l1_loss": _pair_loss(F.l1_loss),
-    "smooth_l1_loss": _pair_loss(F.smooth_l1_loss, "beta"),
-    "huber_loss": _pair_loss(F.huber_loss, "delta"),
-    "binary_cross_entropy": _pair_loss(F.binary_cross_entropy, "weight"),
-    "binary_cross_entropy_with_logits": _pair_loss(
+    "cross_entropy_loss": _loss(F.cross_entropy, "weight", "ignore_index", "label_smoothing"),
+    "nll_loss_nd": _loss(F.nll_loss, "weight", "ignore_index"),
+    "mse_loss": _loss(F.mse_loss),
+    "l1_loss": _loss(F.l1_loss),
+    "smooth_l1_loss": _loss(F.smooth_l1_loss, "beta"),
+    "huber_loss": _loss(F.huber_loss, "delta"),
+    "binary_cross_entropy": _loss(F.binary_cross_entropy, "weight"),
+    "binary_cross_entropy_with_logits": _loss(
         F.binary_cross_entropy_with_logits, "weight", "pos_weight"
     ),
-    "max_pool1d": _pool(F.max_pool1d, indices=False),
-    "max_pool2d": _pool(F.max_pool2d, indices=False),
-    "max_pool3d": _pool(F.max_pool3d, indices=False),
+    "max_pool1d": _pool(F.max_pool1d),
+    "max_pool2d": _pool(F.max_pool2d),
+    "max_pool3d": _pool(F.max_pool3d),
     "max_pool1d_with_indices": _pool(F.max_pool1d, indices=True),
     "max_pool2d_with_indices": _pool(F.max_pool2d, indices=True),
     "max_pool3d_with_indices": _pool(F.max_pool3d, indices=True),
@@ -210,10 +184,10 @@ FUNCTIONS: Mapping[str, Rule] = {
     "_upsample_bilinear2d_aa": _interpolate("bilinear", antialias=True),
     "_upsample_bicubic2d_aa": _interpolate("bicubic", antialias=True),
     "pad": _same_order(F.pad),
-    "constant_pad_nd": _function(F.pad, "pad", "value"),
+    "constant_pad_nd": written_as(F.pad, "self", given=("pad", "value")),
     "im2col": _same_order(F.unfold),
     "col2im": _same_order(F.fold),
     **{name: _same_order(function) for name, function in _ACTIVATIONS.items()},
-    **{f"{name}_": _inplace(function) for name, function in _ACTIVATIONS.items()},
+    **{f"{name}_": _same_order(function, inplace=True) for name, function in _ACTIVATIONS.items()},
 }
 """A rule for each operator by name."""

@@ -143,19 +143,23 @@ def _by_fewer_layers(
 ) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
 
-    It is held against the whole model kernel by kernel, which numbers may hide, and in numbers
-    where the model has any.
+    It is held against the whole model kernel by kernel. Where the model has no numbers, which may
+    hide something, and where only the program is proven that the model is when it is exported, the
+    two are compared as a traced graph is.
     """
     on_meta = state_table(subject.model).on_meta
     made = trace_with if on_meta else unchecked
     try:
         graph = expand_repeats(made(short.subject, frontend, precision), short, subject)
-        if graph is None or not same_kernels(graph, subject, short.subject):
+        if graph is None:
+            return None
+        proven = same_kernels(graph, subject, short.subject)
+        if not proven and not same_kernels(graph, subject, short.subject, exported=True):
             return None
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one tells.
         return None
-    return None if not on_meta and differences(graph, subject) else graph
+    return graph if (proven and not on_meta) or not differences(graph, subject) else None
 
 
 def _as_trace_error(error: GPipeCompilerError) -> TraceError:

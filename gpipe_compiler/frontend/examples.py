@@ -201,19 +201,3 @@ def check_batch(call: Call, target: object, origin: str, location: SourceLocatio
             location=location,
             hint="give both the same batch size, or add example_target() to match",
         )
-
-
-def on_meta(nest: object) -> object:
-    """The same nest with every tensor on meta."""
-    if isinstance(nest, torch.Tensor):
-        return nest.to("meta")
-    if isinstance(nest, tuple):
-        moved = tuple(on_meta(item) for item in nest)
-        # A namedtuple takes its fields one by one.
-        named = hasattr(nest, "_fields")
-        return type(nest)(*moved) if named else moved  # type: ignore[arg-type]  # mypy sees tuple
-    if isinstance(nest, list):
-        return [on_meta(item) for item in nest]
-    if isinstance(nest, Mapping):
-        return {key: on_meta(item) for key, item in nest.items()}
-    return nest

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
+from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.init_program import UNKNOWN, init_programs
@@ -280,21 +281,8 @@ class _Ops(PlainDispatchMode):
 
 def _on_meta(tree: Any, recording: Recording) -> frozenset[int]:
     """The storages on meta among arguments."""
-    found: set[int] = set()
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.is_meta:
-                found.add(recording.operand(value).storage)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-
-    visit(tree)
-    return frozenset(found)
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return frozenset(recording.operand(tensor).storage for tensor in tensors if tensor.is_meta)
 
 
 def _literal(tensor: torch.Tensor) -> tuple[Any, ...] | None:

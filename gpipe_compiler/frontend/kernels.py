@@ -2,42 +2,53 @@
 
 Both run forward on meta, wherever they stand, in train and in eval mode. They are the same program
 where the kernels are the same ones in the same order, called with the same constants, on the same
-tensors: each parameter is known by its name, each result by the kernel that made it. What the
-backward does follows from these. So this holds for any numbers, and takes a fraction of the time of
-a comparison of gradients: what a kernel returns is worked out once for every kind of arguments.
+tensors: each parameter is known by its name, each result by the kernel that made it. Kernels that
+have no effect, and whose results nothing needs, are left out. What the backward does follows from
+the others. So this holds for any numbers, and takes a fraction of the time of a comparison of
+gradients: what a kernel returns is worked out once for every kind of arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.observe import writes
+from gpipe_compiler.frontend.precisions import as_exported
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import read_signature
-from gpipe_compiler.frontend.state import isolated, state_table
+from gpipe_compiler.frontend.state import isolated, put_tensors, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.core.nest import tensors_of
+from gpipe_compiler.runtime.nest import tensors_of
+from gpipe_compiler.runtime.random import draws
 
 _SAMPLES = 2
+_COPIES = (
+    torch.ops.aten.clone.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WHERE_MADE = frozenset({"device", "pin_memory"})
 """Arguments that a graph may lack: what it makes goes where the model is."""
 
 
 @uncollected()
-def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
+def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool = False) -> bool:
     """Whether a graph runs the kernels of a model.
 
     A model whose Python code asks for the numbers in a tensor cannot be run so: False.
@@ -45,6 +56,7 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
     Args:
         whole: the model.
         short: the same with fewer layers, which is run to learn what the model returns.
+        exported: of the program that the model is where it sees that it is exported.
 
     Raises:
         ModelError: when the short model raises.
@@ -68,15 +80,12 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject) -> bool:
     for entry in entries:
         entry.model = model.train(entry.training)
         outputs = entry.structure == entries[-1].structure
-        log = KernelLog(names, known)
         try:
-            with where():
-                _run_model(entry, log, outputs)
-            again = KernelLog(names, known, expected=log.seen)
-            _run_graph(graph, entry, again, outputs)
+            with where(), as_exported() if exported else contextlib.nullcontext():
+                expected = _run_model(entry, KernelLog(names, known), outputs)
+            if _run_graph(graph, entry, KernelLog(names, known), outputs) != expected:
+                return False
         except Exception:  # whatever the model raises on meta, and a graph may call anything
-            return False
-        if not again.complete:
             return False
     return True
 
@@ -89,22 +98,8 @@ def _new_on_meta() -> contextlib.AbstractContextManager[Any]:
 def _on_meta(subject: Subject) -> Subject:
     """The subject with a copy of its model on meta."""
     model = isolated(subject.model)
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the first, whose id it is
-    for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for table in tables:
-            for name, tensor in table.items():
-                if isinstance(tensor, torch.Tensor):
-                    known = moved.setdefault(id(tensor), (tensor, _moved(tensor)))
-                    table[name] = known[1]
+    put_tensors(model, lambda tensor: tensor.to("meta"))
     return dataclasses.replace(subject, model=model)
-
-
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    there = tensor.detach().to("meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(there, requires_grad=tensor.requires_grad)
-    return there.requires_grad_(tensor.requires_grad)
 
 
 def runs_on_meta(subject: Subject) -> bool:
@@ -119,57 +114,92 @@ def runs_on_meta(subject: Subject) -> bool:
     return True
 
 
-class OtherKernelError(Exception):
-    """A kernel runs that is not the expected one."""
+class OtherStructureError(Exception):
+    """The model returns something else than with fewer layers."""
+
+
+Number: TypeAlias = int | str
+"""Of a tensor in the order of appearance, or its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A kernel that ran, with its constants; the tensors given to it, and those it made.
+
+    Attributes:
+        stays: whether it has an effect besides what it makes, or makes no tensor.
+        copies: whether it makes what it is given, in other memory.
+    """
+
+    call: Hashable
+    given: tuple[Number, ...]
+    made: tuple[Number, ...]
+    stays: bool
+    copies: bool
 
 
 class KernelLog(PlainDispatchMode):
-    """Writes down, or compares with what was written down, every kernel that runs in it.
+    """Writes down every kernel that runs in it."""
 
-    Attributes:
-        seen: what was written down.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[int, str],
-        known: dict[Any, Any],
-        expected: Sequence[Any] | None = None,
-    ) -> None:
+    def __init__(self, names: Mapping[int, str], known: dict[Any, Any]) -> None:
         """
         Args:
             names: of tensors, by id.
             known: what kernels return, by what they are given: filled in, and shared by runs.
-            expected: what has to come; None writes down what comes.
         """
         super().__init__()
-        self.seen: list[Any] = []
-        self._expected = expected
-        self._count = 0
-        self._numbers: dict[int, int | str] = dict(names)
+        self._calls: list[_Called] = []
+        self._writes = False
+        self._numbers: dict[int, Number] = dict(names)
         self._alive: list[torch.Tensor] = []  # for ids to stay their own
         self._known = known
 
-    @property
-    def complete(self) -> bool:
-        """Whether all that was expected has come."""
-        return self._expected is not None and self._count == len(self._expected)
+    def take(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Names the tensors that the model is called with."""
+        for place, tensor in enumerate(inputs):
+            self._numbers[id(tensor)] = f"input {place}"
+            self._alive.append(tensor)
 
-    def note(self, entry: Any) -> None:
-        """Writes an entry down, or raises `OtherKernelError` where another was expected."""
-        if self._expected is None:
-            self.seen.append(entry)
-        elif self._count >= len(self._expected) or self._expected[self._count] != entry:
-            raise OtherKernelError
-        self._count += 1
-
-    def number(self, tensor: torch.Tensor) -> int | str:
+    def number(self, tensor: torch.Tensor) -> Number:
         """The name of a tensor, or its number in the order of appearance."""
         found = self._numbers.get(id(tensor))
         if found is None:
             found = self._numbers[id(tensor)] = len(self._alive)
             self._alive.append(tensor)
         return found
+
+    def program(self, outputs: Any, loss: torch.Tensor | None) -> Hashable:
+        """What ran for the sake of these or has an effect, its tensors numbered as they come.
+
+        Where nothing is written to, a copy is what it copies: layouts in memory, which the device
+        decides, are no part of the program.
+        """
+        ends = [(path, self.number(tensor)) for path, tensor in tensors_of((outputs, loss))]
+        needed = {number for _, number in ends}
+        kept: list[_Called] = []
+        copied: dict[Number, Number] = {}
+        for called in () if self._writes else self._calls:
+            if called.copies:
+                (source,), (copy,) = called.given, called.made
+                copied[copy] = copied.get(source, source)
+        for called in reversed(self._calls):
+            if called.stays or not needed.isdisjoint(called.made):
+                needed.update(called.given)
+                kept.append(called)
+        numbers: dict[Number, int] = {}
+
+        def named(tensors: Iterable[Number]) -> tuple[Number, ...]:
+            known = (copied.get(number, number) for number in tensors)
+            return tuple(
+                n if isinstance(n, str) else numbers.setdefault(n, len(numbers)) for n in known
+            )
+
+        calls = tuple(
+            (called.call, named(called.given), named(called.made))
+            for called in reversed(kept)
+            if copied.keys().isdisjoint(called.made)
+        )
+        return calls, tuple(path for path, _ in ends), named(number for _, number in ends)
 
     def __torch_dispatch__(
         self,
@@ -179,22 +209,28 @@ class KernelLog(PlainDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Notes one kernel and returns what it returns."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
         given: list[torch.Tensor] = []
-        call = (
+        call: Hashable = (
             func,
             torch.is_grad_enabled(),
             tuple([_frozen(item, given) for item in args]),
             tuple([(k, _frozen(v, given)) for k, v in kwargs.items() if k not in _WHERE_MADE]),
         )
-        self.note((call, tuple(map(self.number, given))))
+        numbers = tuple(map(self.number, given))
         returned = self._returned(func, call, given, args, kwargs)
-        if isinstance(returned, torch.Tensor):
-            self.number(returned)
-        elif isinstance(returned, tuple | list):
-            for item in returned:
-                if isinstance(item, torch.Tensor):
-                    self.number(item)
+        items = returned if isinstance(returned, tuple | list) else (returned,)
+        made = tuple([self.number(item) for item in items if isinstance(item, torch.Tensor)])
+        if func in _VIEWS:
+            call = ("view", torch.is_grad_enabled(), tuple(returned.shape))
+        self._writes |= writes(func)
+        stays = not made or writes(func) or draws(func, args, kwargs)
+        copies = func in _COPIES or (
+            func is torch.ops.aten.slice.Tensor and returned.shape == given[0].shape
+        )
+        self._calls.append(_Called(call, numbers, made, stays, copies))
         return returned
 
     def _returned(
@@ -271,14 +307,13 @@ def _running(entry: Entry) -> Iterator[None]:
         yield
 
 
-def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> None:
+def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
     inputs = entry.signature.samples(_SAMPLES)
-    for tensor in inputs:
-        log.number(tensor)
+    log.take(inputs)
 
     def look(_module: nn.Module, _args: Any, output: Any) -> None:
         if describe(output) != (entry.known.structure, entry.known.dropped):
-            raise OtherKernelError
+            raise OtherStructureError
 
     handle = entry.model.register_forward_hook(look)
     try:
@@ -287,22 +322,15 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> None:
     finally:
         handle.remove()
     loss = returned.pop(0) if entry.has_loss else None
-    _note_ends(log, entry.outputs(returned) if outputs else None, loss)
+    return log.program(entry.outputs(returned) if outputs else None, loss)
 
 
-def _run_graph(graph: Graph, entry: Entry, log: KernelLog, outputs: bool) -> None:
+def _run_graph(graph: Graph, entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
     inputs = entry.signature.samples(_SAMPLES)
-    for tensor in inputs:
-        log.number(tensor)
+    log.take(inputs)
     interpreter = Interpreter(graph, graph.tensors, entry.training).prepare()
     given = {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
     with _running(entry), torch.device("meta"), log:
         values = interpreter.run(given)
     loss = None if graph.loss is None else values[graph.loss.value]
-    _note_ends(log, interpreter.resolve(graph.outputs, values) if outputs else None, loss)
-
-
-def _note_ends(log: KernelLog, outputs: Any, loss: Any) -> None:
-    """Notes which tensors are returned, and which is the loss."""
-    log.note(("outputs", tuple((path, log.number(t)) for path, t in tensors_of(outputs))))
-    log.note(("loss", None if loss is None else log.number(loss)))
+    return log.program(interpreter.resolve(graph.outputs, values) if outputs else None, loss)

@@ -14,7 +14,6 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.frontend.initial import tensors_of_model
 from gpipe_compiler.frontend.signature import read_signature
-from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.core.initial import replay, seed_of
 
@@ -48,13 +47,8 @@ def with_real_example(subject: Subject) -> Subject:
         return _made_up(tensor, next(number)) if tensor.is_meta else tensor
 
     args, kwargs, target = call
-    return dataclasses.replace(
-        subject,
-        args=tuple(map_tensors(real, item) for item in args),
-        kwargs={name: map_tensors(real, item) for name, item in kwargs.items()},
-        target=map_tensors(real, target),
-        example=None,
-    )
+    called = dataclasses.replace(subject, args=args, kwargs=kwargs, target=target, example=None)
+    return called.with_example(real)
 
 
 def _made_up(tensor: torch.Tensor, number: int) -> torch.Tensor:

@@ -6,10 +6,8 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 
-from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
-    ByMode,
     Call,
     FunctionCall,
     MethodCall,
@@ -19,7 +17,7 @@ from gpipe_compiler.ir import (
     Result,
 )
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.ops import result_names
+from gpipe_compiler.ir.ops import result_names, with_arguments
 
 _METHODS = frozenset({"size", "dim", "numel"})
 _ATTRIBUTES = frozenset({"shape", "device", "dtype", "ndim"})
@@ -44,7 +42,7 @@ def merge_shape_queries(ops: Sequence[Op], outputs: Argument) -> tuple[tuple[Op,
         return Ref(names.get(leaf.name, leaf.name)) if isinstance(leaf, Ref) else leaf
 
     def current(argument: Argument) -> Argument:
-        return _simplified(map_argument(rename, argument))
+        return map_argument(rename, argument)
 
     for original in ops:
         op = dataclasses.replace(original, call=with_arguments(original.call, current))
@@ -62,23 +60,6 @@ def merge_shape_queries(ops: Sequence[Op], outputs: Argument) -> tuple[tuple[Op,
             names.update(zip(result_names(op.result), earlier.outputs, strict=True))
         answers.update(op.outputs)
     return tuple(kept), current(outputs)
-
-
-def _simplified(argument: Argument) -> Argument:
-    """The argument without choices between a value and itself."""
-    match argument:
-        case ByMode(train=train, evaluation=evaluation):
-            sides = _simplified(train), _simplified(evaluation)
-            same = isinstance(sides[0], Ref) and sides[0] == sides[1]
-            return sides[0] if same else ByMode(*sides)
-        case tuple() | list():
-            return type(argument)(_simplified(item) for item in argument)
-        case dict():
-            return {key: _simplified(item) for key, item in argument.items()}
-        case slice(start=start, stop=stop, step=step):
-            return slice(*(_simplified(item) for item in (start, stop, step)))
-        case _:
-            return argument
 
 
 def _form(result: Result) -> object:

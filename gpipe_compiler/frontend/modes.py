@@ -21,7 +21,6 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.merge_shape_queries import merge_shape_queries
 from gpipe_compiler.frontend.naming import Names
 from gpipe_compiler.frontend.same_op import op_key, passed
-from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     Block,
@@ -42,6 +41,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.ir.ops import with_arguments
 
 
 def merge(train: Graph, evaluation: Graph) -> Graph:

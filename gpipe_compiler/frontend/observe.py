@@ -62,6 +62,14 @@ def observe(graph: Graph, entry: Entry) -> Observed:
     return Observed(returned, frozenset(watcher.effects), complete)
 
 
+def writes(func: Any) -> bool:
+    """Whether a kernel may write to a tensor.
+
+    Normalisation writes running statistics though its schema does not say so.
+    """
+    return bool(func._schema.is_mutable) or "batch_norm" in str(func)
+
+
 class _Watcher(PlainDispatchMode):
     """Notes which op runs a kernel that writes or draws random numbers."""
 
@@ -73,9 +81,6 @@ class _Watcher(PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        random = draws(func, args, kwargs or {})
-        # Normalisation writes running statistics though its schema does not say so.
-        norm = "batch_norm" in func.__name__
-        if func._schema.is_mutable or random or norm:
+        if writes(func) or draws(func, args, kwargs or {}):
             self.effects.add(self.current)
         return func(*args, **(kwargs or {}))

@@ -13,18 +13,20 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, Event
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.state import isolated, put_tensors
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
@@ -95,6 +97,16 @@ def ambient(dtype: torch.dtype | None, kind: str) -> Iterator[None]:
         torch.set_autocast_dtype(kind, before[1])
 
 
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
+    """Tells models that look that they are being exported."""
+    with contextlib.ExitStack() as around:
+        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
+            if hasattr(torch.compiler, flag):
+                around.enter_context(mock.patch.object(torch.compiler, flag, True))
+        yield
+
+
 def kind_of(entry: Entry) -> str:
     """The kind of device that a model computes on; the host for one on meta."""
     device = next((tensor.device.type for tensor in entry.states.tensors.values()), "cpu")
@@ -148,7 +160,6 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Event
     own, signature = entry.model, entry.signature
     samples = signature.samples(max(signature.batch_size, 2))
     kind = kind_of(entry)
-    compiler = torch.compiler
     try:
         for real in (False, True):
             if real and entry.states.on_meta:
@@ -158,16 +169,13 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Event
                 around.enter_context(quiet())
                 around.enter_context(torch.random.fork_rng())
                 around.enter_context(torch.set_grad_enabled(gradients))
-                # A model may look whether it is exported.
-                for flag in ("_is_compiling_flag", "_is_exporting_flag"):
-                    if hasattr(compiler, flag):
-                        around.enter_context(mock.patch.object(compiler, flag, True))
+                around.enter_context(as_exported())
                 try:
                     entry.model = isolated(own)
                     watch = CastWatch(entry, traced=False)
                     inputs = [tensor.clone() for tensor in samples]
                     if not real:
-                        _fake(entry.model, mode, kind)
+                        put_tensors(entry.model, partial(_faked, mode=mode, kind=kind))
                         inputs = [_faked(tensor, mode, kind) for tensor in inputs]
                         around.enter_context(mode)
                     around.enter_context(ambient(dtype, kind))
@@ -180,28 +188,6 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Event
     finally:
         entry.model = own
     return None
-
-
-def _fake(model: nn.Module, mode: FakeTensorMode, kind: str) -> None:
-    """Takes the numbers out of a model."""
-    made: dict[int, Any] = {}
-
-    def without(item: Any) -> Any:
-        if isinstance(item, list) and item and all(isinstance(x, torch.Tensor) for x in item):
-            return [without(part) for part in item]
-        if not isinstance(item, torch.Tensor):
-            return item
-        if id(item) not in made:
-            fake = _faked(item, mode, kind)
-            if isinstance(item, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=item.requires_grad)
-            made[id(item)] = fake
-        return made[id(item)]
-
-    for module in model.modules():
-        for table in (module._parameters, module._buffers, vars(module)):
-            for name, item in table.items():
-                table[name] = without(item)
 
 
 def _faked(tensor: torch.Tensor, mode: FakeTensorMode, kind: str) -> torch.Tensor:
@@ -321,7 +307,11 @@ def in_others(entry: Entry, precision: Precision, *, reads_types: bool) -> Mappi
 
 def _replaced(graph: fx.Graph, nodes: Sequence[fx.Node], source: fx.Node, item: Follow) -> bool:
     """Writes the type of a node's value, or a field of it, for a constant of some other nodes."""
-    holding = [node for node in nodes if _holds((node.args, node.kwargs), item.constant)]
+    holding = [
+        node
+        for node in nodes
+        if any(_same(item.constant, leaf) for leaf in tree_leaves((node.args, node.kwargs)))
+    ]
     if not holding:
         return False
     with graph.inserting_before(holding[0]):
@@ -333,25 +323,13 @@ def _replaced(graph: fx.Graph, nodes: Sequence[fx.Node], source: fx.Node, item: 
             value = graph.call_function(builtins.getattr, (limits, item.field))
         value.meta = _origin(holding[0])
 
-    def change(argument: Any) -> Any:
-        if isinstance(argument, tuple | list):
-            return type(argument)(change(part) for part in argument)
-        if isinstance(argument, dict):
-            return {key: change(part) for key, part in argument.items()}
-        return value if _same(item.constant, argument) else argument
+    def change(leaf: Any) -> Any:
+        return value if _same(item.constant, leaf) else leaf
 
     for node in holding:
-        node.args, node.kwargs = change(tuple(node.args)), change(dict(node.kwargs))
+        node.args, node.kwargs = tree_map(change, (node.args, node.kwargs))
     return True
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("source", "nn_module_stack") if key in node.meta}
-
-
-def _holds(argument: Any, constant: object) -> bool:
-    if isinstance(argument, tuple | list):
-        return any(_holds(part, constant) for part in argument)
-    if isinstance(argument, dict):
-        return any(_holds(part, constant) for part in argument.values())
-    return _same(constant, argument)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.frontend.casts import READS
 from gpipe_compiler.frontend.modules import is_plain
@@ -230,8 +231,7 @@ class _Group:
         if not body:
             return False
         try:
-            args = tuple(self._resolve(item) for item in self.call.args)
-            kwargs = {key: self._resolve(item) for key, item in self.call.kwargs.items()}
+            args, kwargs = tree_map(self._resolve, (self.call.args, self.call.kwargs))
             results = self._results(body)
             self._check(body, args, kwargs, results)
         except _RefusedError:
@@ -239,31 +239,25 @@ class _Group:
         with self.graph.inserting_before(body[0]):
             node = self.graph.create_node("call_module", self.call.path, args, kwargs)
             node.meta = _meta_of_call(body[-1], self.call.path)
-            node.meta["val"] = _map(self._value_of, self.call.result)
+            node.meta["val"] = tree_map(self._value_of, self.call.result)
             self._bind(node, self.call.result, set(results))
         for old in reversed(self.nodes):
             if not old.users:
                 self.graph.erase_node(old)
         return True
 
-    def _resolve(self, item: Any) -> Any:
-        """A recorded argument with nodes for values."""
-        if isinstance(item, _Unknown):
+    def _resolve(self, leaf: Any) -> Any:
+        """A leaf of the recorded arguments, the node of a value."""
+        if not isinstance(leaf, _Value | _Unknown):
+            return leaf
+        if isinstance(leaf, _Unknown) or leaf.number not in self.values:
             raise _RefusedError
-        if isinstance(item, _Value):
-            if item.number not in self.values:
-                raise _RefusedError
-            return self.values[item.number]
-        if isinstance(item, tuple | list):
-            return type(item)(self._resolve(part) for part in item)
-        if isinstance(item, dict):
-            return {key: self._resolve(part) for key, part in item.items()}
-        return item
+        return self.values[leaf.number]
 
     def _results(self, body: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """The nodes that the call returns, and that anything reads."""
         found = {}
-        for leaf in _leaves(self.call.result):
+        for leaf in tree_leaves(self.call.result):
             if isinstance(leaf, _Unknown):
                 raise _RefusedError
             if isinstance(leaf, _Value) and leaf.number in self.values:
@@ -285,7 +279,7 @@ class _Group:
         """Nothing else goes into the group, and nothing else comes out of it."""
         own = set(self.nodes)
         inside = set(body)
-        allowed = {leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, fx.Node)}
+        allowed = {leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)}
         for node in body:
             for source in node.all_input_nodes:
                 known = source in own or source in allowed or _is_symbolic(source)
@@ -323,31 +317,12 @@ class _Group:
         for index, part in enumerate(result):
             if not any(
                 isinstance(leaf, _Value) and self.values.get(leaf.number) in results
-                for leaf in _leaves(part)
+                for leaf in tree_leaves(part)
             ):
                 continue
             item = self.graph.call_function(operator.getitem, (node, index))
             item.meta = {**node.meta, "val": node.meta["val"][index]}
             self._bind(item, part, results)
-
-
-def _leaves(item: Any) -> Iterator[Any]:
-    if isinstance(item, tuple | list):
-        for part in item:
-            yield from _leaves(part)
-    elif isinstance(item, dict):
-        for part in item.values():
-            yield from _leaves(part)
-    else:
-        yield item
-
-
-def _map(function: Callable[[Any], Any], item: Any) -> Any:
-    if isinstance(item, tuple | list):
-        return type(item)(_map(function, part) for part in item)
-    if isinstance(item, dict):
-        return {key: _map(function, part) for key, part in item.items()}
-    return function(item)
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from gpipe_compiler.frontend.naming import Names, identifier
-from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     Block,
@@ -27,6 +26,7 @@ from gpipe_compiler.ir import (
     Result,
 )
 from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.ops import with_arguments
 
 
 def rename(graph: Graph) -> Graph:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from gpipe_compiler.frontend.untuple import with_arguments
 from gpipe_compiler.ir import (
     Argument,
     Call,
@@ -19,6 +18,7 @@ from gpipe_compiler.ir import (
     Result,
 )
 from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.ops import with_arguments
 
 _DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
 """Arguments of functions without a signature that depend on the mode."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.observe import Observed, observe
+from gpipe_compiler.frontend.observe import Observed, observe, writes
 from gpipe_compiler.frontend.rename import rename
 from gpipe_compiler.frontend.untuple import untuple
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, RegionCall, Result
@@ -81,9 +81,7 @@ def _effects(seen: Callable[[], Observed]) -> Callable[[Op], bool]:
         if isinstance(call, MethodCall) and call.method in _PURE_METHODS:
             return False
         if isinstance(call, FunctionCall) and isinstance(call.function, torch._ops.OpOverload):
-            random = draws(call.function, call.args, dict(call.kwargs))
-            norm = "batch_norm" in str(call.function)
-            return call.function._schema.is_mutable or random or norm
+            return writes(call.function) or draws(call.function, call.args, dict(call.kwargs))
         observed = seen()
         return op.name not in observed.returned or op.name in observed.effects
 

@@ -23,7 +23,6 @@ from gpipe_compiler.frontend.examples import (
     check_call,
     check_tensors,
     normal_form,
-    on_meta,
     parse_inputs,
     tensors,
 )
@@ -262,10 +261,5 @@ def _same_device(subject: Subject) -> Subject:
         return subject
     if len(meta_example) == len(tensors(example)):
         return subject
-    return dataclasses.replace(
-        subject,
-        args=tuple(on_meta(item) for item in subject.args),
-        kwargs={name: on_meta(item) for name, item in subject.kwargs.items()},
-        target=on_meta(subject.target),
-        example=None if meta_example else Example(*example),
-    )
+    moved = subject.with_example(lambda tensor: tensor.to("meta"))
+    return moved if meta_example else dataclasses.replace(moved, example=Example(*example))

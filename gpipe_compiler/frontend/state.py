@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,6 +122,29 @@ def isolated(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
         ) from error
     rebind(copied, memo)
     return copied
+
+
+def put_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Puts another tensor in the place of each that a copy of a model holds, in lists too."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the first, whose id it is
+
+    def other(item: Any) -> Any:
+        if isinstance(item, list) and item and all(isinstance(x, torch.Tensor) for x in item):
+            return [other(part) for part in item]
+        if not isinstance(item, torch.Tensor):
+            return item
+        if id(item) not in made:
+            new = change(item.detach())
+            if isinstance(item, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=item.requires_grad)
+            made[id(item)] = item, new.requires_grad_(item.requires_grad)
+        return made[id(item)][1]
+
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for table in tables:
+            for name, item in table.items():
+                table[name] = other(item)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.runtime.spec import Steps
 
@@ -89,3 +91,12 @@ class Subject:
     initial: Mapping[str, Steps] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def with_example(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Subject:
+        """The same with every tensor of its example call changed."""
+        return dataclasses.replace(
+            self,
+            args=tuple(map_tensors(change, item) for item in self.args),
+            kwargs={name: map_tensors(change, item) for name, item in self.kwargs.items()},
+            target=map_tensors(change, self.target),
+        )

@@ -26,6 +26,7 @@ from gpipe_compiler.ir import (
     Result,
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.ir.ops import with_arguments
 
 Example = Callable[[Op], Any]
 """What an op returns, on some example; None where that is not known."""
@@ -39,15 +40,6 @@ def untuple(
     untupling = _Untupling(example, _taken_apart(tidied))
     untupled = tuple(op for old in tidied for op in untupling.op(old))
     return untupled, untupling.substitute(outputs)
-
-
-def with_arguments(call: Call, change: Callable[[Argument], Argument]) -> Call:
-    """The call with its arguments changed; the body of a region stays as it is."""
-    args = tuple(change(item) for item in call.args)
-    if isinstance(call, RegionCall):
-        return dataclasses.replace(call, args=args)
-    kwargs = {key: change(item) for key, item in call.kwargs.items()}
-    return dataclasses.replace(call, args=args, kwargs=kwargs)
 
 
 class _Untupling:

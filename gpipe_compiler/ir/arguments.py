@@ -43,11 +43,14 @@ Leaf: TypeAlias = Any
 def map_argument(function: Callable[[Leaf], Argument], argument: Argument) -> Argument:
     """The same argument with `function` applied to every leaf (refs and constants).
 
-    `ByMode` counts as a container: both of its sides are mapped.
+    `ByMode` counts as a container: both of its sides are mapped. A choice between a value and
+    itself is the value.
     """
     match argument:
         case ByMode(train=train, evaluation=evaluation):
-            return ByMode(map_argument(function, train), map_argument(function, evaluation))
+            sides = map_argument(function, train), map_argument(function, evaluation)
+            same = isinstance(sides[0], Ref) and sides[0] == sides[1]
+            return sides[0] if same else ByMode(*sides)
         case tuple():
             return tuple(map_argument(function, item) for item in argument)
         case list():

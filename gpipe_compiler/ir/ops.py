@@ -127,6 +127,15 @@ def called(call: Call) -> str:
     return getattr(call.function, "__name__", "") if isinstance(call, FunctionCall) else ""
 
 
+def with_arguments(call: Call, change: Callable[[Argument], Argument]) -> Call:
+    """The call with its arguments changed; the body of a region stays as it is."""
+    args = tuple(change(item) for item in call.args)
+    if isinstance(call, RegionCall):
+        return dataclasses.replace(call, args=args)
+    kwargs = {key: change(item) for key, item in call.kwargs.items()}
+    return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
 def result_names(result: Result) -> Iterator[str]:
     """The value names in a result, in order."""
     if isinstance(result, str):

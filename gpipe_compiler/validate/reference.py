@@ -24,7 +24,6 @@ from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.other_weights import with_other_weights
 from gpipe_compiler.frontend.state import isolated
-from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
@@ -310,11 +309,8 @@ class _Work:
         allowed.
         """
         subject = dataclasses.replace(
-            self.subject,
+            self.subject.with_example(_double),
             model=_doubled(self.subject.model),
-            args=tuple(map_tensors(_double, item) for item in self.subject.args),
-            kwargs={name: map_tensors(_double, item) for name, item in self.subject.kwargs.items()},
-            target=map_tensors(_double, self.subject.target),
             loss_fn=_doubled(self.subject.loss_fn),
         )
         batch = dataclasses.replace(self.batch, inputs=tuple(map(_double, self.batch.inputs)))

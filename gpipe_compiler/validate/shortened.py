@@ -18,7 +18,6 @@ from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, ValidationError
 from gpipe_compiler.frontend.entry import make_entry
-from gpipe_compiler.frontend.examples import on_meta
 from gpipe_compiler.frontend.materialise import materialised, with_real_example
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import read_signature
@@ -116,13 +115,9 @@ def _with_samples(subject: Subject, count: int) -> Subject:
     real = with_real_example(subject)
     signature = read_signature(real, on_meta=False)
     args, kwargs, target = signature.rebuild(signature.samples(count))
-    return dataclasses.replace(
-        subject,
-        args=tuple(map(on_meta, args)),
-        kwargs={name: on_meta(item) for name, item in kwargs.items()},
-        target=on_meta(target),
-        example=Example(args, kwargs, target),
-    )
+    given = Example(args, kwargs, target)
+    called = dataclasses.replace(subject, args=args, kwargs=kwargs, target=target, example=given)
+    return called.with_example(lambda tensor: tensor.to("meta"))
 
 
 def _is_slow(subject: Subject, seed: int) -> bool:
