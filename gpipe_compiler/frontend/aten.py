@@ -18,8 +18,16 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 
-from gpipe_compiler.frontend.aten_call import MISSING, Argument, AtenCall, Rule, Written, bind
-from gpipe_compiler.frontend.aten_functions import FUNCTIONS, written_as
+from gpipe_compiler.frontend.aten_functions import (
+    FUNCTIONS,
+    MISSING,
+    Argument,
+    AtenCall,
+    Rule,
+    Written,
+    bind,
+    written_as,
+)
 
 # --- Python operators -----------------------------------------------------------------------------
 

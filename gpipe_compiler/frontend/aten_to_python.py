@@ -23,7 +23,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from gpipe_compiler.frontend.aten import write
-from gpipe_compiler.frontend.aten_call import Written, bind
+from gpipe_compiler.frontend.aten_functions import Written, bind
 from gpipe_compiler.frontend.casts import is_asked_for, speaking_cast
 
 _CHECKS = frozenset(

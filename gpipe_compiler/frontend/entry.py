@@ -24,6 +24,7 @@ from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.probing import (
     Dims,
     check_scalar,
+    has_numbers,
     on_meta,
     only_first,
     reduction_of,
@@ -32,8 +33,8 @@ from gpipe_compiler.frontend.probing import (
     stand_in,
     sum_of_squares,
     user_call,
+    with_numbers,
 )
-from gpipe_compiler.frontend.sample_numbers import has_numbers, with_numbers
 from gpipe_compiler.frontend.signature import Signature, read_signature
 from gpipe_compiler.frontend.state import StateTable, isolated, state_table
 from gpipe_compiler.frontend.structure import (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpipe_compiler.frontend.rename import rename
+from gpipe_compiler.frontend.naming import rename
 from gpipe_compiler.frontend.shorten import KEPT, Run, Shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject

@@ -14,12 +14,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
 from gpipe_compiler.frontend.aten_to_python import aten_to_python, write_constants
@@ -29,7 +31,6 @@ from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes,
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
-from gpipe_compiler.frontend.numbers import NumbersOnMeta
 from gpipe_compiler.frontend.precisions import (
     SAME,
     Account,
@@ -328,3 +329,19 @@ def regions(module: fx.GraphModule) -> list[fx.GraphModule]:
         if isinstance(child, fx.GraphModule):
             found.extend(regions(child))
     return found
+
+
+class NumbersOnMeta(TorchFunctionMode):
+    """Makes `torch.full((), 2.0)` of `torch.tensor(2.0)`, which on meta would forget its number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.tensor and args and device is not None:
+            options = {key: kwargs[key] for key in ("dtype", "device") if key in kwargs}
+            if torch.device(device).type == "meta":
+                if isinstance(args[0], (bool, int, float)):
+                    return torch.full((), args[0], **options)
+                if isinstance(args[0], (list, tuple)) and not args[0]:
+                    return torch.empty((0,), **options)
+        return func(*args, **kwargs)

@@ -22,10 +22,10 @@ from torch import nn
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.observe import writes
 from gpipe_compiler.frontend.precisions import as_exported
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import read_signature
+from gpipe_compiler.frontend.simplify_graph import writes
 from gpipe_compiler.frontend.state import isolated, put_tensors, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
@@ -103,15 +103,20 @@ def _on_meta(subject: Subject) -> Subject:
 
 
 def runs_on_meta(subject: Subject) -> bool:
-    """Whether the Python code of a model asks for no number in a tensor, so that kernels tell."""
+    """Whether the Python code of a model asks for no number in a tensor, so that kernels tell.
+
+    At least where it sees that it is exported.
+    """
     signature = read_signature(subject, on_meta=True)
     args, kwargs, _ = signature.rebuild(signature.samples(_SAMPLES))
-    with torch.random.fork_rng(), quiet(), torch.no_grad(), _new_on_meta():
-        try:
-            _on_meta(subject).model(*args, **kwargs)
-        except Exception:  # whatever the model raises on meta
-            return False
-    return True
+    for around in (contextlib.nullcontext, as_exported):
+        with torch.random.fork_rng(), quiet(), torch.no_grad(), _new_on_meta(), around():
+            try:
+                _on_meta(subject).model(*args, **kwargs)
+            except Exception:  # whatever the model raises on meta
+                continue
+            return True
+    return False
 
 
 class OtherStructureError(Exception):

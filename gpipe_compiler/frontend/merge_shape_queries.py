@@ -1,4 +1,4 @@
-"""Asks for a shape once, where train and eval mode ask for it at different lines."""
+"""Lets ops of a merged graph run in both modes where what each mode has comes to the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from gpipe_compiler.ir import (
     Argument,
+    ByMode,
     Call,
     FunctionCall,
     MethodCall,
@@ -80,3 +81,42 @@ def _is_query(call: Call, answers: set[str]) -> bool:
             )
         case _:
             return False
+
+
+def always_contiguous(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Lets `x.contiguous()` of one mode, which the other mode does without, run in both.
+
+    Tracers leave it out where they see that it does nothing, which memory layouts decide.
+    """
+    sides: dict[ByMode, str] = {}
+    for op in ops:
+        call = op.call
+        if op.mode is Mode.ALWAYS or not isinstance(op.result, str):
+            continue
+        if isinstance(call, MethodCall) and call.method == "contiguous" and len(call.args) == 1:
+            own, plain = Ref(op.result), call.args[0]
+            pair = ByMode(own, plain) if op.mode is Mode.TRAIN else ByMode(plain, own)
+            sides[pair] = op.result
+    if not sides:
+        return ops
+
+    def simplified(argument: Argument) -> Argument:
+        match argument:
+            case ByMode(train=Ref(), evaluation=Ref()) if argument in sides:
+                return Ref(sides[argument])
+            case tuple():
+                return tuple(map(simplified, argument))
+            case list():
+                return list(map(simplified, argument))
+            case _:
+                return argument
+
+    mended = set(sides.values())
+    return tuple(
+        dataclasses.replace(
+            op,
+            call=with_arguments(op.call, simplified),
+            mode=Mode.ALWAYS if mended.intersection(op.outputs) else op.mode,
+        )
+        for op in ops
+    )

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+import dataclasses
 import keyword
 import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import (
+    Argument,
+    Block,
+    Call,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    ModuleCall,
+    NoGrad,
+    Op,
+    Ref,
+    RegionCall,
+    Result,
+)
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.ops import with_arguments
 
 _TAKEN = frozenset(
     {
@@ -48,3 +71,146 @@ class Names:
         self._next[stem] = number
         self._used.add(name)
         return name
+
+
+def rename(graph: Graph) -> Graph:
+    """The same graph with every op and value named after its module path or function."""
+    renaming = _Renaming(graph)
+    ops = tuple(renaming.op(op) for op in graph.ops)
+    loss = graph.loss
+    if loss is not None:
+        loss = dataclasses.replace(loss, value=renaming.names[loss.value])
+    return graph.replace(ops=ops, outputs=renaming.argument(graph.outputs), loss=loss)
+
+
+class _Renaming:
+    """The new names so far."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._unique = Names()
+        self.names = {source.name: self._unique.unique(source.name) for source in graph.inputs}
+
+    def argument(self, argument: Argument) -> Argument:
+        """An argument with the new names."""
+
+        def new(leaf: Any) -> Argument:
+            return Ref(self.names[leaf.name]) if isinstance(leaf, Ref) else leaf
+
+        return map_argument(new, argument)
+
+    def op(self, op: Op) -> Op:
+        """An op under its new name."""
+        call = with_arguments(op.call, self.argument)
+        if isinstance(call, RegionCall):
+            call = dataclasses.replace(call, body=self._block(call.body))
+        base = self._base(op.call)
+        if self._graph.loss is not None and op.result == self._graph.loss.value:
+            base = "loss"
+        if len(op.outputs) == 1:
+            name = self._unique.unique(_targets(op) or base)
+            self.names[op.outputs[0]] = name
+            return dataclasses.replace(op, name=name, call=call, result=self._result(op.result))
+        name = self._unique.unique(base)
+        wishes = _wishes(op, base)
+        self.names.update((old, self._unique.unique(wishes[old])) for old in op.outputs)
+        return dataclasses.replace(op, name=name, call=call, result=self._result(op.result))
+
+    def _result(self, result: Result) -> Result:
+        if isinstance(result, str):
+            return self.names[result]
+        if isinstance(result, tuple):
+            return tuple(self._result(item) for item in result)
+        return None
+
+    def _block(self, block: Block) -> Block:
+        self.names.update((old, self._unique.unique("value")) for old in block.inputs)
+        ops = tuple(self.op(op) for op in block.ops)
+        inputs = tuple(self.names[old] for old in block.inputs)
+        return Block(inputs, ops, self.argument(block.outputs))
+
+    def _base(self, call: Call) -> str:
+        match call:
+            case ModuleCall(module=path):
+                kind = self._graph.modules[path].cls.__name__.lower()
+                bare = path.replace(".", "").isdigit()
+                return identifier(path or kind, digit_prefix=kind if bare else "layer")
+            case MethodCall(method=method):
+                return identifier(method)
+            case RegionCall(context=context):
+                return "region" if isinstance(context, NoGrad) else "autocast_region"
+            case FunctionCall(function=builtins.getattr, args=(_, str() as attribute)):
+                return identifier(attribute)
+            case FunctionCall(function=function):
+                if isinstance(function, torch._ops.OpOverload):
+                    return identifier(function._schema.name.split("::")[-1])
+                return identifier(_FUNCTION_NAMES.get(function.__name__, function.__name__))
+
+
+_FUNCTION_NAMES: Mapping[str, str] = {
+    "getitem": "item",
+    "truediv": "div",
+    "floordiv": "floor_div",
+    **{f"i{name}": name for name in ("add", "sub", "mul", "pow", "and", "or", "xor", "mod")},
+    "itruediv": "div",
+}
+
+
+def _wishes(op: Op, base: str) -> dict[str, str]:
+    """A readable name for every value of a multi-output op."""
+    targets = _assigned(op)
+    found: dict[str, str] = {}
+
+    def walk(result: Result, target: ast.expr | None, name: str) -> None:
+        if isinstance(result, str):
+            found[result] = target.id if isinstance(target, ast.Name) else name
+        elif isinstance(result, tuple):
+            parts: list[ast.expr | None] = [None] * len(result)
+            if isinstance(target, ast.Tuple) and len(target.elts) == len(result):
+                parts = list(target.elts)
+            for index, (item, part) in enumerate(zip(result, parts, strict=True)):
+                walk(item, part, f"{name}_{index}")
+
+    walk(op.result, targets, base)
+    return found
+
+
+def _targets(op: Op) -> str | None:
+    """The variable that the only value of an unpacking op is assigned to."""
+    if not isinstance(op.result, tuple):
+        return None
+    wishes = _wishes(op, "")
+    wish = next(iter(wishes.values()))
+    return wish if wish.isidentifier() and not wish.startswith("_") else None
+
+
+def _assigned(op: Op) -> ast.Tuple | None:
+    """The targets of `a, b = f(x)` in the user's line, when the op is that call of `f`."""
+    if op.source is None or "," not in op.source.code:
+        return None
+    try:
+        statement = ast.parse(op.source.code).body[0]
+    except (SyntaxError, IndexError):
+        return None
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
+        return None
+    value: ast.expr = statement.value
+    if isinstance(value, ast.Call):
+        value = value.func
+    called = getattr(value, "attr", None) or getattr(value, "id", None)
+    return statement.targets[0] if called == _called(op.call) else None
+
+
+def _called(call: Call) -> str | None:
+    """The word by which the user's code makes a call."""
+    match call:
+        case ModuleCall(module=path):
+            return path.rsplit(".", 1)[-1]
+        case MethodCall(method=method):
+            return method
+        case FunctionCall(function=builtins.getattr, args=(_, str() as attribute)):
+            return attribute
+        case FunctionCall(function=function):
+            return getattr(function, "__name__", None)
+        case _:
+            return None

@@ -20,8 +20,7 @@ from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import choose, trace_with, unchecked
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
-from gpipe_compiler.frontend.place import Place
-from gpipe_compiler.frontend.shorten import Run, shortened
+from gpipe_compiler.frontend.shorten import Place, Run, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import Frontend
@@ -60,6 +59,19 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Wary(Stack):
+    """Looks at its numbers, unless it is exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        unused = torch.arange(x.shape[0])
+        if torch.compiler.is_exporting() or not (x == 0).all():
+            x = x.t().contiguous().t() + unused.new_zeros(())
         for layer in self.layers:
             x = layer(x)
         return self.last(x)
@@ -286,6 +298,10 @@ def stack() -> nn.Module:
     return Stack(layers())
 
 
+def wary() -> nn.Module:
+    return Wary(layers())
+
+
 def normed() -> nn.Module:
     return Stack([Normed() for _ in range(MANY)])
 
@@ -300,6 +316,7 @@ def normed() -> nn.Module:
         (Zipped, Frontend.FX, "cpu"),
         (placed, Frontend.EXPORT, "cpu"),
         (windowed, Frontend.FX, "cpu"),
+        (wary, Frontend.EXPORT, "cpu"),
     ],
 )
 def test_the_graph_is_that_of_the_whole_model(
@@ -474,18 +491,21 @@ def one_more(model: Stack) -> None:
     model.layers.append(model.layers[3])
 
 
+@pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("change", [changed_weights, changed_factor, changed_branch, one_more])
-def test_kernels_tell_models_apart_that_have_no_numbers(change: Callable[[Stack], None]) -> None:
+def test_kernels_tell_models_apart_that_have_no_numbers(
+    change: Callable[[Stack], None], exported: bool
+) -> None:
     subject = subject_of(Rescaled(layers()), "meta")
     short = shortened(subject)
     assert short is not None
     graph = expand_repeats(trace_with(short.subject, Frontend.FX), short, subject)
     assert graph is not None
-    assert same_kernels(graph, subject, short.subject)
+    assert same_kernels(graph, subject, short.subject, exported=exported)
 
     names = {id(tensor): name for name, tensor in subject.model.named_parameters()}
     change(subject.model)
 
     # What is compared is known by the name that it has now.
     assert names
-    assert not same_kernels(graph, subject, short.subject)
+    assert not same_kernels(graph, subject, short.subject, exported=exported)
