@@ -33,8 +33,8 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.nest import tensors_of
-from gpipe_compiler.runtime.random import draws
+from gpipe_compiler.runtime.core.nest import tensors_of
+from gpipe_compiler.runtime.core.random import draws
 
 _SAMPLES = 2
 _COPIES = (

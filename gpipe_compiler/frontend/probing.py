@@ -11,7 +11,7 @@ from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.structure import Slot, Template, map_tensors, slots
 from gpipe_compiler.ir import Reduction
-from gpipe_compiler.runtime.nest import Path
+from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import Samples
 from gpipe_compiler.runtime.wording import text_of
 

@@ -21,7 +21,7 @@ from gpipe_compiler.frontend.untuple import untuple
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, RegionCall, Result
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.runtime.random import draws
+from gpipe_compiler.runtime.core.random import draws
 
 _PURE = frozenset({operator.getitem, builtins.getattr, torch._assert})
 _PURE_METHODS = frozenset({"size", "dim", "numel", "stride", "is_contiguous"})
