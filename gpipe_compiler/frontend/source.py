@@ -8,11 +8,13 @@ as an ordinary module; nothing of it is changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -38,6 +40,8 @@ from gpipe_compiler.frontend.user_code import (
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.runtime.spec import Steps
+
+T = TypeVar("T")
 
 DEFAULT_FACTORY = "build_model"
 _HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metrics")
@@ -140,37 +144,44 @@ def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:
             f"{name} in {spec.where} is {type(factory).__name__}, not a function",
             hint=f"define it as a function that returns the model: def {name}()",
         )
-    location = definition(factory)
-    _takes_nothing(factory, name, location)
-    built = call_user_code(factory, f"{name}()", home)
+    built = _called(factory, name, home)
     if not isinstance(built, nn.Module):
         returned = "None" if built is None else f"{type(built).__name__}"
         raise ModelError(
             f"{name}() returns {returned}, not a torch.nn.Module",
-            location=location,
+            location=definition(factory),
             hint="does it end in `return model`?" if built is None else "return the model itself",
         )
     return built
 
 
-def _takes_nothing(
-    function: Callable[..., object], name: str, location: SourceLocation | None
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # not written in Python: only the call itself can tell
-    needed = [
-        p.name
-        for p in signature.parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise ModelError(
-            f"{name}() needs arguments that have no default: {', '.join(needed)}",
-            location=location,
-            hint="give them defaults, or name a factory that takes no arguments",
-        )
+def _called(
+    function: Callable[[], T],
+    name: str,
+    home: Path,
+    then: Callable[[T], object] = lambda made: made,
+) -> object:
+    """What a function of the user's file returns.
+
+    Args:
+        then: done to it while errors are still those of the user's code.
+
+    Raises:
+        ModelError: when it needs arguments, or raises.
+    """
+    with contextlib.suppress(TypeError, ValueError):  # not written in Python: the call can tell
+        needed = [
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ModelError(
+                f"{name}() needs arguments that have no default: {', '.join(needed)}",
+                location=definition(function),
+                hint="give them defaults, or name a factory that takes no arguments",
+            )
+    return call_user_code(lambda: then(function()), f"{name}()", home)
 
 
 def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:
@@ -199,18 +210,14 @@ def _example_call(spec: ModelSpec, module: ModuleType, home: Path) -> Call:
             location=SourceLocation(str(spec.file), 1) if spec.file else None,
             hint="define it, or give the shape of a mini-batch: --input 32x3x224x224:float32",
         )
-    location = definition(function)
-    _takes_nothing(function, "example_inputs", location)
-    return normal_form(call_user_code(function, "example_inputs()", home), location)
+    return normal_form(_called(function, "example_inputs", home), definition(function))
 
 
 def _target(module: ModuleType, home: Path, call: Call) -> object:
     """What `loss_fn` compares the output with: `example_target()`, or the first batch's."""
     function = _offered(module, "example_target")
     if function is not None:
-        location = definition(function)
-        _takes_nothing(function, "example_target", location)
-        target = call_user_code(function, "example_target()", home)
+        target, location = _called(function, "example_target", home), definition(function)
         if target is None:  # a loss of the output alone
             return None
         origin = "example_target()"
@@ -231,13 +238,11 @@ def _first_target(module: ModuleType, home: Path) -> tuple[object, SourceLocatio
             hint="define example_target(), or train_data() that yields (inputs, target) batches",
         )
     location = definition(data)
-    _takes_nothing(data, "train_data", location)
 
-    def first_batch() -> object:
-        batches = data()
-        return next(iter(batches), None)  # type: ignore[call-overload]  # an iterable, or it raises
+    def first(batches: Any) -> object:
+        return next(iter(batches), None)
 
-    batch = call_user_code(first_batch, "train_data()", home)
+    batch = _called(data, "train_data", home, first)
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         what = "no batch" if batch is None else f"a {type(batch).__name__}"
         raise ModelError(

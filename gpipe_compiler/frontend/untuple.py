@@ -1,7 +1,6 @@
 """Binds what multi-output ops return by unpacking, so that no tuple is a value.
 
-`getitem` on such an op disappears; `x.shape[1]` becomes `x.size(1)`, and several of them
-`b, t, _ = x.shape`.
+`getitem` on such an op disappears; `x.shape[1]` becomes `x.size(1)`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def untuple(
     ops: Sequence[Op], outputs: Argument, example: Example
 ) -> tuple[tuple[Op, ...], Argument]:
     """The ops with results unpacked, and the outputs in terms of the new values."""
-    tidied = list(_tidy_sizes(ops, outputs, example))
+    tidied = list(_tidy_sizes(ops, outputs))
     untupling = _Untupling(example, _taken_apart(tidied))
     untupled = tuple(op for old in tidied for op in untupling.op(old))
     return untupled, untupling.substitute(outputs)
@@ -172,28 +171,19 @@ def _is_size(call: Call) -> bool:
     )
 
 
-def _tidy_sizes(ops: Sequence[Op], outputs: Argument, example: Example) -> Iterator[Op]:
-    """Sizes taken one by one."""
+def _tidy_sizes(ops: Sequence[Op], outputs: Argument) -> Iterator[Op]:
+    """The ops with sizes taken one by one; all sizes of a tensor only where they are needed whole."""
     sizes = {op.name: op for op in ops if _is_size(op.call) and op.result == op.name}
-    taken: dict[str, dict[str, int]] = {name: {} for name in sizes}
-    otherwise: set[str] = set(value_names(outputs))
+    taken = {op.name: _taken_size(op.call, sizes) for op in ops}
+    whole = set(value_names(outputs))
+    whole.update(name for op in ops if taken[op.name] is None for name in op.inputs)
     for op in ops:
-        found = _taken_size(op.call, sizes)
+        found = taken[op.name]
         if found is not None:
-            taken[found[0]][op.name] = found[1]
-        else:
-            otherwise.update(op.inputs)
-    unpacked: set[str] = set()
-    for op in ops:
-        if op.name in sizes:
-            yield from _size_op(op, taken[op.name], otherwise, example, unpacked)
-            continue
-        found = _taken_size(op.call, sizes)
-        if found is None:
-            yield op
-        elif op.name not in unpacked:
             receiver = sizes[found[0]].call.args[0]
             yield dataclasses.replace(op, call=MethodCall("size", (receiver, found[1])))
+        elif op.name not in sizes or op.name in whole:
+            yield op
 
 
 def _taken_size(call: Call, sizes: Iterable[str]) -> tuple[str, int] | None:
@@ -203,24 +193,3 @@ def _taken_size(call: Call, sizes: Iterable[str]) -> tuple[str, int] | None:
             return (name, index) if name in sizes else None
         case _:
             return None
-
-
-def _size_op(
-    op: Op, taken: dict[str, int], otherwise: set[str], example: Example, unpacked: set[str]
-) -> Iterator[Op]:
-    """The op that gives all sizes: unpacked, kept, or dropped when single sizes do."""
-    if op.name in otherwise or not taken:
-        yield op
-        return
-    sizes = example(op) if len(taken) > 1 else None
-    if not isinstance(sizes, tuple):
-        return
-    rank = len(sizes)
-    places: dict[int, str] = {}
-    for name, index in taken.items():
-        place = index % rank
-        if place in places:
-            return
-        places[place] = name
-    unpacked.update(taken)
-    yield dataclasses.replace(op, result=tuple(places.get(place) for place in range(rank)))
