@@ -312,13 +312,14 @@ def _is_noise(
     """Whether all of these are gradients, in both no larger than the rounding of others."""
     gradients = [tensor for name, tensor in expected.items() if name.startswith(_GRADIENT)]
     largest = max(map(_largest, gradients), default=0.0)
-    for name in names:
-        for tensor in (expected.get(name), actual.get(name)):
-            if tensor is None or not (name.startswith(_GRADIENT) and tensor.is_floating_point()):
-                return False
-            if _largest(tensor) > _NOISE * torch.finfo(tensor.dtype).eps * largest:
-                return False
-    return True
+    return all(
+        tensor is not None
+        and name.startswith(_GRADIENT)
+        and tensor.is_floating_point()
+        and _largest(tensor) <= _NOISE * torch.finfo(tensor.dtype).eps * largest
+        for name in names
+        for tensor in (expected.get(name), actual.get(name))
+    )
 
 
 def _is_rounding(
@@ -336,19 +337,19 @@ def _is_rounding(
     Args:
         lower: the type of 16 bits that is computed in, None for none.
     """
-    if lower is None:
-        return False
-    for name in names:
-        one, other = expected.get(name), actual.get(name)
-        if one is None or other is None or not name.startswith(_GRADIENT):
+
+    def rounds(one: torch.Tensor | None, other: torch.Tensor | None, dtype: torch.dtype) -> bool:
+        if one is None or other is None or one.is_meta:
             return False
-        if one.shape != other.shape or one.dtype != other.dtype or one.is_meta:
+        if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        if _distance(dense(one), dense(other)) > (
-            ROUNDINGS * torch.finfo(lower).eps * _largest(one)
-        ):
-            return False
-    return True
+        rounding = ROUNDINGS * torch.finfo(dtype).eps * _largest(one)
+        return _distance(dense(one), dense(other)) <= rounding
+
+    return lower is not None and all(
+        name.startswith(_GRADIENT) and rounds(expected.get(name), actual.get(name), lower)
+        for name in names
+    )
 
 
 def _largest(tensor: torch.Tensor | None) -> float:

@@ -1,9 +1,9 @@
 """From the graph of a shortened model to that of the whole one.
 
-The shortened graph holds a first repetition of each run, two in the middle and a last one. The two
-in the middle have to be the same ops, the second reading from the first what the first reads from
-the one before; the missing repetitions are then more of them. Lists that a model goes through at
-once, as with `zip`, repeat together. Whether that is the whole model is for `kernels` to say.
+The shortened graph holds a first repetition of each run, two in the middle and a last one. If the
+two in the middle are the same ops, the second reading from the first what the first reads from the
+one before, then the missing repetitions are more of them. Lists that a model goes through at once,
+as with `zip`, repeat together. Whether that is the whole model is for `kernels` to say.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from gpipe_compiler.ir import (
     StateRef,
 )
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.forms import Former
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import ops_within
+from gpipe_compiler.ir.ops import called, ops_within
 
 ToName = Callable[[str], str]
 
@@ -45,10 +44,10 @@ def expand_repeats(graph: Graph, short: Shortened, whole: Subject) -> Graph | No
         whole: the subject that was shortened.
 
     Returns:
-        None where the repetitions in the graph are not alike.
+        None where the repetitions in the graph cannot be alike.
     """
     pieces = _pieces(graph, short.runs)
-    if pieces is None or not all(_repeats(graph, piece) for piece in pieces):
+    if pieces is None or not all(_match(graph, piece) for piece in pieces):
         return None
     writer = _Writer(graph, short.runs, pieces)
     ops = tuple(writer.ops())
@@ -138,67 +137,19 @@ def _paths(graph: Graph, op: Op) -> Iterator[str]:
     yield from op.states(graph.modules)
 
 
-def _repeats(graph: Graph, piece: _Piece) -> bool:
-    """Whether the two repetitions in the middle are alike, and nothing else reads the first."""
-    first, second = graph.ops[piece.middle], graph.ops[piece.second]
-    ours, theirs = (_Forms(graph, piece.runs, repetitions) for repetitions in (1, 0))
-    if list(map(ours.form, first)) != list(map(theirs.form, second)):
-        return False
-    made = {name for op in first for name in op.outputs}
-    inside = {name for op in first for name in _named_inside(op)}
-    for one, other in zip(ours.numbers, theirs.numbers, strict=True):
-        # What comes from before is the same, or what the first one made.
-        if one not in inside and one != other and other not in made:
-            return False
-    rest = (*graph.ops[: piece.middle.start], *graph.ops[piece.second.stop :])
-    read = {name for op in rest for name in op.inputs}
-    read.update(graph.output_values, () if graph.loss is None else (graph.loss.value,))
-    return made.isdisjoint(read)
+def _match(graph: Graph, piece: _Piece) -> bool:
+    """Whether the ops of both repetitions in the middle are the same, but for what they are given.
+
+    Kernels show what these are given, but not in which region or mode they run.
+    """
+    first, second = (list(map(_kind, graph.ops[part])) for part in (piece.middle, piece.second))
+    return first == second
 
 
-def _named_inside(op: Op) -> Iterator[str]:
-    """The values that an op makes, and those that regions in it name."""
-    for inner in ops_within(op):
-        yield from inner.outputs
-        if isinstance(inner.call, RegionCall):
-            yield from inner.call.body.inputs
-
-
-class _Forms(Former):
-    """The forms of the ops of a repetition, their paths so many repetitions further on."""
-
-    def __init__(self, graph: Graph, runs: Sequence[Run], repetitions: int) -> None:
-        super().__init__("", {})
-        self._graph = graph
-        self._runs = runs
-        self._by = repetitions
-
-    def local(self, path: str) -> str:
-        """A path of this repetition as the other one has it."""
-        for run in self._runs:
-            path = run.moved(path, self._by * run.period)
-        return path
-
-    def state(self, name: str) -> Hashable:
-        """The form of a state."""
-        return ("state", self.local(name))
-
-    def form(self, op: Op) -> Hashable:
-        """All that an op is but for the names of values."""
-        self.constants.clear()
-        form = self.op(op)
-        numbers = tuple(constant.form for constant in self.constants)
-        modules = tuple(
-            (self.local(inner.module), self._held(inner.call)) for inner in ops_within(op)
-        )
-        return form, numbers, modules
-
-    def _held(self, call: Call) -> Hashable:
-        if not isinstance(call, ModuleCall):
-            return None
-        spec = self._graph.modules[call.module]
-        state = tuple((local, self.local(name)) for local, name in spec.state.items())
-        return (spec.cls, repr((spec.args, dict(spec.kwargs))), state)
+def _kind(op: Op) -> Hashable:
+    inner = [(one.mode, called(one.call)) for one in ops_within(op)]
+    regions = [repr(one.call.context) for one in ops_within(op) if isinstance(one.call, RegionCall)]
+    return tuple(inner), tuple(regions), len(op.outputs)
 
 
 @dataclass

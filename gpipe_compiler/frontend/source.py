@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -40,8 +40,6 @@ from gpipe_compiler.frontend.user_code import (
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.runtime.spec import Steps
-
-T = TypeVar("T")
 
 DEFAULT_FACTORY = "build_model"
 _HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metrics")
@@ -156,10 +154,10 @@ def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:
 
 
 def _called(
-    function: Callable[[], T],
+    function: Callable[..., object],
     name: str,
     home: Path,
-    then: Callable[[T], object] = lambda made: made,
+    then: Callable[[Any], object] | None = None,
 ) -> object:
     """What a function of the user's file returns.
 
@@ -181,7 +179,7 @@ def _called(
                 location=definition(function),
                 hint="give them defaults, or name a factory that takes no arguments",
             )
-    return call_user_code(lambda: then(function()), f"{name}()", home)
+    return call_user_code(lambda: then(function()) if then else function(), f"{name}()", home)
 
 
 def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:

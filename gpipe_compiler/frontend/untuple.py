@@ -172,7 +172,7 @@ def _is_size(call: Call) -> bool:
 
 
 def _tidy_sizes(ops: Sequence[Op], outputs: Argument) -> Iterator[Op]:
-    """The ops with sizes taken one by one; all sizes of a tensor only where they are needed whole."""
+    """The ops with sizes taken one by one, all of a tensor only where they are needed whole."""
     sizes = {op.name: op for op in ops if _is_size(op.call) and op.result == op.name}
     taken = {op.name: _taken_size(op.call, sizes) for op in ops}
     whole = set(value_names(outputs))
