@@ -70,7 +70,7 @@ def choose(
             graph = _by_fewer_layers(short, subject, candidate, precision)
             if graph is not None:
                 return _with_modules(graph, subject.model), candidate
-    met: list[tuple[Frontend, TraceError]] = []
+    met: list[tuple[Frontend, GPipeCompilerError]] = []
     for candidate in candidates:
         try:
             graph = trace_with(subject, candidate, precision)
@@ -78,7 +78,7 @@ def choose(
         except (TraceError, IllegalGraphError) as error:
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise
-            met.append((candidate, _as_trace_error(error)))
+            met.append((candidate, error))
     raise _all_failed(met)
 
 
@@ -162,12 +162,6 @@ def _by_fewer_layers(
     return graph if (proven and not on_meta) or not differences(graph, subject) else None
 
 
-def _as_trace_error(error: GPipeCompilerError) -> TraceError:
-    if isinstance(error, TraceError):
-        return error
-    return TraceError(error.problem, location=error.location, hint=error.hint)
-
-
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"torch\.func\b|torch\.vmap|functorch",
@@ -187,9 +181,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 """What no frontend follows: how the user's line, or what they say of it, reads; and the way out."""
 
 
-def _all_failed(met: list[tuple[Frontend, TraceError]]) -> TraceError:
+def _all_failed(met: list[tuple[Frontend, GPipeCompilerError]]) -> TraceError:
     """One error out of those of all frontends; it points at the line that most of them name."""
-    lines = [f"  {frontend.value}: {_one(error)}" for frontend, error in met]
+    lines = [
+        f"  {frontend.value}: {f'{error.location}: ' if error.location else ''}{error.problem}"
+        for frontend, error in met
+    ]
     errors = [error for _, error in met]
     hint = next((error.hint for error in errors if error.hint), "")
     for pattern, way_out in _KNOWN:
@@ -203,8 +200,3 @@ def _all_failed(met: list[tuple[Frontend, TraceError]]) -> TraceError:
         location=max(places, key=places.count) if places else None,
         hint=hint,
     )
-
-
-def _one(error: TraceError) -> str:
-    where = f"{error.location}: " if error.location else ""
-    return f"{where}{error.problem}"

@@ -35,8 +35,8 @@ from gpipe_compiler.frontend.probing import (
     user_call,
     with_numbers,
 )
-from gpipe_compiler.frontend.signature import Signature, read_signature
-from gpipe_compiler.frontend.state import StateTable, isolated, state_table
+from gpipe_compiler.frontend.signature import read_signature
+from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import (
     Template,
     classes_in,
@@ -97,16 +97,10 @@ class Entry(nn.Module):
         known: what a run of the model has told.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        signature: Signature,
-        states: StateTable,
-        training: bool,
-        *,
-        reduces: bool = True,
-    ) -> None:
+    def __init__(self, subject: Subject, training: bool, reduces: bool) -> None:
         super().__init__()
+        states = state_table(subject.model, subject.initial)
+        signature = read_signature(subject, on_meta=states.on_meta)
         self.model = isolated(subject.model).train(training)
         self.squared = subject.loss is LossChoice.SUM_OF_SQUARES
         self.loss_fn: Any = None if self.squared or not subject.training else subject.loss_fn
@@ -336,6 +330,4 @@ def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Ent
         ModelError: when the model or its loss function raises on the example inputs.
         TraceError: when the model cannot be copied.
     """
-    states = state_table(subject.model, subject.initial)
-    signature = read_signature(subject, on_meta=states.on_meta)
-    return Entry(subject, signature, states, training, reduces=reduces)
+    return Entry(subject, training, reduces)

@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.precisions import as_exported
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.simplify_graph import writes
-from gpipe_compiler.frontend.state import isolated, put_tensors, state_table
+from gpipe_compiler.frontend.state import isolated, named_state, put_tensors, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -68,11 +68,7 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool
         graph = graph.replace(tensors=tensors)
     model = isolated(whole.model)
     canonical = state_table(whole.model).canonical
-    names = {
-        id(tensor): canonical[name]
-        for pairs in (model.named_parameters(), model.named_buffers())
-        for name, tensor in pairs
-    }
+    names = {id(tensor): canonical[name] for name, tensor in named_state(model)}
     names |= {id(tensor): name for name, tensor in graph.tensors.items()}
     known: dict[Any, Any] = {}
     modes = (True, False) if whole.training else (False,)

@@ -7,6 +7,7 @@ or `meta["stack_trace"]`, `meta["nn_module_stack"]`, and `meta["val"]` or `meta[
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import line_of_trace
 from gpipe_compiler.frontend.modules import rebuild
 from gpipe_compiler.frontend.simplify_graph import simplify_graph
+from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.ir import (
     Argument,
@@ -87,13 +89,7 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         batch_size=entry.signature.batch_size,
         loss=loss,
         tensors={**entry.states.tensors, **lowering.constant_tensors},
-        example=dict(
-            zip(
-                (source.name for source in entry.signature.inputs),
-                entry.signature.examples,
-                strict=True,
-            )
-        ),
+        example=dict(entry.signature.named()),
     )
     return check(simplify_graph(raw, entry), after="the frontend")
 
@@ -120,10 +116,8 @@ class _Lowering:
     def __post_init__(self) -> None:
         table = self.entry.states
         self._names = {id(tensor): name for name, tensor in table.tensors.items()}
-        own = self.entry.model
-        for pairs in (own.named_parameters(), own.named_buffers()):
-            for name, tensor in pairs:
-                self._names[id(tensor)] = table.canonical[name]
+        for name, tensor in named_state(self.entry.model):
+            self._names[id(tensor)] = table.canonical[name]
         self._taken = {source.name for source in self.entry.signature.inputs}
 
     def nodes(self, graph: fx.Graph) -> tuple[list[Op], Any]:
@@ -233,14 +227,11 @@ class _Lowering:
                     f"the module {path} ({type(module).__name__}) cannot be constructed anew",
                     location=source_of(node),
                 )
-            tensors = {
-                **dict(module.named_parameters(remove_duplicate=False)),
-                **dict(module.named_buffers(remove_duplicate=False)),
-            }
             state = {
-                local: self._state(f"{target}.{local}", tensor) for local, tensor in tensors.items()
+                local: self._state(f"{target}.{local}", tensor)
+                for local, tensor in named_state(module)
             }
-            self.modules[path] = ModuleSpec(spec.path, spec.cls, spec.args, spec.kwargs, state)
+            self.modules[path] = dataclasses.replace(spec, state=state)
         return path
 
     def _region(self, node: fx.Node) -> RegionCall:

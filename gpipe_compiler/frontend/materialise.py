@@ -28,9 +28,7 @@ def real_example(subject: Subject) -> dict[str, torch.Tensor]:
     which is in range for any embedding with two entries and any index.
     """
     whole = with_real_example(subject)
-    signature = read_signature(whole, on_meta=False)
-    names = (source.name for source in signature.inputs)
-    return dict(zip(names, signature.examples, strict=True))
+    return dict(read_signature(whole, on_meta=False).named())
 
 
 def with_real_example(subject: Subject) -> Subject:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.ir import ModuleSpec
 from gpipe_compiler.ir.interpret import construct
 
@@ -172,11 +173,8 @@ def _spec(
             break
         args.append(kwargs.pop(name))
     prefix = f"{path}." if path else ""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return ModuleSpec(
-        path, type(module), tuple(args), kwargs, {name: f"{prefix}{name}" for name in names}
-    )
+    state = {name: f"{prefix}{name}" for name, _ in named_state(module)}
+    return ModuleSpec(path, type(module), tuple(args), kwargs, state)
 
 
 def _same(spec: ModuleSpec, module: nn.Module) -> bool:
@@ -208,8 +206,7 @@ def _equal(one: object, other: object) -> bool:
 
 def _state(module: nn.Module) -> dict[str, tuple[object, ...]]:
     """Names of the state with shapes and types."""
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return {name: (tuple(t.shape), t.dtype, isinstance(t, nn.Parameter)) for name, t in tensors}
+    return {
+        name: (tuple(t.shape), t.dtype, isinstance(t, nn.Parameter))
+        for name, t in named_state(module)
+    }

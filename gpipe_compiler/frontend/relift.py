@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.frontend.casts import READS
 from gpipe_compiler.frontend.modules import is_plain
+from gpipe_compiler.frontend.state import named_state
 
 _CALLS = "gpipe_compiler_calls"
 """Key of node.meta: numbers of the calls that made the node, outermost first."""
@@ -148,12 +149,6 @@ class CallRecorder:
         if item is None or type(item) in (bool, int, float, str, torch.dtype):
             return item
         return _Unknown()
-
-
-def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers under all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def relift(graphs: Sequence[fx.Graph], recorder: CallRecorder, accepts: Accepts) -> None:

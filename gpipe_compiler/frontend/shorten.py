@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 
 KEPT = 4
@@ -148,11 +149,8 @@ def _in_short(runs: Sequence[Run], name: str) -> str:
 
 def _shared_tensors(model: nn.Module) -> frozenset[int]:
     """The tensors that stand in several places of the model, as ids."""
-    tensors = [
-        *(tensor for _, tensor in model.named_parameters(remove_duplicate=False)),
-        *(tensor for _, tensor in model.named_buffers(remove_duplicate=False)),
-    ]
-    return frozenset(key for key, count in Counter(map(id, tensors)).items() if count > 1)
+    counts = Counter(id(tensor) for _, tensor in named_state(model))
+    return frozenset(key for key, count in counts.items() if count > 1)
 
 
 def _runs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class Signature:
             replace_tensors(kwargs, at("kwargs")),
             replace_tensors(target, at("target")),
         )
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The example tensors by the names of the inputs."""
+        names = (source.name for source in self.inputs)
+        return zip(names, self.examples, strict=True)
 
     def samples(self, count: int) -> list[torch.Tensor]:
         """The example inputs cut or repeated to so many samples; copies."""

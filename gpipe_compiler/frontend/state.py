@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -85,6 +85,12 @@ def state_table(model: nn.Module, initial: Mapping[str, Steps] | None = None) ->
     }
     tensors = {name: tensor for name, (_, tensor) in found.items()}
     return StateTable(states, tensors, canonical, initial)
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _transient_buffers(model: nn.Module) -> frozenset[str]:
