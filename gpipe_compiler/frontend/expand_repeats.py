@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gpipe_compiler.frontend.naming import rename
@@ -19,7 +20,6 @@ from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import (
     Argument,
-    Call,
     Graph,
     ModuleCall,
     ModuleSpec,
@@ -31,7 +31,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import called, ops_within
+from gpipe_compiler.ir.ops import called, ops_within, with_arguments
 
 ToName = Callable[[str], str]
 
@@ -218,15 +218,10 @@ class _Writer:
                 return Ref(value(item.name))
             return StateRef(path(item.name)) if isinstance(item, StateRef) else item
 
-        call = op.call
-        args = map_argument(leaf, call.args)
-        if isinstance(call, RegionCall):
-            body = dataclasses.replace(
-                call.body, ops=tuple(self._op(inner, path, str) for inner in call.body.ops)
-            )
-            new: Call = dataclasses.replace(call, args=args, body=body)
-        else:
-            new = dataclasses.replace(call, args=args, kwargs=map_argument(leaf, dict(call.kwargs)))
+        new = with_arguments(op.call, partial(map_argument, leaf))
+        if isinstance(new, RegionCall):
+            inner = tuple(self._op(inner, path, str) for inner in new.body.ops)
+            new = dataclasses.replace(new, body=dataclasses.replace(new.body, ops=inner))
         if isinstance(new, ModuleCall):
             spec = self.graph.modules[new.module]
             state = {local: path(name) for local, name in spec.state.items()}

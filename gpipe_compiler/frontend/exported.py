@@ -260,13 +260,21 @@ def find_sources(graphs: Sequence[fx.Graph]) -> None:
 
 def _inside(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     """The nodes of a region."""
+    owner = graph.owning_module
+    bodies = [] if owner is None else _bodies(owner, node)
+    return [inner for _, body in bodies for inner in body.graph.nodes]
+
+
+def _bodies(module: fx.GraphModule, node: fx.Node) -> list[tuple[int, fx.GraphModule]]:
+    """The graphs that a region runs, by their places among its arguments."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
-    for item in node.all_input_nodes:
-        body = getattr(graph.owning_module, str(item.target), None)
-        if item.op == "get_attr" and isinstance(body, fx.GraphModule):
-            return list(body.graph.nodes)
-    return []
+    found = [
+        (place, getattr(module, str(item.target), None))
+        for place, item in enumerate(node.args)
+        if isinstance(item, fx.Node) and item.op == "get_attr"
+    ]
+    return [(place, body) for place, body in found if isinstance(body, fx.GraphModule)]
 
 
 def _keep(module: fx.GraphModule, target: str, tensor: object) -> None:
@@ -292,13 +300,7 @@ def replace_by_state(graph: fx.Graph, node: fx.Node, target: str) -> None:
 def pull_state_into_regions(module: fx.GraphModule) -> None:
     """Lets a region read a parameter by its name, instead of being handed it."""
     for node in module.graph.nodes:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
-            continue
-        bodies = [
-            (place, getattr(module, str(item.target)))
-            for place, item in enumerate(node.args)
-            if isinstance(item, fx.Node) and _is_body(module, item)
-        ]
+        bodies = _bodies(module, node)
         if len(bodies) != 1:
             continue
         place, body = bodies[0]
@@ -314,12 +316,6 @@ def pull_state_into_regions(module: fx.GraphModule) -> None:
                 kept.append(operand)
         node.args = (*node.args[: place + 1], *kept)
         pull_state_into_regions(body)
-
-
-def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(
-        getattr(module, str(node.target), None), fx.GraphModule
-    )
 
 
 def regions(module: fx.GraphModule) -> list[fx.GraphModule]:

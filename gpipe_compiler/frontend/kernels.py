@@ -29,6 +29,7 @@ from gpipe_compiler.frontend.simplify_graph import writes
 from gpipe_compiler.frontend.state import isolated, named_state, put_tensors, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.untraced import own_function
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
@@ -115,8 +116,9 @@ def runs_on_meta(subject: Subject) -> bool:
     return False
 
 
-class OtherStructureError(Exception):
-    """The model returns something else than with fewer layers."""
+class OtherProgramError(Exception):
+    """The model does what no kernels show: it returns something else than with fewer layers, holds
+    other buffers afterwards, or has a backward of its own."""
 
 
 Number: TypeAlias = int | str
@@ -314,15 +316,21 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
 
     def look(_module: nn.Module, _args: Any, output: Any) -> None:
         if describe(output) != (entry.known.structure, entry.known.dropped):
-            raise OtherStructureError
+            raise OtherProgramError
 
+    before = [(buffer, buffer.shape) for buffer in entry.model.buffers()]
     handle = entry.model.register_forward_hook(look)
     try:
         with _running(entry), activations_kept(), log:
             returned = entry(*inputs)
     finally:
         handle.remove()
+    for (buffer, shape), after in zip(before, entry.model.buffers(), strict=True):
+        if after is not buffer or after.shape != shape:
+            raise OtherProgramError
     loss = returned.pop(0) if entry.has_loss else None
+    if loss is not None and own_function(loss) is not None:
+        raise OtherProgramError
     return log.program(entry.outputs(returned) if outputs else None, loss)
 
 

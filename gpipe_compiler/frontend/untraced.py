@@ -37,7 +37,11 @@ def own_backward(subject: Subject) -> TraceError | None:
     if not subject.training or entry.states.on_meta:
         return None
     with torch.enable_grad():
-        loss = entry(*entry.signature.samples(2))[0]
+        return own_function(entry(*entry.signature.samples(2))[0])
+
+
+def own_function(loss: torch.Tensor) -> TraceError | None:
+    """The error for a loss that depends on a torch.autograd.Function of the user's."""
     for function in _nodes(loss.grad_fn):
         own = getattr(type(function), "_forward_cls", None)
         if own is not None and not own.__module__.startswith("torch."):

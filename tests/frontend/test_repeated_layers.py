@@ -376,6 +376,47 @@ def test_what_no_number_shows_is_seen(lengths: list[int]) -> None:
     assert text_of(graph) == text_of(trace_with(subject, frontend))
 
 
+class Remembering(Stack):
+    """Assigns what nothing reads to a buffer."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(layers)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.first(x).detach().mean(0)
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_assigned_is_seen() -> None:
+    with pytest.raises(TraceError, match="assigns another tensor"):
+        choose(subject_of(Remembering(layers())), Frontend.EXPORT)
+
+
+class Reversal(torch.autograd.Function):
+    """Turns gradients around."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # torch's own
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # torch's own
+        return -gradient
+
+
+class Adversarial(Stack):
+    """Has a backward that no kernel of its forward shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Reversal.apply(self.first(x)))
+
+
+def test_a_backward_of_its_own_is_seen() -> None:
+    with pytest.raises(TraceError, match=r"torch\.autograd\.Function, Reversal"):
+        choose(subject_of(Adversarial(layers())), Frontend.EXPORT)
+
+
 def test_a_place_is_no_number_that_could_be_used() -> None:
     place = Place()
 
