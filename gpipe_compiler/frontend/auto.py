@@ -143,23 +143,25 @@ def _by_fewer_layers(
 ) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
 
-    It is held against the whole model kernel by kernel. Where the model has no numbers, which may
-    hide something, and where only the program is proven that the model is when it is exported, the
-    two are compared as a traced graph is.
+    It is held against the whole model kernel by kernel. Where that has no numbers, which may hide
+    something, it is compared as a traced graph is. Where only the program is proven that the model
+    is when it is exported, the numbers of the two programs are compared with few layers.
     """
     on_meta = state_table(subject.model).on_meta
-    made = trace_with if on_meta else unchecked
     try:
-        graph = expand_repeats(made(short.subject, frontend, precision), short, subject)
+        few = unchecked(short.subject, frontend, precision)
+        graph = expand_repeats(few, short, subject)
         if graph is None:
             return None
         proven = same_kernels(graph, subject, short.subject)
         if not proven and not same_kernels(graph, subject, short.subject, exported=True):
             return None
+        if (on_meta or not proven) and differences(few, short.subject):
+            return None
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one tells.
         return None
-    return graph if (proven and not on_meta) or not differences(graph, subject) else None
+    return None if on_meta and differences(graph, subject) else graph
 
 
 _KNOWN: tuple[tuple[str, str], ...] = (

@@ -64,7 +64,7 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool
     """
     where = contextlib.nullcontext if state_table(whole.model).on_meta else _new_on_meta
     if where is _new_on_meta:
-        whole, short = _on_meta(whole), _on_meta(short)
+        whole = _on_meta(whole)
         tensors = {name: tensor.to("meta") for name, tensor in graph.tensors.items()}
         graph = graph.replace(tensors=tensors)
     model = isolated(whole.model)
@@ -157,11 +157,12 @@ class KernelLog(PlainDispatchMode):
         self._alive: list[torch.Tensor] = []  # for ids to stay their own
         self._known = known
 
-    def take(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Names the tensors that the model is called with."""
-        for place, tensor in enumerate(inputs):
-            self._numbers[id(tensor)] = f"input {place}"
-            self._alive.append(tensor)
+    def take(self, inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What the model is called with, on meta, and named."""
+        taken = [tensor.to("meta") for tensor in inputs]
+        self._alive.extend(taken)
+        self._numbers.update((id(tensor), f"input {n}") for n, tensor in enumerate(taken))
+        return taken
 
     def number(self, tensor: torch.Tensor) -> Number:
         """The name of a tensor, or its number in the order of appearance."""
@@ -311,8 +312,7 @@ def _running(entry: Entry) -> Iterator[None]:
 
 
 def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
-    inputs = entry.signature.samples(_SAMPLES)
-    log.take(inputs)
+    inputs = log.take(entry.signature.samples(_SAMPLES))
 
     def look(_module: nn.Module, _args: Any, output: Any) -> None:
         if describe(output) != (entry.known.structure, entry.known.dropped):
@@ -335,8 +335,7 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
 
 
 def _run_graph(graph: Graph, entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
-    inputs = entry.signature.samples(_SAMPLES)
-    log.take(inputs)
+    inputs = log.take(entry.signature.samples(_SAMPLES))
     interpreter = Interpreter(graph, graph.tensors, entry.training).prepare()
     given = {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
     with _running(entry), torch.device("meta"), log:
