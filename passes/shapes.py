@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from gpipe_compiler.ir import (
     Argument,
-    Call,
     Graph,
     MethodCall,
     Op,
     Ref,
-    RegionCall,
     Value,
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import Observed, SeenValue, in_all_modes
 from gpipe_compiler.passes.precedence import must_run_in_place
@@ -153,13 +153,6 @@ def own_inputs(graph: Graph, names: Collection[str]) -> Graph:
         return Ref(copies.get(leaf.name, leaf.name)) if isinstance(leaf, Ref) else leaf
 
     first = [Op(copy, MethodCall("clone", (Ref(name),)), copy) for name, copy in copies.items()]
-    ops = (dataclasses.replace(op, call=_with_arguments(op.call, copied)) for op in graph.ops)
+    read = partial(map_argument, copied)
+    ops = (dataclasses.replace(op, call=with_arguments(op.call, read)) for op in graph.ops)
     return graph.replace(ops=(*first, *ops), outputs=map_argument(copied, graph.outputs), values={})
-
-
-def _with_arguments(call: Call, function: Callable[[Any], Argument]) -> Call:
-    """The call with its arguments mapped; the body of a region has names of its own."""
-    args = map_argument(function, call.args)
-    if isinstance(call, RegionCall):
-        return dataclasses.replace(call, args=args)
-    return dataclasses.replace(call, args=args, kwargs=map_argument(function, dict(call.kwargs)))
