@@ -33,12 +33,18 @@ USED: Mapping[str, tuple[str, ...]] = {
         "FakeTensorMode",
         "in_kernel_invocation_manager",
     ),
-    "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy"),
+    "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy", "_unsafe_view"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
-    "torch.utils._pytree": ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
+    "torch.utils._pytree": (
+        "tree_flatten",
+        "tree_leaves",
+        "tree_map",
+        "tree_map_only",
+        "tree_unflatten",
+    ),
 }
 """Names by what holds them. Beside them stands what is looked for where it is used: dynamo's, and
 torch.export's passes (`frontend/captured.py`); checkpoints (`frontend/recompute.py`)."""
