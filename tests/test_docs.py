@@ -35,7 +35,6 @@ from gpipe_compiler.runtime.train.arguments import parser_for
 from gpipe_compiler.runtime.train.hooks import UserHooks
 
 ROOT = Path(__file__).parents[1]
-RUNTIME = ROOT / "gpipe_compiler" / "runtime"
 PAGES = sorted(
     [ROOT / "README.md"]
     + [
@@ -319,15 +318,6 @@ def test_hooks_are_those_of_the_runtime() -> None:
 
     assert set(re.findall(r"^\| `(\w+)\(\w*(?:, \w+)*\)` \|", page, re.MULTILINE)) == hooks
     assert set(re.findall(r"^def (\w+)", model_file, re.MULTILINE)) == hooks | subject
-
-
-def test_files_of_the_runtime_are_there() -> None:
-    page = (ROOT / "docs" / "package.md").read_text().partition("In `runtime/`:")[2]
-    table = page.partition("## How it runs")[0]
-    named = re.findall(r"`([\w./]+)`(?=[^|\n]*\|[^|\n]*\|$)", table, re.MULTILINE)
-
-    assert len(named) > 20
-    assert [name for name in named if not (RUNTIME / name).exists()] == []
 
 
 def test_loops_of_the_pages_run(

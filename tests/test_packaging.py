@@ -49,7 +49,7 @@ def installed_files() -> set[str]:
         str(PurePosixPath(*package.split("."), file.name))
         for package, folder in package_folders().items()
         for file in folder.iterdir()
-        if file.suffix in {".py", ".jinja"} or file.name == "py.typed"
+        if file.suffix in {".py", ".jinja", ".md"} or file.name == "py.typed"
     }
 
 
