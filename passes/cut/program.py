@@ -44,9 +44,6 @@ TINY = 1e-8
 MOST_ROWS = 5_000
 """Larger programs are not solved for whole numbers, which was never seen to end."""
 
-LEAST_ITERATIONS = 1_000
-"""Of simplex, whatever the size of the program."""
-
 PER_STOP = 8_000
 """The search over whole numbers stops to ask whether to go on so many times for each number that it
 may touch, over the number of rows to the power of `GROWTH`: seen to make up for how much longer it
@@ -304,7 +301,7 @@ class Program:
         """
         model, rows = self.model, max(1, self.model.getNumRow())
         model.setOptionValue("solve_relaxation", True)
-        model.setOptionValue("simplex_iteration_limit", max(LEAST_ITERATIONS, work // rows * 6))
+        model.setOptionValue("simplex_iteration_limit", max(1_000, work // rows * 6))
         model.run()
         status, kinds = model.getModelStatus(), highspy.HighsModelStatus
         if status == kinds.kInfeasible:
