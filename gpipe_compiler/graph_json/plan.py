@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -14,10 +16,14 @@ from gpipe_compiler.graph_json.file import BareGraph, check_graph
 from gpipe_compiler.graph_json.setting import BareSetting, setting_of, with_kinds
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import cut
+from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.text.units import format_bytes
+
+MOST_COUNTS = 8
+"""Numbers of stages up to which all are looked at."""
 
 PROVED = 1e-9
 """A plan this close to its lower bound, relatively, counts as the best."""
@@ -129,40 +135,59 @@ class _Search:
         self.problem, self.asked, self.training = problem, asked, training
         self.best: Found | None = None
         self.bound_s = math.inf
+        self._known = Known()
         self._settings: dict[int, Setting] = {}
         self._refusal: PlanError | None = None
 
     def every_count(self, most: int) -> None:
-        """Cuts into so many stages and fewer.
+        """Cuts into so many stages and fewer; of many numbers some, and then those about the best.
 
         Raises:
             PlanError: when there is no such cut at all; the one about what was asked for.
         """
-        own = [node.forward_s + node.backward_s for node in self.problem.nodes]
-        for stages in range(most, 0, -1):
-            try:
-                setting = setting_of(self.asked, stages, training=self.training)
-                least = self._least(setting, sum(own), max(own))
-                fits = self.best is not None and self.best.found.fits
-                if self.best is not None and fits and least >= self.best.value_s:
-                    self.bound_s = min(self.bound_s, least)
-                    continue
-                found = Found(
-                    self.problem, setting, cut(self.problem, setting, prove=self.asked.prove)
-                )
-            except PlanError as error:
-                self._refusal = self._refusal or error
-                continue
-            self._settings[stages] = setting
-            self._take(found)
-            # Where the proved best does not fit, no cut into so many stages does.
-            if found.found.fits or not found.found.proved:
-                self.bound_s = min(self.bound_s, found.found.lower_bound_s)
+        whole = most <= MOST_COUNTS or self.asked.prove
+        tried, new = [0], set(range(1, most + 1)) if whole else _spread(most)
+        while new:
+            for stages in sorted(new, reverse=True):
+                self._count(stages)
+            tried = sorted({*tried, *new})
+            place = tried.index(self.best.setting.stages) if self.best is not None else 0
+            near = tried[max(0, place - 1) : place + 2]
+            new = {(low + high) // 2 for low, high in itertools.pairwise(near)} - set(tried)
         if self.best is None:
             assert self._refusal is not None  # every count was either cut or refused
             raise self._refusal
         if not self.best.found.fits:
             raise self._too_small(self.best)
+        if len(tried) <= most:
+            self.bound_s = min(self.bound_s, self._least_of_all(most))
+
+    def _least_of_all(self, most: int) -> float:
+        """No cut into so many stages or fewer takes less: it falls with the number of stages."""
+        for stages in range(most, 0, -1):
+            with contextlib.suppress(PlanError):  # some schedules cannot have any number of stages
+                return self._least(setting_of(self.asked, stages, training=self.training))
+        return 0.0
+
+    def _count(self, stages: int) -> None:
+        """Cuts into so many stages, unless that is known to be no better."""
+        try:
+            setting = setting_of(self.asked, stages, training=self.training)
+            least = self._least(setting)
+            fits = self.best is not None and self.best.found.fits
+            if self.best is not None and fits and least >= self.best.value_s:
+                self.bound_s = min(self.bound_s, least)
+                return
+            best = cut(self.problem, setting, prove=self.asked.prove, known=self._known)
+        except PlanError as error:
+            self._refusal = self._refusal or error
+            return
+        found = Found(self.problem, setting, best)
+        self._settings[stages] = setting
+        self._take(found)
+        # Where the proved best does not fit, no cut into so many stages does.
+        if best.fits or not best.proved:
+            self.bound_s = min(self.bound_s, best.lower_bound_s)
 
     def _too_small(self, best: Found) -> PlanError:
         excess = best.found.excess_bytes
@@ -174,8 +199,10 @@ class _Search:
             hint="ask for more stages, fewer micro-batches, another schedule or more --memory",
         )
 
-    def _least(self, setting: Setting, whole_s: float, largest_s: float) -> float:
+    def _least(self, setting: Setting) -> float:
         """No cut into as many stages takes less, on devices of the first kind."""
+        own = [node.forward_s + node.backward_s for node in self.problem.nodes]
+        whole_s, largest_s = sum(own), max(own)
         if {seat.kind for seat in setting.seats} != {0}:
             return 0.0
         if setting.objective is Objective.BOTTLENECK:
@@ -210,6 +237,15 @@ class _Search:
         if self.bound_s >= best.value_s * (1 - 4 * CLOSE):
             self.bound_s = best.value_s
         return best
+
+
+def _spread(most: int) -> set[int]:
+    """Numbers up to this one, the closer together the smaller they are."""
+    found = set()
+    while most:
+        found |= {most, most - most // 4}
+        most //= 2
+    return found
 
 
 def _plan(

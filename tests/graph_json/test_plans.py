@@ -139,6 +139,23 @@ def test_what_is_only_searched_in_part_is_bounded(
         assert plan.bottleneck_s <= least * (1 + 5e-6)
 
 
+@settings(max_examples=30, deadline=None)
+@given(documents(6), st.integers(2, 6), st.sampled_from([0.5, 4.0, 1e9]))
+def test_of_many_numbers_of_stages_some_are_looked_at(
+    document: dict[str, Any], most: int, bandwidth: float
+) -> None:
+    graph = parse_graph(document)
+    asked = BareSetting(most, 4, objective=Objective.BOTTLENECK, link=Link(bandwidth, 0.0))
+
+    with mock.patch("gpipe_compiler.graph_json.plan.MOST_COUNTS", 1):
+        plan = plan_graph(graph, asked)
+
+    check(graph, plan, most)
+    least = min(bottleneck(graph, cut, bandwidth) for cut in everything(graph, most))
+    assert plan.lower_bound_s <= least * (1 + 1e-9)
+    assert plan.bottleneck_s >= least * (1 - 1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(documents(), st.integers(1, 4), st.integers(1, 5), st.sampled_from(ScheduleKind))
 def test_a_step_takes_what_its_devices_do(
