@@ -22,8 +22,8 @@ from gpipe_compiler.passes.cut.setting import Setting
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.text.units import format_bytes
 
-MOST_COUNTS = 8
-"""Numbers of stages up to which all are looked at."""
+MOST_COUNTS = 16
+"""Numbers of stages up to which all are looked at, and bounded by more than the busiest device."""
 
 PROVED = 1e-9
 """A plan this close to its lower bound, relatively, counts as the best."""
