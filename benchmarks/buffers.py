@@ -21,9 +21,9 @@ from pathlib import Path
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Op
-from gpipe_compiler.passes.allocation_trace import BlockKind, StageTapes
+from gpipe_compiler.passes.allocation_trace import BlockKind, StageTraces
 from gpipe_compiler.passes.inplace import write_in_place
-from gpipe_compiler.passes.rehearsal import rehearse
+from gpipe_compiler.passes.memory_trace import trace_stage
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 
@@ -51,7 +51,7 @@ class Activations:
     alive: int
 
     @classmethod
-    def of(cls, tapes: StageTapes, *, training: bool) -> Activations:
+    def of(cls, tapes: StageTraces, *, training: bool) -> Activations:
         """Those of a forward, and of its backward in training.
 
         What the stage is given lives from the beginning, and what it hands on to the end.
@@ -126,7 +126,7 @@ def _plain(op: Op) -> Op:
 def _activations(graph: Graph) -> Activations:
     names = [op.name for op in graph.ops]
     inputs = [source.name for source in graph.inputs]
-    tapes = rehearse(graph, names, inputs, graph.output_values)
+    tapes = trace_stage(graph, names, inputs, graph.output_values)
     return Activations.of(tapes, training=graph.loss is not None)
 
 

@@ -1,10 +1,10 @@
-"""What a stage takes of memory and gives back, action by action: the vocabulary.
+"""What a stage allocates and frees, action by action: the types.
 
-A tape is made by running a stage on fake tensors (`passes.rehearsal`). Blocks are storages: what
-several tensors look into counts once. Their numbers are those of one micro-batch through a stage:
-the block that a forward leaves to the backward has the same number in both tapes.
+A trace is made by running a stage on fake tensors (`passes.memory_trace`). A block is a storage:
+several tensors that are views of it count once. Numbers of blocks are those of one micro-batch:
+what a forward keeps for the backward has the same number in both traces.
 
-Ops are told by their position in the stage, so that stages of equal structure share their tapes.
+Ops are positions in the stage, so that stages of equal structure share their traces.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A block comes to life (`alive`) or ends, while the op at position `op` is at work.
+    """A block is allocated (`alive`) or freed while the op at position `op` runs.
 
     In a backward that is the op whose part of it runs.
     """
@@ -70,11 +70,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class AllocationTrace:
-    """What one action takes and gives back, in order.
+    """What one action allocates and frees, in order.
 
     Attributes:
-        events: of blocks that the stage's own computation makes or lets go. Blocks that somebody
-            else holds too (what was received, what is handed on) end when the last of them lets go.
+        events: of blocks that the stage itself allocates or frees. Blocks with other holders (what
+            was received, what is sent on) are freed by the last of them.
     """
 
     events: tuple[Event, ...]
@@ -82,12 +82,12 @@ class AllocationTrace:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How the sparse gradients of a stage's parameters grow: tapes tell the first micro-batch's.
+    """How the sparse gradients of a stage's parameters grow: traces tell the first micro-batch's.
 
     A sum of sparse gradients has the rows of all of them, and is made beside what it is made of.
 
     Attributes:
-        first: bytes that they have by the tapes, after any micro-batch. What looks into the batch
+        first: bytes that they have by the traces, after any micro-batch. What looks into the batch
             is none.
         each: bytes of the rows of one micro-batch; of those of `n`, where there are two or more, a
             sum has `n` times as many.
@@ -98,15 +98,15 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class StageTapes:
-    """The tapes of one stage for one micro-batch.
+class StageTraces:
+    """The traces of one stage for one micro-batch.
 
     A value or gradient that looks into the model's own state has no block: it takes no memory of
     its own. A block may stand for several names.
 
     Attributes:
         ops: names of the ops, in the order in which they run.
-        blocks: by number. The same object for stages of equal structure, as are the tapes.
+        blocks: by number. The same object for stages of equal structure, as are the traces.
         received: block of each input of the stage, by the value's name.
         returned: block of each output (and of the loss), by the value's name.
         arriving: block of the gradient that comes for each output that has one.
@@ -114,7 +114,7 @@ class StageTapes:
         forward: with everything kept that the backward needs. In inference: with nothing kept.
         kept: the blocks that autograd, and who asks it for gradients, hold after the forward.
         forward_again: a forward of which nothing is kept (the first one, where it is recomputed).
-            It runs with gradients on: what autograd keeps is let go when it ends.
+            It runs with gradients on: what autograd keeps is freed when it ends.
         first_backward: that of the first micro-batch of a step, whose parameter gradients stay.
         backward: that of a later one, whose parameter gradients are added to those.
         first_weight, weight: where the backward is split, the second part of each; the two before

@@ -58,7 +58,7 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
     - a write in place with all makers, earlier readers and earlier writers of the memory, since
       a stage that received the value would write a copy: those who read it before would read it
       too late, those who share the memory would never see it (an input of the graph is never
-      written: `passes.copy_mutated_inputs`);
+      written: `passes.shapes`);
     - all ops that touch a parameter or buffer that some op writes;
     - an op with the readers of a value that cannot cross a boundary: no tensor, or a tensor that
       does not split into micro-batches;

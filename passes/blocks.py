@@ -50,7 +50,7 @@ class Name(NamedTuple):
 
 
 class IrregularError(Exception):
-    """What was found about the short graph does not say what holds for the whole."""
+    """What was found about the short graph does not follow for the whole graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Blocks:
         return {name: table[told] for name, told in pairs if told in table}
 
     def known(self) -> Iterator[tuple[Op, str, Meaning]]:
-        """Every op, the one of the short graph that tells of it, and how names change with it."""
+        """Every op, the op of the short graph that stands for it, and how names change with it."""
         position = 0
         for blocks in self.names:
             stretch = blocks.stretch
@@ -218,7 +218,7 @@ class BlockNames:
         return (0, 1, _MIDDLE, count - 2, count - 1)
 
     def kept(self, block: int) -> int:
-        """The block of the short graph that tells of a block."""
+        """The block of the short graph that stands for a block."""
         return block if block in self.all_kept else _MIDDLE
 
     def neighbours(self, block: int) -> Mapping[int, int]:

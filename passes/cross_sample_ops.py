@@ -1,4 +1,4 @@
-"""Finds the ops in which samples meet: what one sample comes to depends on the others.
+"""Finds the ops that mix samples: the result of one sample depends on the others.
 
 BatchNorm in train mode is one; so are a mean over the batch and a product of all samples with all.
 """
@@ -39,7 +39,7 @@ def batchnorm_ops(graph: Graph, model: nn.Module) -> frozenset[str]:
     """Names of the ops that belong to BatchNorm: torch's own kernels, and what its layers do.
 
     Args:
-        model: which the graph was traced from; it tells the layers, subclasses included.
+        model: which the graph was traced from; its layers are looked up, subclasses included.
     """
     return frozenset(
         name

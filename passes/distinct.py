@@ -39,7 +39,7 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
     """Each distinct op of the mode that `run` has, with the names of all that are the same.
 
     Args:
-        run: of the graph, or of the shortest that tells of it (`passes.blocks`).
+        run: of the graph, or of its short form (`passes.blocks`).
 
     Raises:
         ModelError: naming the op that cannot run.

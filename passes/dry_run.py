@@ -72,7 +72,7 @@ class DryRun:
         return cls(graph, training, mode, states, interpreter)
 
     def inputs(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Fake inputs for so many samples."""
+        """Fake inputs for a batch of this size."""
         base = base_batch(self.graph)
         with self.mode:
             return {
@@ -84,7 +84,7 @@ class DryRun:
         """Every value of the graph by name; `observer` gets each op with a function that runs it.
 
         Raises:
-            ModelError: naming the op that cannot run on so many samples.
+            ModelError: naming the op that cannot run at this batch size.
         """
 
         def watched(op: Op, execute: RunOp) -> Any:
@@ -137,7 +137,7 @@ def base_batch(graph: Graph) -> int:
 
 
 def fake_input(graph: Graph, source: Input, base: int, batch_size: int) -> torch.Tensor:
-    """An empty tensor like the example of an input, for so many samples.
+    """An empty tensor like the example of an input, for a batch of this size.
 
     Raises:
         ModelError: when the example does not hold a whole number of rows per sample.

@@ -1,4 +1,4 @@
-"""What the state of a stage holds in memory, and what its update takes."""
+"""The memory of the state of a stage, and the time of its update."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from gpipe_compiler.passes.blocks import Kind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.inplace_variants import (
-    Twin,
+    Variant,
     functional,
     half_precision,
     makes_new,
     may_return_its_argument,
-    twins,
+    variants,
 )
 from gpipe_compiler.passes.observe import Observed, SeenValue, observed
 from gpipe_compiler.passes.precedence import written_memory
@@ -51,7 +51,7 @@ def write_in_place(graph: Graph) -> Graph:
       proved by a backward in which autograd checks the version of all that it kept;
     - autocast gives both operands the same type, whichever precision the package is run in.
 
-    Where a cut comes to lie between an op and the maker of its operand, the op is `undone` again.
+    Where a cut lies between an op and the maker of its operand, the op is `undone` again.
 
     Args:
         graph: annotated.
@@ -110,11 +110,11 @@ def undone(graph: Graph, plain: Graph, wrong: Collection[str]) -> Graph:
 
 
 Chosen = Mapping[str, int]
-"""Op -> which of its twins takes its place."""
+"""Op -> which of its variants takes its place."""
 
 
-def _twins(graph: Graph, name: str) -> list[Twin]:
-    return list(twins(graph, graph.op_of[name]))
+def _variants(graph: Graph, name: str) -> list[Variant]:
+    return list(variants(graph, graph.op_of[name]))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _asks_for_shape(op: Op) -> bool:
 
 
 def _choose(graph: Graph, refused: frozenset[str]) -> Chosen:
-    """The first legal twin of every op, seen in train and eval mode alike."""
+    """The first legal variant of every op, seen in train and eval mode alike."""
     seen = (True, False) if graph.loss is not None else (False,)
     runs = tuple(observed(graph, training=training) for training in seen)
     legal = _Legal(graph, runs, _Readers.of(graph), half_precision(graph))
@@ -161,8 +161,8 @@ def _choose(graph: Graph, refused: frozenset[str]) -> Chosen:
     for op in graph.ops:
         if op.mode is not Mode.ALWAYS or op.name in refused or op.name in graph.loss_only:
             continue
-        for place, twin in enumerate(twins(graph, op)):
-            if legal.twin(op, twin):
+        for place, variant in enumerate(variants(graph, op)):
+            if legal.variant(op, variant):
                 chosen[op.name] = place
                 break
     return chosen
@@ -177,18 +177,18 @@ class _Legal:
     readers: _Readers
     half: frozenset[str]
 
-    def twin(self, op: Op, twin: Twin) -> bool:
-        """Whether a twin may take the place of its op."""
+    def variant(self, op: Op, variant: Variant) -> bool:
+        """Whether a variant may take the place of its op."""
         if not isinstance(op.result, str):
             return False
-        names = {twin.operand, op.result}
+        names = {variant.operand, op.result}
         if not all(_are_tensors(run, names) for run in self.runs):
             return False
-        chain = self._chain(op.name, twin.operand)
+        chain = self._chain(op.name, variant.operand)
         return (
             bool(chain)
-            and self._same_type_in_any_precision(twin)
-            and all(self._in_run(run, op, twin, frozenset(chain)) for run in self.runs)
+            and self._same_type_in_any_precision(variant)
+            and all(self._in_run(run, op, variant, frozenset(chain)) for run in self.runs)
         )
 
     def _chain(self, reader: str, value: str) -> list[str]:
@@ -210,16 +210,16 @@ class _Legal:
             return [value, *before] if before else []
         return []
 
-    def _same_type_in_any_precision(self, twin: Twin) -> bool:
-        other = twin.other
+    def _same_type_in_any_precision(self, variant: Variant) -> bool:
+        other = variant.other
         if other is None or isinstance(other, int | float):
             return True
-        names = {twin.operand, getattr(other, "name", "")}
+        names = {variant.operand, getattr(other, "name", "")}
         return names <= self.half
 
-    def _in_run(self, run: Observed, op: Op, twin: Twin, chain: frozenset[str]) -> bool:
+    def _in_run(self, run: Observed, op: Op, variant: Variant, chain: frozenset[str]) -> bool:
         assert isinstance(op.result, str)
-        operand, result = run.values[twin.operand], run.values[op.result]
+        operand, result = run.values[variant.operand], run.values[op.result]
         (memory,), form = operand.storages, operand.form
         assert form is not None
         return (
@@ -245,7 +245,7 @@ def _layout(value: SeenValue) -> tuple[object, ...]:
 
 
 def _written(graph: Graph, chosen: Chosen) -> Graph:
-    """The graph with these twins; its values are described no more."""
+    """The graph with these variants, without descriptions of its values."""
     callers: dict[str, list[str]] = {}
     for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
         if isinstance(op.call, ModuleCall):
@@ -257,21 +257,21 @@ def _written(graph: Graph, chosen: Chosen) -> Graph:
         if place is None:
             ops.append(op)
             continue
-        twin = _twins(graph, op.name)[place]
-        call = twin.call
-        if twin.spec is not None:
-            if all(name in chosen for name in callers[twin.spec.path]):
-                modules[twin.spec.path] = twin.spec
+        variant = _variants(graph, op.name)[place]
+        call = variant.call
+        if variant.spec is not None:
+            if all(name in chosen for name in callers[variant.spec.path]):
+                modules[variant.spec.path] = variant.spec
             else:
-                call = functional(op.call, twin.spec) or op.call
+                call = functional(op.call, variant.spec) or op.call
         ops.append(dataclasses.replace(op, call=call))
     return graph.replace(ops=tuple(ops), modules=modules, values={})
 
 
 def _tried(graph: Graph, chosen: Chosen) -> tuple[Graph | None, frozenset[str]]:
-    """The graph with these twins, described anew.
+    """The graph with these variants, described anew.
 
-    None, and the ops that had better not be in place: those that keep a copy, or all where autograd
+    None, and the rewrites to undo: ops that keep a copy, or all where autograd
     finds a tensor changed that it has kept.
     """
     try:

@@ -1,4 +1,4 @@
-"""Ops that have a twin which writes its result over an operand, and ops whose result may go so.
+"""Ops that have a variant which writes its result over an operand, and ops whose result may go so.
 
 Twins give the same bits, forward and backward. Dropout is none of them: out of place, a GPU keeps a
 mask of one byte per element and draws it in a fused kernel; in place, it draws other numbers, and
@@ -23,7 +23,7 @@ from gpipe_compiler.ir import Call, FunctionCall, Graph, MethodCall, ModuleCall,
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class Variant:
     """An op that writes in place.
 
     Attributes:
@@ -70,7 +70,7 @@ _FUNCTIONS_WITHOUT_GRADIENT = _FUNCTIONS | {
 }
 
 _METHODS = frozenset({"exp", "masked_fill", "neg", "relu", "sigmoid", "sqrt", "tanh"})
-"""Methods that have a twin with one underscore more, and keep for a gradient at most the result."""
+"""Methods that have an in-place variant, and keep for a gradient at most the result."""
 
 _METHODS_WITHOUT_GRADIENT = _METHODS | {"abs", "clamp", "clamp_max", "clamp_min", "square"}
 
@@ -96,13 +96,13 @@ _BINARY: Mapping[Callable[..., Any], str] = {
 }
 
 
-def twins(graph: Graph, op: Op) -> Iterator[Twin]:
-    """The twins of an op, the one that reads most like it first."""
+def variants(graph: Graph, op: Op) -> Iterator[Variant]:
+    """The variants of an op, the one that reads most like it first."""
     training = graph.loss is not None
     made = op.call
     name = _binary(made)
     if name:
-        yield from _binary_twins(name, made.args)
+        yield from _binary_variants(name, made.args)
         return
     match made:
         case ModuleCall(module=path, args=(Ref(name=operand),)) if not made.kwargs:
@@ -110,20 +110,20 @@ def twins(graph: Graph, op: Op) -> Iterator[Twin]:
             classes = _MODULES if training else _MODULES_WITHOUT_GRADIENT
             if spec.cls in classes and not _passes_inplace(spec.cls, spec.args, spec.kwargs):
                 kwargs = {**spec.kwargs, "inplace": True}
-                yield Twin(operand, made, spec=dataclasses.replace(spec, kwargs=kwargs))
+                yield Variant(operand, made, spec=dataclasses.replace(spec, kwargs=kwargs))
         case FunctionCall(function=function, args=(Ref(name=operand), *_)):
             functions = _FUNCTIONS if training else _FUNCTIONS_WITHOUT_GRADIENT
             if function in functions and not _passes_inplace(function, made.args, made.kwargs):
                 kwargs = {**made.kwargs, "inplace": True}
-                yield Twin(operand, dataclasses.replace(made, kwargs=kwargs))
+                yield Variant(operand, dataclasses.replace(made, kwargs=kwargs))
             elif function in _METHOD_OF:
-                yield from _method_twin(_METHOD_OF[function], made, operand, training=training)
+                yield from _method_variant(_METHOD_OF[function], made, operand, training=training)
         case MethodCall(method=method, args=(Ref(name=operand), *_)):
-            yield from _method_twin(method, made, operand, training=training)
+            yield from _method_variant(method, made, operand, training=training)
 
 
 def functional(call: Call, spec: ModuleSpec) -> FunctionCall | None:
-    """The twin of one of several calls of a module, where the others stay as they are."""
+    """The variant of one of several calls of a module, where the others stay as they are."""
     return FunctionCall(F.relu, call.args, {"inplace": True}) if spec.cls is nn.ReLU else None
 
 
@@ -135,12 +135,12 @@ def _passes_inplace(
     return "inplace" in kwargs or len(args) > parameters.index("inplace")
 
 
-def _method_twin(
+def _method_variant(
     method: str, made: FunctionCall | MethodCall, operand: str, *, training: bool
-) -> Iterator[Twin]:
+) -> Iterator[Variant]:
     methods = _METHODS if training else _METHODS_WITHOUT_GRADIENT
     if method in methods and "out" not in made.kwargs:
-        yield Twin(operand, MethodCall(f"{method}_", made.args, made.kwargs))
+        yield Variant(operand, MethodCall(f"{method}_", made.args, made.kwargs))
 
 
 def _binary(made: Call) -> str:
@@ -155,11 +155,11 @@ def _binary(made: Call) -> str:
     return ""
 
 
-def _binary_twins(name: str, args: tuple[object, ...]) -> Iterator[Twin]:
+def _binary_variants(name: str, args: tuple[object, ...]) -> Iterator[Variant]:
     orders = (args, args[::-1]) if name in _COMMUTE else (args,)
     for target, other in orders:
         if isinstance(target, Ref) and target != other:
-            yield Twin(target.name, FunctionCall(_AUGMENTED[name], (target, other)), other)
+            yield Variant(target.name, FunctionCall(_AUGMENTED[name], (target, other)), other)
 
 
 # --- what may be written over ----------------------------------------------------------------

@@ -41,7 +41,7 @@ class _Other(Enum):
     ROWS = "rows"
     """With a batch dimension, each sample by itself."""
     MIXED = "mixed"
-    """With a batch dimension, and dependent on what the batch comes to."""
+    """With a batch dimension, and dependent on a reduction over the batch."""
     COUNT = "count"
     """A number that goes with the samples."""
 
@@ -63,7 +63,7 @@ _REDUCTIONS: Mapping[str, Joined] = {
     "amin": Joined.MIN,
     "all": Joined.MIN,
 }
-"""What the reduction of rows comes to; of a product of rows, the sum over them."""
+"""The result of the reduction of rows; of a product of rows, the sum over them."""
 
 _AGAIN: Mapping[Joined, frozenset[str]] = {
     Joined.SUM: frozenset({"sum", "mean"}),

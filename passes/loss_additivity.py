@@ -1,6 +1,6 @@
 """Finds what in a loss no weights of micro-batches make exact: products of means, roots of means.
 
-Every value is told by how it depends on the samples. Refused is only what is proven: a sum or a
+Values are classified by how they depend on the samples. Refused is only what is proven: a sum or a
 mean over the batch that is multiplied by another, or goes through a function that is nowhere
 straight, and from there into the loss by nothing but sums and factors. Everything else may be right
 in a way that is not seen here, and is left to the comparison of numbers.
@@ -25,7 +25,7 @@ class Kind(Enum):
     ROWS = "rows"
     """Each sample has its own part of it."""
     LINEAR = "linear"
-    """A sum of what each sample comes to, or its mean."""
+    """A sum over samples, or their mean."""
     UNKNOWN = "unknown"
 
 

@@ -52,7 +52,7 @@ _SAME = frozenset(
         *("float", "double", "half", "bfloat16", "to", "type", "type_as", "detach"),
     }
 )
-"""What leaves a scalar what it is, but for its type and its shape."""
+"""Ops that change only the type and the shape of a scalar."""
 
 
 def verb(op: Op) -> str:
@@ -108,7 +108,7 @@ Term = Targets | Division | Constant | Other
 
 Step = FunctionCall | MethodCall
 LAST = Ref("")
-"""In a step, what it is done to."""
+"""In a step, its operand."""
 
 
 def put(args: Argument, last: Argument) -> Argument:
@@ -121,7 +121,7 @@ class Summand:
     """A term, and how it goes into the loss.
 
     Attributes:
-        value: the scalar of the graph that holds it, or a number.
+        value: the name of its scalar in the graph, or a number.
         scale: what the loss does to it besides adding it: what it does to sums of terms.
     """
 

@@ -277,7 +277,7 @@ class _Numbers:
     _known: dict[str, int] = field(default_factory=dict)
 
     def of(self, count: _Count) -> tuple[object, ...]:
-        """The same for counts that come to the same number."""
+        """A key, equal for counts that compute the same number."""
         steps = [repr(self._text(step)) for step in count.steps]
         return (repr(self._with(count.base)), *steps, count.floor, count.offset)
 

@@ -1,8 +1,8 @@
-"""Runs a graph once on fake tensors and notes all that the analyses ask about it.
+"""Runs a graph once on fake tensors and records all that the analyses ask about it.
 
 What an op reads and makes, writes in place, keeps for its backward, draws and allocates is seen in
 one forward, not guessed. Of a block that repeats five calls are run (`passes.blocks`), and what is
-seen of them is told of all others.
+observed of them is carried over to all others.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Observed:
 
 
 def observed(graph: Graph, samples: int | None = None, *, training: bool | None = None) -> Observed:
-    """The graph run for so many samples, once whoever asks.
+    """The observed run of the graph at a batch size, kept with the graph.
 
     Args:
         samples: by default the graph's batch size.
@@ -274,7 +274,7 @@ def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# --- what is seen of few blocks, told of all --------------------------------------------------
+# --- from the short graph to the whole --------------------------------------------------------
 
 
 def _told(blocks: Blocks, known: Observed) -> Observed:

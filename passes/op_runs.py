@@ -1,4 +1,4 @@
-"""What each op of a forward takes of memory, and what autograd keeps of it for the backward."""
+"""The memory of each op of a forward, and what autograd saves of it for the backward."""
 
 from __future__ import annotations
 

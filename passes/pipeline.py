@@ -150,7 +150,7 @@ class Pipeline:
         """After each transformation its name and the graph, annotated and legal.
 
         Raises:
-            ModelError: naming the op that cannot run on so many samples.
+            ModelError: naming the op that cannot run at this batch size.
             IllegalGraphError: naming the pass that has made an illegal graph.
         """
         for step in self.passes:
@@ -205,7 +205,7 @@ def options_of(step: Pass) -> Mapping[str, object]:
 def _with_value(
     step: Pass, option: str, value: str, text: str
 ) -> Callable[[Graph, Setting], Graph]:
-    """What a pass runs, with an option read as what it is now."""
+    """What a pass runs, with an option parsed as the type of its value."""
     before = options_of(step)[option]
     words = {"true": True, "false": False}
     try:

@@ -86,7 +86,7 @@ def _alike(
 ) -> Iterator[tuple[int, int]]:
     """The longest stretches of ops that are alike to those a period before, as half-open ranges."""
     made = {name: index for index, op in enumerate(graph.ops) for name in op.outputs}
-    states = _Twins()
+    states = _StateMap()
     start = period
     for index in range(period, len(keys) + 1):
         if index < len(keys) and keys[index] == keys[index - period]:
@@ -99,10 +99,10 @@ def _alike(
         if index - start >= (_LEAST - 1) * period:
             yield start, index
         start = index + 1
-        states = _Twins()
+        states = _StateMap()
 
 
-class _Twins:
+class _StateMap:
     """Which state stands for which a period later: one for one, as far as seen."""
 
     def __init__(self) -> None:

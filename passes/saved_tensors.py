@@ -1,6 +1,6 @@
-"""What autograd keeps of each op's forward for its backward.
+"""The tensors that autograd saves of each op for its backward.
 
-It is seen, not guessed: real autograd saves tensors in one forward on fake ones (`observe`).
+They are observed, not estimated: real autograd saves them in one forward on fakes (`observe`).
 """
 
 from __future__ import annotations

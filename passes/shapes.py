@@ -36,7 +36,7 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
     those guarded by the other mode in that mode. Inputs need no gradient.
 
     `Graph.held` is filled in too, from the writes in place, and inputs that are written in place
-    are copied first (`own_inputs`).
+    are copied first (`copy_written_inputs`).
 
     Args:
         graph: with an example of every input; what `values` holds is replaced.
@@ -55,7 +55,7 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
     found = effects(annotated)
     written = written_inputs(annotated, found)
     if written:
-        return annotate(own_inputs(graph, written), batch_size, precision)
+        return annotate(copy_written_inputs(graph, written), batch_size, precision)
     held = must_run_in_place(annotated, found)
     return check(annotated.replace(held=held), after="shapes")
 
@@ -131,7 +131,7 @@ def written_inputs(graph: Graph, effects: Effects) -> tuple[str, ...]:
     return tuple(s.name for s in graph.inputs if s.name in effects.written_values)
 
 
-def own_inputs(graph: Graph, names: Collection[str]) -> Graph:
+def copy_written_inputs(graph: Graph, names: Collection[str]) -> Graph:
     """The graph with these inputs copied first; ops and outputs mean the copies.
 
     A stage must not write to what it was given: the memory is the caller's or another stage's, and

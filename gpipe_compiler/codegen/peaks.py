@@ -1,7 +1,7 @@
 """Which values a stage has to let go of for its peak to be as planned.
 
 A method holds its variables until it returns. The peak of a stage is that of its `forward`, where
-all memory ends with its last use, as the rehearsal has it. What a method holds beyond that may fill
+all memory ends with its last use, as in its memory trace. What a method holds beyond that may fill
 the room below this peak; a block has the room that its calls leave it. The rest is let go of.
 """
 

@@ -27,7 +27,7 @@ class Methods:
     """The methods of one stage.
 
     Attributes:
-        contents: what the stage holds.
+        contents: the modules and states of the stage.
         modules: the paths of those that may be blocks.
         split: whether a module has ops that are not among these.
         stage: its number.

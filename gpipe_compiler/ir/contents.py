@@ -41,7 +41,7 @@ class Contents:
 
     @cached_property
     def bare(self) -> tuple[str, ...]:
-        """The states that no module of torch holds."""
+        """The states that are in no module of torch."""
         modules = self.graph.modules
         held = {name for path in self.modules for name in modules[path].state.values()}
         return tuple(name for name in dict.fromkeys(self.states) if name not in held)

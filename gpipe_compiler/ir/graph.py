@@ -86,7 +86,7 @@ class State:
     Attributes:
         name: canonical: the first name that `named_parameters()` or `named_buffers()` gives.
         aliases: further names of the same tensor (tied weights).
-        persistent: whether `state_dict()` holds it.
+        persistent: whether it is in `state_dict()`.
         initial: for a tensor on meta, the steps by which the model's own code filled it; () where
             they are not known.
     """
@@ -232,7 +232,7 @@ class Graph:
         """What an analysis finds, run once for this graph and those that only describe it further.
 
         Args:
-            analysis: tells it from all others. What it finds may depend on how ops run: on anything
+            analysis: its key. What it finds may depend on how ops run: on anything
                 but the fields in `_DESCRIPTIONS`, and on whether there is a loss.
         """
         key = (analysis, self.batch_size, self.loss is None)

@@ -166,7 +166,7 @@ class Op:
     origin: object = field(default=None, repr=False)
 
     def __getstate__(self) -> list[object]:
-        """Pickles without `origin`, which holds a tracer's whole graph."""
+        """Pickles without `origin`, which refers to a tracer's whole graph."""
         names = [item.name for item in dataclasses.fields(self)]
         return [None if name == "origin" else getattr(self, name) for name in names]
 

@@ -1,1 +1,1 @@
-"""How much memory every device of a plan takes, and when."""
+"""The memory of every device of a plan over a step, simulated from traces of its stages."""

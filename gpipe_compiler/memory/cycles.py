@@ -11,7 +11,7 @@ from gpipe_compiler.runtime.core.wiring import Step
 from gpipe_compiler.runtime.schedule.actions import Compute, SharedSum
 
 _FEWEST = 4
-"""Cycles from which on it is worth while to look whether they come to the same."""
+"""The fewest cycles for which comparing them pays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The memory of every device of a pipeline, from the tapes of its stages."""
+"""The memory of every device of a pipeline, from the traces of its stages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.memory.action_delta import ActionDeltas
 from gpipe_compiler.memory.growing import grown
 from gpipe_compiler.memory.holders import holders_at
-from gpipe_compiler.memory.job import DeviceJob, Played, StageMemory
-from gpipe_compiler.memory.script import Scripts
+from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.options.optimizer_state import (
     AnyOptimizer,
@@ -21,7 +21,7 @@ from gpipe_compiler.options.optimizer_state import (
     copies_of,
     remembered_bytes,
 )
-from gpipe_compiler.passes.rehearsal import MemoryTraces
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
 from gpipe_compiler.runtime.core.request import Work
@@ -37,8 +37,8 @@ from gpipe_compiler.runtime.spec import (
     StageSpec,
 )
 
-MOST_TOLD = 8
-"""Devices of which what holds the peak is found out: the fullest."""
+MOST_EXPLAINED = 8
+"""Devices whose peak is broken down into its holders: the fullest."""
 
 MOST_STEPS = 4000
 """Steps of a device up to which it is."""
@@ -89,33 +89,33 @@ class Layout:
 
 
 def device_memories(
-    graph: Graph, layout: Layout, rehearsals: MemoryTraces | None = None
+    graph: Graph, layout: Layout, memory_traces: MemoryTraces | None = None
 ) -> tuple[DeviceMemory, ...]:
     """The memory of every device of a pipeline.
 
     Args:
         graph: annotated at the size of a micro-batch.
-        rehearsals: of that graph, for stages that have been rehearsed before.
+        memory_traces: of that graph, for stages that have been traced before.
 
     Raises:
         ModelError: naming an op that cannot run.
     """
-    pipeline = Pipeline.of(graph, layout, rehearsals or MemoryTraces(graph))
-    played = [grown(job, MemorySimulator(job).play()) for job in pipeline.jobs]
-    order = sorted(range(len(played)), key=lambda device: -played[device].peak)
-    told = {d for d in order[:MOST_TOLD] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
+    pipeline = Pipeline.of(graph, layout, memory_traces or MemoryTraces(graph))
+    runs = [grown(job, MemorySimulator(job).run()) for job in pipeline.jobs]
+    order = sorted(range(len(runs)), key=lambda device: -runs[device].peak)
+    explained = {d for d in order[:MOST_EXPLAINED] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
     return tuple(
-        pipeline.memory(device, found, holders=device in told)
-        for device, found in enumerate(played)
+        pipeline.memory(device, found, holders=device in explained)
+        for device, found in enumerate(runs)
     )
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline whose stages are rehearsed, ready to be played.
+    """A pipeline whose stages are traced, ready to be simulated.
 
     Attributes:
-        jobs: what each device is to play.
+        jobs: the program of each device.
     """
 
     graph: Graph
@@ -123,8 +123,8 @@ class Pipeline:
     jobs: tuple[DeviceJob, ...]
 
     @classmethod
-    def of(cls, graph: Graph, layout: Layout, rehearsals: MemoryTraces) -> Pipeline:
-        """All stages rehearsed, and the programs of all devices."""
+    def of(cls, graph: Graph, layout: Layout, memory_traces: MemoryTraces) -> Pipeline:
+        """All stages traced, and the programs of all devices."""
         work = Work.TRAIN if graph.loss is not None else Work.INFER
         spec = _spec(graph, layout)
         crossings = crossings_for(spec, work)
@@ -135,7 +135,7 @@ class Pipeline:
             programs = lower(layout.orders, layout.placement, crossings, shared, layout.joint)
         wiring = wire(spec, layout.placement, work, layout.joint, layout.split)
         stages = [
-            _stage_memory(graph, layout, stage, hung, rehearsals)
+            _stage_memory(graph, layout, stage, hung, memory_traces)
             for stage, hung in zip(layout.stages, wiring, strict=True)
         ]
         sizes = {c.value: torch.Size(c.shape).numel() * c.dtype.itemsize for c in crossings}
@@ -161,20 +161,20 @@ class Pipeline:
             )
         return cls(graph, layout, tuple(jobs))
 
-    def memory(self, device: int, played: Played, *, holders: bool) -> DeviceMemory:
-        """That of a device whose program was played.
+    def memory(self, device: int, run: MemoryRun, *, holders: bool) -> DeviceMemory:
+        """The memory of a device whose program was simulated.
 
         Args:
-            holders: whether to find out what holds the peak.
+            holders: whether to break the peak down into its holders.
         """
         base = self._base(device)
         remembered = base.get(Category.OPTIMIZER, 0)
         fixed = sum(base.values())
-        after = dict(zip(CATEGORIES, played.after, strict=True))
+        after = dict(zip(CATEGORIES, run.after, strict=True))
         gradients, handed = after[Category.GRADIENTS], after[Category.BOUNDARY]
         further: tuple[Point, ...] = ()
-        peak, action = played.peak, played.action
-        sizes = dict(zip(CATEGORIES, played.sizes, strict=True))
+        peak, action = run.peak, run.action
+        sizes = dict(zip(CATEGORIES, run.sizes, strict=True))
         found: Sequence[Holder] = ()
         update = 0
         if self.graph.loss is not None:
@@ -192,7 +192,7 @@ class Pipeline:
             sizes = {**dict.fromkeys(CATEGORIES, 0), Category.BOUNDARY: results}
             found = [Holder("outputs of the model", Category.BOUNDARY, "", results, 1, -1)]
         elif holders:
-            found = holders_at(self.graph, self.jobs[device], played)
+            found = holders_at(self.graph, self.jobs[device], run)
         sizes = {c: size + base.get(c, 0) for c, size in sizes.items()}
         lumps = [
             Holder("parameters and buffers", Category.WEIGHTS, "", base[Category.WEIGHTS], 1, -1),
@@ -205,11 +205,11 @@ class Pipeline:
             peak=peak + fixed,
             action=action,
             sizes=tuple(sizes.values()),
-            points=played.points.above(fixed, *further),
+            points=run.points.above(fixed, *further),
             holders=tuple(sorted(everything, key=lambda holder: -holder.bytes)),
             stages=tuple(self.jobs[device].stages),
             stage_peaks=tuple(
-                played.stage_peaks[stage] + state[stage] for stage in self.jobs[device].stages
+                run.stage_peaks[stage] + state[stage] for stage in self.jobs[device].stages
             )
             if len(self.jobs[device].stages) > 1
             else (peak + fixed,),
@@ -253,12 +253,12 @@ class Pipeline:
 
 
 def _stage_memory(
-    graph: Graph, layout: Layout, stage: Stage, wiring: StageWiring, rehearsals: MemoryTraces
+    graph: Graph, layout: Layout, stage: Stage, wiring: StageWiring, memory_traces: MemoryTraces
 ) -> StageMemory:
     trains = graph.loss is not None
     if wiring.joint is not None:
-        rehearsals = MemoryTraces(graph, graph.batch_size * layout.microbatches)
-    tapes = rehearsals.of(
+        memory_traces = MemoryTraces(graph, graph.batch_size * layout.microbatches)
+    traces = memory_traces.of(
         stage.ops,
         stage.inputs,
         stage.outputs,
@@ -266,7 +266,7 @@ def _stage_memory(
         segments=stage.segments if stage.remat is Remat.SEGMENTS else (),
         split=stage.index in layout.split,
     )
-    return StageMemory(wiring, Scripts(tapes), stage.remat, trains)
+    return StageMemory(wiring, ActionDeltas(traces), stage.remat, trains)
 
 
 def _joined(graph: Graph, made: Collection[str], device: int, microbatches: int) -> int:
@@ -294,7 +294,7 @@ def _trained(graph: Graph, layout: Layout, stages: Sequence[int]) -> dict[str, i
 
 
 def _spec(graph: Graph, layout: Layout) -> PipelineSpec:
-    """As much of the package's spec as tells how values travel."""
+    """The part of the package's spec that says which values are sent where."""
     return PipelineSpec(
         name=graph.name,
         stages=tuple(StageSpec(nn.Module, s.inputs, s.outputs) for s in layout.stages),
@@ -332,7 +332,7 @@ class UpdateBytes:
 def update_bytes(
     optimizer: AnyOptimizer, parameters: Mapping[str, int], *, on_host: bool
 ) -> UpdateBytes:
-    """What an optimizer takes for parameters of so many bytes each, by name.
+    """The memory of an optimizer for parameters with these bytes, by name.
 
     Adam's step makes the root of its second moments and divides it: on the host parameter by
     parameter (torch.optim.adam._single_tensor_adam), where both are there for a moment; on a GPU

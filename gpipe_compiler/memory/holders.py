@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.job import DeviceJob, Played
+from gpipe_compiler.memory.job import DeviceJob, MemoryRun
 from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.passes.allocation_trace import BlockKind
@@ -41,13 +41,13 @@ class _Watch:
             self.found = list(self.alive.values())
 
 
-def holders_at(graph: Graph, job: DeviceJob, played: Played) -> tuple[Holder, ...]:
+def holders_at(graph: Graph, job: DeviceJob, run: MemoryRun) -> tuple[Holder, ...]:
     """What is in memory at the peak of a device, beside what is there all the time.
 
     The same of several micro-batches is one holder, as are the gradients of a stage.
     """
-    watch = _Watch(played.peak - played.grown, played.position)
-    MemorySimulator(job, watch.hear).play(until=played.position + 1)
+    watch = _Watch(run.peak - run.grown, run.position)
+    MemorySimulator(job, watch.hear).run(until=run.position + 1)
     sums: dict[tuple[str, Category, str, int], tuple[int, int]] = {}
     for size, what in watch.found or ():
         key = _shared(graph, what) if isinstance(what, SharedBuffer) else _own(job, what)
@@ -57,8 +57,8 @@ def holders_at(graph: Graph, job: DeviceJob, played: Played) -> tuple[Holder, ..
         Holder(words, category, op, size, count, stage)
         for (words, category, op, stage), (size, count) in sums.items()
     ]
-    if played.grown:
-        found.append(Holder(_SPARSE, Category.GRADIENTS, "", played.grown, 1, -1))
+    if run.grown:
+        found.append(Holder(_SPARSE, Category.GRADIENTS, "", run.grown, 1, -1))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
 
@@ -68,9 +68,9 @@ def _shared(graph: Graph, held: SharedBuffer) -> tuple[str, Category, str, int]:
 
 
 def _own(job: DeviceJob, what: Own) -> tuple[str, Category, str, int]:
-    scripts = job.stages[what.stage].scripts
-    block = scripts.tapes.blocks[what.block]
-    category = scripts.category[what.block]
+    deltas = job.stages[what.stage].deltas
+    block = deltas.traces.blocks[what.block]
+    category = deltas.category[what.block]
     if block.kind is BlockKind.PARAMETER_GRADIENT:
         return _GRADIENTS, category, "", what.stage
     if block.kind is BlockKind.CAST:
@@ -78,4 +78,4 @@ def _own(job: DeviceJob, what: Own) -> tuple[str, Category, str, int]:
     words = f"{block.shape} {block.dtype}"
     if block.kind is BlockKind.GRADIENT:
         words += ", a gradient"
-    return words, category, scripts.tapes.op(block.op), what.stage
+    return words, category, deltas.traces.op(block.op), what.stage

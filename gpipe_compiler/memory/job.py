@@ -1,4 +1,4 @@
-"""What a device is to play, what it holds meanwhile, and what has come of it."""
+"""The program of a device with its stages, the state of its simulation, and the result."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.memory.action_delta import ActionDelta, ActionDeltas
 from gpipe_compiler.memory.ref_counts import RefCounts, SharedBuffer
-from gpipe_compiler.memory.script import Script, Scripts
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.core.wiring import StageWiring, Step
@@ -17,16 +17,16 @@ from gpipe_compiler.runtime.spec import Remat
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a stage takes, and how it hangs in the pipeline.
+    """The memory traces of a stage, and its connections to the rest of the pipeline.
 
     Attributes:
-        scripts: of its tapes: for the whole mini-batch, where the stage is joint.
-        remat: as its tapes do not have it: `Remat.FULL` where the whole stage runs again.
+        deltas: of its traces: for the whole mini-batch, where the stage is joint.
+        remat: as its traces do not have it: `Remat.FULL` where the whole stage runs again.
         trains: whether it has a backward.
     """
 
     wiring: StageWiring
-    scripts: Scripts
+    deltas: ActionDeltas
     remat: Remat = Remat.NONE
     trains: bool = True
 
@@ -38,11 +38,11 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """What a device is to play.
+    """The program of a device, and its stages.
 
     Attributes:
         steps: its program.
-        stages: that it holds, by number.
+        stages: on the device, by number.
         crossing_bytes: of each boundary value of one micro-batch.
         shared_bytes: of each parameter that stages of several devices own.
         row_bytes: for each stage, of the rows in which its gradients go to other replicas, from
@@ -73,13 +73,13 @@ class DeviceJob:
 
 @dataclass(slots=True)
 class InFlight:
-    """What a stage holds of one micro-batch.
+    """The shared blocks of one micro-batch in a stage, from its forward to its backward.
 
     Attributes:
-        blocks: the storages behind the shared blocks of its tapes; None for those of the batch.
-        own: numbers told for the stage's own blocks that are alive, where anybody listens.
+        blocks: the storages behind the shared blocks of its traces; None for those of the batch.
+        own: numbers of the stage's own blocks that are alive, where there is a listener.
         again: whether the forward has to run again before the backward.
-        without: kinds of blocks that its tapes have and this micro-batch has not.
+        without: kinds of blocks that its traces have and this micro-batch has not.
     """
 
     stage: int
@@ -95,15 +95,15 @@ class InFlight:
             held.holders += holders
         return held
 
-    def outlasts(self, scripts: Scripts, block: int) -> bool:
-        """Whether a storage remains when the stage lets go of it."""
+    def outlasts(self, deltas: ActionDeltas, block: int) -> bool:
+        """Whether a storage stays allocated when the stage releases it."""
         if block not in self.blocks:
             return False
         held = self.blocks[block]
         if held is None or held.holders > 1:
             return True
-        # Its end is counted where the ledger has it.
-        counted = scripts.tapes.blocks[block].bytes, scripts.category[block]
+        # Its end is counted in `RefCounts`.
+        counted = deltas.traces.blocks[block].bytes, deltas.category[block]
         return (held.bytes, held.category) != counted
 
     def held_again(self) -> dict[int, SharedBuffer | None]:
@@ -112,8 +112,8 @@ class InFlight:
 
 
 @dataclass(frozen=True)
-class Played:
-    """What a device's program has come to, beside what is there all the time.
+class MemoryRun:
+    """The simulated memory of a device, without what is there all the time.
 
     Attributes:
         peak: bytes at most.
@@ -123,7 +123,7 @@ class Played:
         points: after every compute action and sum.
         stage_peaks: by stage, of what is its own.
         after: bytes by category when all is done.
-        grown: how many of the peak's bytes are sums of sparse gradients, beyond those of the tapes.
+        grown: bytes of the peak that are sums of sparse gradients, beyond those of the traces.
     """
 
     peak: int
@@ -146,7 +146,7 @@ class Peak:
     sizes: Sizes
 
 
-# --- what the engine holds ------------------------------------------------------------------------
+# --- the state of the engine ----------------------------------------------------------------------
 
 
 Posted = tuple[str, int, int, int, bool]
@@ -155,7 +155,7 @@ Posted = tuple[str, int, int, int, bool]
 
 @dataclass(slots=True)
 class Tables:
-    """All that decides what the next actions of a device take, beside its program.
+    """The state on which the memory of the next actions depends, beside the program.
 
     Values of the batch, which count elsewhere, are not in the tables.
 
@@ -163,8 +163,8 @@ class Tables:
         flights: by stage and micro-batch.
         values: by name and micro-batch.
         gradients: by the value's name, the stage that made them, and micro-batch.
-        posted: what has been received and not been read.
-        under_way: what has been sent and not left.
+        posted: received and not read yet.
+        under_way: sent, and not released yet.
         forwards, backwards, weights: the stages that have had one.
     """
 
@@ -180,7 +180,7 @@ class Tables:
     def seen_from(self, microbatch: int) -> Hashable:
         """Equal for tables that differ in their micro-batches alone, counted from this one.
 
-        Storages are told by when they first come up, so that who holds what together is told too.
+        Storages are numbered in the order in which they are met, so shared ones are the same.
         """
         numbers: dict[int, int] = {}
         storages: list[Hashable] = []
@@ -211,7 +211,7 @@ class Tables:
         return flights, values, gradients, posted, under_way, begun, tuple(storages)
 
     def move_on(self, by: int) -> None:
-        """What is of a micro-batch becomes that of one further by so many."""
+        """Renumbers all entries to micro-batches further by this many."""
         self.flights = {(stage, m + by): item for (stage, m), item in self.flights.items()}
         self.values = {(name, m + by): item for (name, m), item in self.values.items()}
         self.gradients = {
@@ -238,53 +238,55 @@ def posted(transfer: Transfer) -> Posted:
 
 
 class PeakTracker:
-    """Takes note of what a ledger comes to.
+    """The peak of a device and of its stages, and the curve over its actions.
 
     Attributes:
-        position: of the step that is played.
+        position: of the step that is simulated.
         peak: the highest moment so far.
         stage_peaks: by stage, of what is its own.
         peaks, afters: of the steps that are points of the curve.
     """
 
-    def __init__(self, ledger: RefCounts, stages: Iterable[int]) -> None:
+    def __init__(self, counts: RefCounts, stages: Iterable[int]) -> None:
         self.position = 0
-        self.peak = Peak(0, "", 0, ledger.sizes)
+        self.peak = Peak(0, "", 0, counts.sizes)
         self.stage_peaks = dict.fromkeys(stages, 0)
         self.peaks: list[int] = []
         self.afters: list[int] = []
-        self._ledger = ledger
+        self._counts = counts
         self._highest = 0
 
     def begin(self, position: int) -> None:
         """A step begins."""
         self.position = position
-        self._highest = self._ledger.total
+        self._highest = self._counts.total
 
-    def mark(self, action: object, script: Script | None = None, stage: int | None = None) -> None:
-        """Take note of the memory at a moment: now, or when a script is at its peak.
+    def mark(
+        self, action: object, delta: ActionDelta | None = None, stage: int | None = None
+    ) -> None:
+        """Records the memory at a moment: now, or at the peak of an action.
 
         Args:
             action: printed where it is the peak's.
         """
-        more = script.peak if script else 0
-        now = self._ledger.total + more
+        more = delta.peak if delta else 0
+        now = self._counts.total + more
         if now > self._highest:
             self._highest = now
         if now > self.peak.bytes:
-            sizes = self._ledger.sizes
-            if script is not None:
-                sizes = tuple(map(operator.add, sizes, script.at_peak))
+            sizes = self._counts.sizes
+            if delta is not None:
+                sizes = tuple(map(operator.add, sizes, delta.at_peak))
             self.peak = Peak(now, str(action), self.position, sizes)
         if stage is not None:
-            own = self._ledger.of_stage[stage] + more
+            own = self._counts.of_stage[stage] + more
             if own > self.stage_peaks[stage]:
                 self.stage_peaks[stage] = own
 
     def point(self) -> None:
         """A step ends that is a point of the curve."""
         self.peaks.append(self._highest)
-        self.afters.append(self._ledger.total)
+        self.afters.append(self._counts.total)
 
     def repeat(self, first: int, times: int) -> None:
         """The points from this one on come again."""

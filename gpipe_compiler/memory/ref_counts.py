@@ -1,4 +1,4 @@
-"""Who holds which storage of a device, and what all of them come to."""
+"""Reference counts of the shared storages of a device, and the sum of their bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gpipe_compiler.plan.memory_curve import CATEGORIES, NOTHING, Category, Size
 
 @dataclass(slots=True)
 class SharedBuffer:
-    """A storage that several may hold.
+    """A storage with a reference count.
 
     Attributes:
-        holders: how many do.
+        holders: its count.
         name: for people: the value that lies in it.
         stage: that made it; -1 for what came from elsewhere.
         number: to tell it by.
@@ -29,7 +29,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A storage that a stage alone holds: a block of its tapes, of one micro-batch."""
+    """A storage of one stage alone: a block of its traces, of one micro-batch."""
 
     stage: int
     block: int
@@ -38,24 +38,24 @@ class Own:
 PLACE = {category: place for place, category in enumerate(CATEGORIES)}
 """Where each category stands among them."""
 
-Told = Callable[[int, int, SharedBuffer | Own], None]
-"""Called with the number of a storage, its bytes where it comes to life and -1 where it ends, and
-what it is."""
+Listener = Callable[[int, int, SharedBuffer | Own], None]
+"""Called with the number of a storage, its bytes when it is allocated or -1 when it is freed, and
+the storage."""
 
 
 class RefCounts:
-    """The storages of a device that several may hold, and the sum of all of them.
+    """The reference-counted storages of a device, and the bytes of all.
 
     Args:
         stages: of the device.
-        told: hears of every storage.
+        listener: called for every storage.
     """
 
-    def __init__(self, stages: Iterable[int], told: Told | None = None) -> None:
+    def __init__(self, stages: Iterable[int], listener: Listener | None = None) -> None:
         self.now: list[int] = list(NOTHING)
         self.total = 0
         self.of_stage = dict.fromkeys(stages, 0)
-        self.told = told
+        self.listener = listener
         self._count = 0
 
     @property
@@ -71,7 +71,7 @@ class RefCounts:
     def take(
         self, size: int, category: Category, name: str, stage: int = -1, *, counted: bool = True
     ) -> SharedBuffer:
-        """A storage comes to life, with one holder.
+        """Allocates a storage with one holder.
 
         Args:
             counted: False where its bytes have been added already.
@@ -81,8 +81,8 @@ class RefCounts:
             self._add(held, size)
         return held
 
-    def let_go(self, held: SharedBuffer | None) -> None:
-        """A holder lets go; the last one ends the storage."""
+    def release(self, held: SharedBuffer | None) -> None:
+        """Drops one holder; the last one frees the storage."""
         if held is None:
             return
         held.holders -= 1
@@ -90,7 +90,7 @@ class RefCounts:
             self._add(held, -held.bytes)
 
     def end_in(self, stage: int, held: SharedBuffer | None) -> None:
-        """The last holder lets go within an action of a stage, which has taken the bytes off.
+        """Drops the last holder within an action of a stage, whose delta has the bytes.
 
         They were not the stage's own where another has made them.
         """
@@ -103,7 +103,7 @@ class RefCounts:
                 self.of_stage[held.stage] -= held.bytes
 
     def add(self, changes: Iterable[tuple[int, int]], stage: int) -> None:
-        """The sum changes by what an action of a stage has come to.
+        """Adds the delta of an action of a stage.
 
         Args:
             changes: numbers of categories, and by how many bytes each.
@@ -120,8 +120,8 @@ class RefCounts:
         self.total += change
         if held.stage in self.of_stage:
             self.of_stage[held.stage] += change
-        if self.told is not None:
-            self.told(held.number, change if change >= 0 else -1, held)
+        if self.listener is not None:
+            self.listener(held.number, change if change >= 0 else -1, held)
 
 
 def gradient_of(value: str) -> str:

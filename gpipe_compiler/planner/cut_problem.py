@@ -18,7 +18,7 @@ from gpipe_compiler.passes.duplicate import BatchMultiple, duplicable, shape_val
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
-from gpipe_compiler.passes.rehearsal import MemoryTraces
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
 from gpipe_compiler.runtime.spec import OptimizerKind
 
@@ -90,7 +90,7 @@ class Facts:
         return self.by_torn[wrong]
 
     @cached_property
-    def rehearsals(self) -> MemoryTraces:
+    def memory_traces(self) -> MemoryTraces:
         """Of its stages, as far as somebody has asked for them: they take seconds."""
         return MemoryTraces(self.graph)
 

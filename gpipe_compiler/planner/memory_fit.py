@@ -16,7 +16,7 @@ from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.passes.cut.device_order import seat_orders
-from gpipe_compiler.passes.rehearsal import MemoryTraces
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import CandidateBuilder
@@ -154,14 +154,16 @@ def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
     )
 
 
-def remeasured(plan: Plan, optimizer: AnyOptimizer, rehearsals: MemoryTraces | None = None) -> Plan:
+def remeasured(
+    plan: Plan, optimizer: AnyOptimizer, memory_traces: MemoryTraces | None = None
+) -> Plan:
     """A plan with its graph, told by the quick model so far, with what its devices truly take.
 
     Args:
-        rehearsals: of its graph, for stages that have been rehearsed before.
+        memory_traces: of its graph, for stages that have been traced before.
     """
     assert plan.graph is not None
-    memory = device_memories(plan.graph, layout_of(plan, optimizer), rehearsals)
+    memory = device_memories(plan.graph, layout_of(plan, optimizer), memory_traces)
     told = with_memory(plan.prediction, memory, len(plan.stages))
     return dataclasses.replace(plan, prediction=told)
 
@@ -181,7 +183,7 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, replicas: int) -> Ex
         optimizer=builder.optimizer,
         on_host=is_host(builder.cluster.devices[candidate.found.seats[0]]),
     )
-    memory = device_memories(facts.graph, layout, facts.rehearsals)
+    memory = device_memories(facts.graph, layout, facts.memory_traces)
     over = sum(
         max(0.0, device.peak - setting.seats[seat].memory)
         for device, seat in zip(memory, candidate.found.seats, strict=True)

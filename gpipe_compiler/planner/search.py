@@ -254,7 +254,7 @@ class _Exploration:
             return plan
         facts = self.planner.prepare(choice.microbatches, self.policy).facts
         facts = facts.in_stages([stage.ops for stage in plan.stages])
-        return remeasured(plan, self.policy.optimizer, facts.rehearsals)
+        return remeasured(plan, self.policy.optimizer, facts.memory_traces)
 
     def _in_full(self, choice: Choice) -> Plan:
         """The plan of a choice, exact in memory; its point is corrected where that does not fit."""

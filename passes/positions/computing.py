@@ -64,11 +64,11 @@ def _diff(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Elem
     tensor, times, dim, before, after = arguments(
         "input n dim prepend append", args, kwargs, n=1, dim=-1, prepend=None, append=None
     )
-    held = reading.own(tensor)
+    content = reading.own(tensor)
     if times != 1 or after is not None:
         raise UnknownError
-    rank = len(held.shape)
-    row = as_cases(held.element, rank).only
+    rank = len(content.shape)
+    row = as_cases(content.element, rank).only
     dim %= rank
     if before is not None:
         first = reading.own(before)

@@ -32,7 +32,7 @@ class Affine:
         return not any(self.weights)
 
     def plus(self, other: Affine, times: int = 1) -> Affine:
-        """The sum of this and so many times another."""
+        """The sum of this and `times` another."""
         weights = tuple(a + times * b for a, b in zip(self.weights, other.weights, strict=True))
         return Affine(weights, self.offset + times * other.offset)
 
@@ -70,7 +70,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """All of these hold. Made by `every`."""
+    """A conjunction. Made by `every`."""
 
     parts: tuple[Condition, ...]
 
@@ -81,7 +81,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Negated:
-    """This does not hold. Made by `negated`."""
+    """A negation. Made by `negated`."""
 
     part: Condition
 
@@ -95,7 +95,7 @@ Condition: TypeAlias = bool | Compared | Every | Negated
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """The number of the one condition that holds."""
+    """The number of the one condition that is true."""
 
     cases: tuple[tuple[Condition, Affine], ...]
 
@@ -148,7 +148,7 @@ def compared(left: Affine, *, equal: bool) -> Condition:
 
 
 def every(*parts: Condition) -> Condition:
-    """The condition that all of these hold."""
+    """The conjunction of these."""
     left = tuple(dict.fromkeys(part for part in parts if part is not True))
     if False in left:
         return False
@@ -156,14 +156,14 @@ def every(*parts: Condition) -> Condition:
 
 
 def negated(part: Condition) -> Condition:
-    """The condition that this does not hold."""
+    """The negation of this."""
     if isinstance(part, bool):
         return not part
     return part.part if isinstance(part, Negated) else Negated(part)
 
 
 def some(*parts: Condition) -> Condition:
-    """The condition that one of these holds."""
+    """The disjunction of these."""
     return negated(every(*map(negated, parts)))
 
 

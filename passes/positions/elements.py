@@ -23,8 +23,8 @@ from gpipe_compiler.passes.positions.coordinates import (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a tensor holds, and its shape at the graph's batch size."""
+class Content:
+    """The elements of a tensor, and its shape at the graph's batch size."""
 
     element: Element
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class Reading:
     """What the arguments of an op hold that makes a tensor of this shape.
 
     Attributes:
-        held: what a value or state holds; raises UnknownError where that is not known.
+        content: the elements of a value or state; raises UnknownError where they are not known.
     """
 
     graph: Graph
-    held: Callable[[Argument], Held]
+    content: Callable[[Argument], Content]
     shape: tuple[int, ...]
 
     @property
@@ -50,18 +50,18 @@ class Reading:
         """The number of dimensions of the result."""
         return len(self.shape)
 
-    def own(self, argument: Argument) -> Held:
-        """What an argument holds, in coordinates of its own."""
-        return self.held(argument)
+    def own(self, argument: Argument) -> Content:
+        """The elements of an argument, in coordinates of its own."""
+        return self.content(argument)
 
     def wide(self, argument: Argument) -> Element:
-        """What an argument holds at every coordinate of the result, which it is broadcast to."""
+        """The elements of an argument that is broadcast to the result, in coordinates of that."""
         if isinstance(argument, bool):
             return argument
         if isinstance(argument, int | float):
             return Cases(((True, number(argument, self.rank)),))
-        held = self.own(argument)
-        return moved(held.element, self.broadcast(held.shape), self.rank)
+        content = self.own(argument)
+        return moved(content.element, self.broadcast(content.shape), self.rank)
 
     def broadcast(self, shape: Sequence[int]) -> list[Affine]:
         """The coordinates in a tensor that is broadcast to the result."""
@@ -103,7 +103,7 @@ def as_condition(element: Element) -> Condition:
 
 
 def up_to(diagonal: int, rank: int) -> Condition:
-    """The condition that the column is at most the row, plus so many."""
+    """The condition that the column is at most the row plus `diagonal`."""
     if rank < 2:
         raise UnknownError
     left = coordinate(rank - 1, rank).plus(coordinate(rank - 2, rank), -1)

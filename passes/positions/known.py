@@ -32,7 +32,7 @@ from gpipe_compiler.passes.positions.coordinates import (
     number,
 )
 from gpipe_compiler.passes.positions.elements import (
-    Held,
+    Content,
     Reading,
     as_cases,
     as_condition,
@@ -70,19 +70,19 @@ class Positions:
 
     graph: Graph
     effects: Written
-    _known: dict[str, Held] = field(default_factory=dict)
-    _states: dict[str, Held | None] = field(default_factory=dict)
+    _known: dict[str, Content] = field(default_factory=dict)
+    _states: dict[str, Content | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for op in self.graph.ops:
             element = self._element(op)
             if element is not None and isinstance(op.result, str):
-                self._known[op.result] = Held(element, self.graph.values[op.result].shape)
+                self._known[op.result] = Content(element, self.graph.values[op.result].shape)
 
     def element(self, argument: Argument) -> Element | None:
-        """What a value or state holds; None where that is not known."""
+        """The elements of a value or state; None where they are not known."""
         try:
-            return self._held(argument).element
+            return self._content(argument).element
         except UnknownError:
             return None
 
@@ -101,24 +101,24 @@ class Positions:
         if value.kind is not ValueKind.TENSOR or value.dtype is None or written:
             return None
         try:
-            found = rule(Reading(self.graph, self._held, value.shape), call.args, call.kwargs)
+            found = rule(Reading(self.graph, self._content, value.shape), call.args, call.kwargs)
             return _settled(found, value.dtype, len(value.shape))
         except (UnknownError, IndexError, OverflowError):
             return None
 
-    def _held(self, argument: Argument) -> Held:
+    def _content(self, argument: Argument) -> Content:
         if isinstance(argument, Ref) and argument.name in self._known:
             return self._known[argument.name]
         if isinstance(argument, StateRef):
             if argument.name not in self._states:
                 self._states[argument.name] = self._constant(argument.name)
-            held = self._states[argument.name]
-            if held is not None:
-                return held
+            content = self._states[argument.name]
+            if content is not None:
+                return content
         raise UnknownError
 
-    def _constant(self, name: str) -> Held | None:
-        """What a tensor holds that nobody loads or writes."""
+    def _constant(self, name: str) -> Content | None:
+        """The elements of a tensor that nobody loads or writes."""
         state, tensor = self.graph.state[name], self.graph.tensors.get(name)
         fixed = state.kind is StateKind.CONSTANT or (
             state.kind is StateKind.BUFFER and not state.persistent
@@ -131,7 +131,7 @@ class Positions:
             found = _settled(_looked_through(tensor), tensor.dtype, tensor.ndim)
         except UnknownError:
             return None
-        return Held(found, tuple(tensor.shape))
+        return Content(found, tuple(tensor.shape))
 
 
 def _settled(element: Element, dtype: torch.dtype, rank: int) -> Element:
@@ -155,7 +155,7 @@ def _settled(element: Element, dtype: torch.dtype, rank: int) -> Element:
 
 
 def _looked_through(tensor: torch.Tensor) -> Element:
-    """What a constant holds: one number, positions, or one number up to the diagonal."""
+    """The elements of a constant: one number, positions, or one number up to the diagonal."""
     rank = tensor.ndim
     if not 0 < tensor.numel() <= _LARGEST_TABLE:
         raise UnknownError

@@ -15,7 +15,7 @@ from gpipe_compiler.passes.positions.coordinates import (
     coordinate,
     number,
 )
-from gpipe_compiler.passes.positions.elements import Given, Held, Reading, Rule, arguments, moved
+from gpipe_compiler.passes.positions.elements import Content, Given, Reading, Rule, arguments, moved
 
 
 def _same(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
@@ -25,20 +25,20 @@ def _same(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Elem
 
 def _reshape(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
     """Dimensions of size 1 come and go; the batch is never one of them."""
-    name, held = args[0], reading.own(args[0])
+    name, content = args[0], reading.own(args[0])
     if not isinstance(name, Ref) or any(isinstance(item, torch.dtype) for item in args):
         raise UnknownError
     graph = reading.graph
     if graph.values[name.name].batch_dim is not None:
         raise UnknownError
-    before = [dim for dim, size in enumerate(held.shape) if size != 1]
+    before = [dim for dim, size in enumerate(content.shape) if size != 1]
     after = [dim for dim, size in enumerate(reading.shape) if size != 1]
-    if [held.shape[dim] for dim in before] != [reading.shape[dim] for dim in after]:
+    if [content.shape[dim] for dim in before] != [reading.shape[dim] for dim in after]:
         raise UnknownError
-    places = [number(0, reading.rank)] * len(held.shape)
+    places = [number(0, reading.rank)] * len(content.shape)
     for old, new in zip(before, after, strict=True):
         places[old] = coordinate(new, reading.rank)
-    return moved(held.element, places, reading.rank)
+    return moved(content.element, places, reading.rank)
 
 
 def _unsqueeze(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
@@ -72,12 +72,12 @@ def _in_order(dims: list[int], given: Given) -> list[int]:
 
 
 def _item(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
-    held, index = reading.own(args[0]), args[1]
+    content, index = reading.own(args[0]), args[1]
     entries = list(index) if isinstance(index, tuple) else [index]
     if entries and all(isinstance(entry, Ref) for entry in entries):
-        return _gathered(reading, held, entries)
+        return _gathered(reading, content, entries)
     taken = sum(entry is not None and entry is not ... for entry in entries)
-    rest = [slice(None)] * (len(held.shape) - taken)
+    rest = [slice(None)] * (len(content.shape) - taken)
     if ... in entries:
         place = entries.index(...)
         entries[place : place + 1] = rest
@@ -99,17 +99,17 @@ def _item(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Elem
             places.append(number(entry, reading.rank))
         else:
             raise UnknownError
-    return moved(held.element, places, reading.rank)
+    return moved(content.element, places, reading.rank)
 
 
 def _is_natural(number: Argument) -> bool:
     return type(number) is int and number >= 0
 
 
-def _gathered(reading: Reading, held: Held, indices: Sequence[Argument]) -> Element:
+def _gathered(reading: Reading, content: Content, indices: Sequence[Argument]) -> Element:
     """Advanced indexing of the first dimensions: the index comes first, then what is left."""
-    left = len(held.shape) - len(indices)
-    front = Reading(reading.graph, reading.held, reading.shape[: reading.rank - left])
+    left = len(content.shape) - len(indices)
+    front = Reading(reading.graph, reading.content, reading.shape[: reading.rank - left])
     places: list[Affine] = []
     for index in indices:
         element = front.wide(index)
@@ -120,7 +120,7 @@ def _gathered(reading: Reading, held: Held, indices: Sequence[Argument]) -> Elem
             raise UnknownError
         places.append(Affine((*place.weights, *(0,) * left), place.offset))
     places += [coordinate(front.rank + dim, reading.rank) for dim in range(left)]
-    return moved(held.element, places, reading.rank)
+    return moved(content.element, places, reading.rank)
 
 
 MOVING: Mapping[str, Rule] = {

@@ -20,7 +20,7 @@ from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.options.policy import Policy
-from gpipe_compiler.passes.rehearsal.part import Part, PartModule
+from gpipe_compiler.passes.memory_trace.part import Part, PartModule
 from gpipe_compiler.plan import Plan
 
 

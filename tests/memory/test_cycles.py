@@ -1,7 +1,7 @@
 """Plays that jump over what repeats, against plays of every step.
 
 A play that somebody listens to takes every step. Orders are random ones that a pipeline can run,
-beside those of the schedules; the tapes are those of a chain, of which some stages recompute.
+beside those of the schedules; the traces are those of a chain, of which some stages recompute.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-from hand_tapes import players
+from hand_traces import players
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,8 +51,8 @@ def assert_the_same(job: DeviceJob) -> int:
         step(self, item)  # type: ignore[arg-type]  # as given
 
     with mock.patch.object(MemorySimulator, "_step", counting):
-        found = MemorySimulator(job).play()
-    whole = MemorySimulator(job, lambda *_: None).play()
+        found = MemorySimulator(job).run()
+    whole = MemorySimulator(job, lambda *_: None).run()
     assert found == whole
     assert list(found.points) == list(whole.points)
     return taken

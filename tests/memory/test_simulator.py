@@ -1,4 +1,4 @@
-"""Plays of tapes written by hand, against sums worked out by hand and the closed facts.
+"""Plays of traces written by hand, against sums worked out by hand and the closed facts.
 
 GPipe holds every micro-batch at once, 1F1B at most min(M, p - i) of stage i of p (Narayanan et al.,
 PipeDream, 2019), one that recomputes holds one whole and what the others received.
@@ -7,9 +7,9 @@ PipeDream, 2019), one that recomputes holds one whole and what the others receiv
 from __future__ import annotations
 
 import pytest
-from hand_tapes import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
+from hand_traces import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
-from gpipe_compiler.memory.job import Played
+from gpipe_compiler.memory.job import MemoryRun
 from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
@@ -17,19 +17,19 @@ from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 
 
-def played(schedule: ScheduleKind, stages: int, m: int, remat: Remat = Remat.NONE) -> list[Played]:
+def run(schedule: ScheduleKind, stages: int, m: int, remat: Remat = Remat.NONE) -> list[MemoryRun]:
     orders = orders_for(schedule, range(stages), m, ())
-    return [player.play() for player in players(orders, m, remat)]
+    return [player.run() for player in players(orders, m, remat)]
 
 
-def of(found: Played, category: Category) -> int:
+def of(found: MemoryRun, category: Category) -> int:
     return found.sizes[CATEGORIES.index(category)]
 
 
 def test_one_stage_and_two_micro_batches_by_hand() -> None:
     """F0 keeps 1000; F1 takes 300 for a moment before it keeps its own 1000; the batch is not
     counted. In B1 (the first) 70 come while all 2000 are there; then 11 stay as the gradient."""
-    (found,) = played(ScheduleKind.GPIPE, 1, 2)
+    (found,) = run(ScheduleKind.GPIPE, 1, 2)
 
     assert [(p.action, p.peak, p.after) for p in found.points] == [
         ("0F0", KEPT + TEMPORARY, KEPT),
@@ -45,7 +45,7 @@ def test_one_stage_and_two_micro_batches_by_hand() -> None:
 
 def test_boundary_values_of_two_stages_by_hand() -> None:
     """The second stage, one micro-batch: it receives 8, computes, and sends 8 back."""
-    _, second = played(ScheduleKind.GPIPE, 2, 1)
+    _, second = run(ScheduleKind.GPIPE, 2, 1)
 
     assert [(p.action, p.peak, p.after) for p in second.points] == [
         ("1F0", VALUE + KEPT + TEMPORARY, KEPT),
@@ -57,20 +57,20 @@ def test_boundary_values_of_two_stages_by_hand() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 3, 8])
 def test_gpipe_holds_all_micro_batches(stages: int, m: int) -> None:
-    for found in played(ScheduleKind.GPIPE, stages, m):
+    for found in run(ScheduleKind.GPIPE, stages, m):
         assert of(found, Category.ACTIVATIONS) == m * KEPT
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 3, 8])
 def test_1f1b_holds_as_many_as_stages_follow(stages: int, m: int) -> None:
-    for stage, found in enumerate(played(ScheduleKind.ONE_F_ONE_B, stages, m)):
+    for stage, found in enumerate(run(ScheduleKind.ONE_F_ONE_B, stages, m)):
         assert of(found, Category.ACTIVATIONS) == min(m, stages - stage) * KEPT
 
 
 @pytest.mark.parametrize("m", [2, 8])
 def test_recomputing_holds_one_micro_batch_and_what_the_others_received(m: int) -> None:
-    for stage, found in enumerate(played(ScheduleKind.GPIPE, 3, m, Remat.FULL)):
+    for stage, found in enumerate(run(ScheduleKind.GPIPE, 3, m, Remat.FULL)):
         assert of(found, Category.ACTIVATIONS) == KEPT
         if stage:
             assert of(found, Category.BOUNDARY) >= (m - 1) * VALUE
@@ -95,8 +95,8 @@ def test_what_is_told_one_by_one_comes_to_the_same(schedule: ScheduleKind, remat
                 now += size
                 most = max(most, now)
 
-        MemorySimulator(player.job, hear).play()
-        assert most == player.play().peak
+        MemorySimulator(player.job, hear).run()
+        assert most == player.run().peak
         assert sum(alive.values()) == WEIGHT_GRADIENT, stage
 
 

@@ -1,4 +1,4 @@
-"""Sees every storage come and go."""
+"""Observes the allocation and the end of every storage."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.autograd.graph import Node
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.passes.allocation_trace import NO_OP, Event
-from gpipe_compiler.passes.rehearsal.sums import EngineSums
-from gpipe_compiler.passes.rehearsal.unwatched import (
+from gpipe_compiler.passes.memory_trace.sums import EngineSums
+from gpipe_compiler.passes.memory_trace.unwatched import (
     REPLAYED,
     formula_in_place,
     of_sparse,
@@ -55,7 +55,7 @@ class StorageWatch(PlainDispatchMode):
     Attributes:
         events: in order.
         born: of every block, by number.
-        op: position of the op at work; None in a backward, where the node that runs tells.
+        op: position of the running op; None in a backward, where it follows from the node.
         sums: which sums the backward's engine makes (`EngineSums`).
     """
 
@@ -144,7 +144,7 @@ class StorageWatch(PlainDispatchMode):
         return frozenset(self._ends)
 
     def forget(self) -> None:
-        """No more ends are told."""
+        """Stops observing."""
         self._ends.clear()
 
     def __torch_dispatch__(
@@ -232,7 +232,7 @@ class StorageWatch(PlainDispatchMode):
         return partial(_end, weakref.ref(self), key, number)
 
     def end(self, key: int, number: int) -> None:
-        """A storage is no more."""
+        """A storage was freed."""
         self._numbers.pop(key, None)
         if self._ends.pop(number, None) is not None:
             self.events.append(Event(number, False, self._now))
@@ -253,7 +253,7 @@ class StorageWatch(PlainDispatchMode):
 
 @cache
 def _masked(func: Any) -> int | None:
-    """The place of the argument that tells which results are wanted, where there is one."""
+    """The position of `output_mask` among the arguments, where there is one."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("output_mask") if "output_mask" in names else None
 

@@ -1,7 +1,7 @@
-"""Tapes of stages in which a block repeats, rehearsed with four of the blocks.
+"""Traces of stages in which a block repeats, traced with four of the blocks.
 
-Held against the same stage rehearsed whole: equal, block for block and event for event, but for the
-order of what ends together. What is not alike from block to block is seen, and rehearsed whole.
+Held against the same stage traced whole: equal, block for block and event for event, but for the
+order of what ends together. What is not alike from block to block is seen, and traced whole.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import nn
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.allocation_trace import AllocationTrace, StageTapes
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, StageTraces
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.rehearsal import MemoryTraces
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.spec import Precision
 
@@ -118,8 +118,8 @@ def stack(
 
 def both(
     graph: Graph, names: Sequence[str], segments: Sequence[Sequence[str]] = (), *, split: bool
-) -> tuple[StageTapes | None, StageTapes]:
-    """The tapes of a stage, lengthened and as it is rehearsed whole."""
+) -> tuple[StageTraces | None, StageTraces]:
+    """The traces of a stage, lengthened and as it is traced whole."""
     part = MemoryTraces(graph)._part(names, *ends(graph, names), None, segments)
     return (
         MemoryTraces(graph)._lengthened(part, split=split),
@@ -143,14 +143,14 @@ def told(tape: AllocationTrace | None, *, anyhow: bool) -> list[tuple[bool, list
     return found
 
 
-def assert_equal(one: StageTapes, other: StageTapes, *, split: bool) -> None:
-    tapes = [
+def assert_equal(one: StageTraces, other: StageTraces, *, split: bool) -> None:
+    traces = [
         *("forward", "forward_again", "first_backward", "backward", "first_weight", "weight"),
     ]
-    for name in tapes:
+    for name in traces:
         a, b = getattr(one, name), getattr(other, name)
         assert told(a, anyhow=split) == told(b, anyhow=split), name
-    nothing: dict[str, Any] = dict.fromkeys(tapes)
+    nothing: dict[str, Any] = dict.fromkeys(traces)
     assert dataclasses.replace(one, **nothing) == dataclasses.replace(other, **nothing)
     assert list(one.blocks) == list(other.blocks)
 
@@ -189,7 +189,7 @@ def test_blocks_that_run_again(split: bool) -> None:
             assert_equal(found, whole, split=split)
 
 
-def test_blocks_of_which_some_run_again_are_rehearsed_whole() -> None:
+def test_blocks_of_which_some_run_again_are_traced_whole() -> None:
     graph = stack(10, (0, 5, 0, 2))
     ((stretch),) = graph.repeats
     inside = [op.name for op in graph.ops][stretch.start : stretch.end]
@@ -214,7 +214,7 @@ class Alternating(nn.Module):
         return x
 
 
-def test_weights_that_come_back_later_are_rehearsed_whole() -> None:
+def test_weights_that_come_back_later_are_traced_whole() -> None:
     x = torch.randn(4, 6, WIDTH)
     model = Alternating(16, 5)
     graph = trace(model, x, target=torch.randn(4, 6, WIDTH), loss_fn=squares)
@@ -225,7 +225,7 @@ def test_weights_that_come_back_later_are_rehearsed_whole() -> None:
     assert found is None
 
 
-def test_running_statistics_are_rehearsed_whole() -> None:
+def test_running_statistics_are_traced_whole() -> None:
     layers = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(9)]
     x = torch.randn(4, 3, 5, 5)
     graph = trace(nn.Sequential(*layers), x, target=torch.randn(4, 3, 5, 5), loss_fn=squares)

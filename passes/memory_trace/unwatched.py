@@ -114,7 +114,7 @@ def of_sparse(node: str, func: object, args: tuple[Any, ...]) -> torch.Tensor | 
     """What torch makes of sparse gradients unwatched and on real tensors; None for other calls.
 
     A sum has the rows of both. What is added to a parameter's gradient in place leaves that as it
-    is: how it grows from micro-batch to micro-batch is `StageTapes.growth`. The first gradient is
+    is: how it grows from micro-batch to micro-batch is `StageTraces.growth`. The first gradient is
     taken over as it is, which while a dispatch mode looks on is copied. And padding, which would
     leave out rows by the values of tensors, is taken to leave out none.
 

@@ -1,4 +1,4 @@
-"""Tapes of stages, held against runs of the same stage on real tensors.
+"""Traces of stages, held against runs of the same stage on real tensors.
 
 The truth is torch's own allocator on the host, as the profiler tells it (`live_bytes.py`): every
 block that comes or goes, in order, through the forward, the backward of the first micro-batch and
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTapes
-from gpipe_compiler.passes.rehearsal import MemoryTraces, rehearse
-from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTraces
+from gpipe_compiler.passes.memory_trace import MemoryTraces, trace_stage
+from gpipe_compiler.passes.memory_trace.part import Part, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices
@@ -41,8 +41,8 @@ WIDTH = 16
 class Real:
     """A stage on real tensors, one action after another, as the engine asks for them."""
 
-    def __init__(self, rehearsals: MemoryTraces, part: Part, *, split: bool) -> None:
-        given_ = rehearsals._given(part)
+    def __init__(self, memory_traces: MemoryTraces, part: Part, *, split: bool) -> None:
+        given_ = memory_traces._given(part)
         self.part = part
         self.forms = given_.tensors
         state = part.graph.state
@@ -118,32 +118,34 @@ def really(real: Real) -> dict[str, list[Delta]]:
         return measured([*real.actions(0), *real.actions(1)])
 
 
-def told(tapes: StageTapes, tape: AllocationTrace) -> list[Delta]:
-    sizes = ((tapes.blocks[event.block].bytes, event.alive) for event in tape.events)
+def told(traces: StageTraces, tape: AllocationTrace) -> list[Delta]:
+    sizes = ((traces.blocks[event.block].bytes, event.alive) for event in tape.events)
     return grouped([size if alive else -size for size, alive in sizes])
 
 
-def hold(graph: Graph, *, ops: slice = slice(None), split: bool = False, **more: Any) -> StageTapes:
-    """The tapes of some ops of a graph, which are as a real run's."""
-    rehearsals = MemoryTraces(graph)
+def hold(
+    graph: Graph, *, ops: slice = slice(None), split: bool = False, **more: Any
+) -> StageTraces:
+    """The traces of some ops of a graph, which are as a real run's."""
+    memory_traces = MemoryTraces(graph)
     names = [op.name for op in graph.ops][ops]
     inputs, outputs = ends(graph, names)
     whole = len(names) == len(graph.ops)
     returned = [] if whole else None
-    tapes = rehearsals.of(names, inputs, outputs, returned=returned, split=split, **more)
-    part = rehearsals._part(names, inputs, outputs, returned, more.get("segments", ()))
-    found = really(Real(rehearsals, part, split=split))
-    expected = {"forward 0": tapes.forward}
+    traces = memory_traces.of(names, inputs, outputs, returned=returned, split=split, **more)
+    part = memory_traces._part(names, inputs, outputs, returned, more.get("segments", ()))
+    found = really(Real(memory_traces, part, split=split))
+    expected = {"forward 0": traces.forward}
     if part.training:
-        expected |= {"backward 0": tapes.first_backward, "backward 1": tapes.backward}
+        expected |= {"backward 0": traces.first_backward, "backward 1": traces.backward}
     if split:
-        assert tapes.first_weight is not None
-        assert tapes.weight is not None
-        expected |= {"weight 0": tapes.first_weight, "weight 1": tapes.weight}
+        assert traces.first_weight is not None
+        assert traces.weight is not None
+        expected |= {"weight 0": traces.first_weight, "weight 1": traces.weight}
     for action, tape in expected.items():
-        assert told(tapes, tape) == found[action], action
+        assert told(traces, tape) == found[action], action
     assert any(peak(deltas) for deltas in found.values())
-    return tapes
+    return traces
 
 
 class Calls(nn.Module):
@@ -260,20 +262,20 @@ def test_a_model_takes_what_the_tapes_tell(name: str, split: bool) -> None:
 
 
 def test_a_convolutional_network_with_batch_norm_in_place(convnet: Graph) -> None:
-    tapes = hold(annotate(convnet, 4))
+    traces = hold(annotate(convnet, 4))
     hold(annotate(convnet, 4), split=True)
 
     # Copies of the running statistics and the counter stand in for them.
-    copies = [block for block in tapes.blocks.values() if block.kind is BlockKind.BUFFER]
+    copies = [block for block in traces.blocks.values() if block.kind is BlockKind.BUFFER]
     assert sorted(block.bytes for block in copies) == [8, 24, 24]
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_weights_are_cast_once_for_all_micro_batches(split: bool) -> None:
     graph = annotate(language(), 4, Precision.BF16)
-    tapes = hold(graph, split=split)
+    traces = hold(graph, split=split)
 
-    casts = [block for block in tapes.blocks.values() if block.kind is BlockKind.CAST]
+    casts = [block for block in traces.blocks.values() if block.kind is BlockKind.CAST]
     cast = {name for name in graph.state if "norm" not in name}
     assert sum(block.bytes for block in casts) == sum(graph.state[n].bytes // 2 for n in cast)
 
@@ -281,11 +283,11 @@ def test_weights_are_cast_once_for_all_micro_batches(split: bool) -> None:
 @pytest.mark.parametrize("part", [slice(0, 12), slice(12, 30), slice(30, None)])
 def test_a_stage_in_the_middle_hands_on_and_gets_gradients_back(part: slice) -> None:
     graph = language()
-    tapes = hold(graph, ops=part)
+    traces = hold(graph, ops=part)
 
-    inner = {name for name in tapes.received if graph.values[name].requires_grad}
-    assert set(tapes.sent_back) == inner
-    assert all(graph.values[name].requires_grad for name in tapes.arriving)
+    inner = {name for name in traces.received if graph.values[name].requires_grad}
+    assert set(traces.sent_back) == inner
+    assert all(graph.values[name].requires_grad for name in traces.arriving)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -295,12 +297,12 @@ def test_segments_that_run_again(split: bool) -> None:
     start = next(i for i, op in enumerate(graph.ops) if op.module.startswith("layers.0"))
     stop = next(i for i, op in enumerate(graph.ops) if op.module.startswith("layers.1"))
     plain = hold(graph)
-    tapes = hold(graph, segments=(names[start:stop],), split=split)
+    traces = hold(graph, segments=(names[start:stop],), split=split)
 
-    def kept(found: StageTapes) -> int:
+    def kept(found: StageTraces) -> int:
         return sum(found.blocks[number].bytes for number in found.kept)
 
-    assert kept(tapes) < kept(plain)
+    assert kept(traces) < kept(plain)
 
 
 @settings(max_examples=25, deadline=None)
@@ -310,20 +312,20 @@ def test_any_model_takes_what_the_tapes_tell(data: Any, random_graphs: Any) -> N
 
 
 def test_inference_keeps_nothing(convnet: Graph) -> None:
-    tapes = hold(annotate(convnet.replace(loss=None), 2))
+    traces = hold(annotate(convnet.replace(loss=None), 2))
 
-    assert not tapes.kept
-    assert not tapes.backward.events
+    assert not traces.kept
+    assert not traces.backward.events
 
 
 def test_what_is_kept_is_what_autograd_saves(convnet: Graph) -> None:
     graph = annotate(convnet, 4)
     names = [op.name for op in graph.ops]
-    tapes = rehearse(graph, names, [i.name for i in graph.inputs], list(graph.output_values))
+    traces = trace_stage(graph, names, [i.name for i in graph.inputs], list(graph.output_values))
 
     known = saved_tensors(graph)
     kinds = (BlockKind.ACTIVATION, BlockKind.RECEIVED)
-    kept = [tapes.blocks[number] for number in tapes.kept]
+    kept = [traces.blocks[number] for number in traces.kept]
     large = sum(block.bytes for block in kept if block.kind in kinds and block.bytes > 8)
     assert large == sum(size for size in saved_sizes(known, names) if size > 8)
 
@@ -345,16 +347,16 @@ def test_saved_tensors_are_told_with_module_and_line() -> None:
 
 def test_stages_of_equal_structure_share_their_tapes() -> None:
     graph = language(4)
-    rehearsals = MemoryTraces(graph)
+    memory_traces = MemoryTraces(graph)
     found = []
     for layer in range(1, 3):
         names = [op.name for op in graph.ops if op.module.startswith(f"layers.{layer}")]
         inputs, outputs = ends(graph, names)
-        tapes = rehearsals.of(names, inputs, outputs)
-        assert tapes.ops == tuple(names)
-        assert set(tapes.received) == set(inputs)
-        assert set(tapes.returned) == set(outputs)
-        found.append((tapes, rehearse(graph, names, inputs, outputs)))
+        traces = memory_traces.of(names, inputs, outputs)
+        assert traces.ops == tuple(names)
+        assert set(traces.received) == set(inputs)
+        assert set(traces.returned) == set(outputs)
+        found.append((traces, trace_stage(graph, names, inputs, outputs)))
     (one, alone), (other, other_alone) = found
     assert one.blocks is other.blocks
     assert one.backward is other.backward

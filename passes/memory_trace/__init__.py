@@ -1,4 +1,4 @@
-"""What a stage takes of memory: seen on fake tensors, not guessed.
+"""The memory trace of a stage: observed on fake tensors, not estimated.
 
 Each action of a stage runs once with real autograd and no memory, while a dispatch mode sees every
 storage come and go (`watch.py`). Fake tensors say that they are on the host: what is seen is what
@@ -9,6 +9,6 @@ Not seen: what a kernel takes and gives back within itself (the workspace of a c
 
 from __future__ import annotations
 
-from gpipe_compiler.passes.rehearsal.rehearsals import MemoryTraces, rehearse
+from gpipe_compiler.passes.memory_trace.traces import MemoryTraces, trace_stage
 
-__all__ = ["MemoryTraces", "rehearse"]
+__all__ = ["MemoryTraces", "trace_stage"]

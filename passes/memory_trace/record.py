@@ -1,4 +1,4 @@
-"""Runs one stage on fake tensors, and writes down what each of its actions takes."""
+"""Runs one stage on fake tensors and records the memory of each of its actions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gpipe_compiler.passes.allocation_trace import (
     BlockKind,
     Event,
     Growth,
-    StageTapes,
+    StageTraces,
     forward_alone,
 )
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.rehearsal.part import Part, part_module, stage_run
-from gpipe_compiler.passes.rehearsal.unwatched import adds_in_place, parts
-from gpipe_compiler.passes.rehearsal.watch import StorageWatch
+from gpipe_compiler.passes.memory_trace.part import Part, part_module, stage_run
+from gpipe_compiler.passes.memory_trace.unwatched import adds_in_place, parts
+from gpipe_compiler.passes.memory_trace.watch import StorageWatch
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices
 from gpipe_compiler.runtime.core.stage_run import StageRun
@@ -57,8 +57,8 @@ class _Round:
     weight: tuple[Event, ...] = ()
 
 
-def perform(part: Part, run: DryRun, given: Given, *, split: bool) -> StageTapes:
-    """The tapes of a part.
+def record(part: Part, run: DryRun, given: Given, *, split: bool) -> StageTraces:
+    """The traces of a part.
 
     Args:
         run: of the part's graph; its mode is that of all tensors.
@@ -76,9 +76,9 @@ def perform(part: Part, run: DryRun, given: Given, *, split: bool) -> StageTapes
         first = stage.round()
         lasting = stage.watch.alive()
         later = stage.round()
-        tapes = _Tapes(stage, first, later, lasting).made()
+        traces = _Traces(stage, first, later, lasting).made()
         stage.watch.forget()
-    return tapes
+    return traces
 
 
 class _Stage:
@@ -170,7 +170,7 @@ class _Stage:
         return {name: number for name, number in found.items() if number is not None}
 
 
-class _Tapes:
+class _Traces:
     """Puts what two micro-batches took into the blocks of one.
 
     Args:
@@ -194,23 +194,23 @@ class _Tapes:
             pairs.extend((number, old[name]) for name, number in new.items())
         self._same = dict(pairs)
 
-    def made(self) -> StageTapes:
-        """The tapes."""
+    def made(self) -> StageTraces:
+        """The traces."""
         first, later = self._first, self._later
         split = self._stage.wiring.split
         kinds = {number: self._kind(number) for number in range(len(self._stage.watch.born))}
         forward = AllocationTrace(first.forward)
-        tapes = [forward, AllocationTrace(first.backward), self._renumbered(later.backward)]
+        traces = [forward, AllocationTrace(first.backward), self._renumbered(later.backward)]
         weights = (
             [AllocationTrace(first.weight), self._renumbered(later.weight)]
             if split
             else [None, None]
         )
-        told = {event.block for tape in (*tapes, *weights) if tape for event in tape.events}
+        told = {event.block for trace in (*traces, *weights) if trace for event in trace.events}
         told.update(first.received.values(), first.arriving.values())
         blocks = {number: self._block(number, kinds[number]) for number in sorted(told)}
         kept = frozenset(n for n in first.kept if kinds[n] is not BlockKind.CAST)
-        return StageTapes(
+        return StageTraces(
             ops=tuple(op.name for op in self._stage.part.ops),
             blocks=blocks,
             received=first.received,
@@ -220,8 +220,8 @@ class _Tapes:
             forward=forward,
             kept=kept,
             forward_again=forward_alone(forward, kept, blocks),
-            first_backward=tapes[1],
-            backward=tapes[2],
+            first_backward=traces[1],
+            backward=traces[2],
             first_weight=weights[0],
             weight=weights[1],
             growth=self._growth(kinds),

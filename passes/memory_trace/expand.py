@@ -1,6 +1,6 @@
-"""From the tapes of a shortened part to those of the whole.
+"""Expands the traces of a shortened part to those of the whole.
 
-A tape goes through the blocks one after another, forwards or backwards, maybe more than once. Each
+A trace goes through the blocks one after another, forwards or backwards, maybe more than once. Each
 time, what happens in the second block has to be what happens in the third, one further; what is
 left out happens between the two, so many times more.
 """
@@ -20,10 +20,10 @@ from gpipe_compiler.passes.allocation_trace import (
     Block,
     BlockKind,
     Event,
-    StageTapes,
+    StageTraces,
     forward_alone,
 )
-from gpipe_compiler.passes.rehearsal.shorten import FIRST, KEPT, Gap
+from gpipe_compiler.passes.memory_trace.shorten import FIRST, KEPT, Gap
 
 _FEW = 2
 """What no op made: with so many, it might be one more for every block."""
@@ -63,54 +63,54 @@ _Visit: TypeAlias = tuple[int, list[_Sight]]
 """What happens in a row in one block, or outside of all."""
 
 
-def lengthened(tapes: StageTapes, gap: Gap, ops: Sequence[str]) -> StageTapes | None:
-    """The tapes of the whole part.
+def expanded(traces: StageTraces, gap: Gap, ops: Sequence[str]) -> StageTraces | None:
+    """The traces of the whole part.
 
     Args:
-        tapes: of the shortened one.
+        traces: of the shortened one.
         ops: the names of all ops of the part.
 
     Returns:
         None where the blocks in the middle are not seen to be alike.
     """
-    short = _Short.of(tapes, gap)
-    if tapes.growth is not None or not short.is_regular():
+    short = _Short.of(traces, gap)
+    if traces.growth is not None or not short.is_regular():
         return None
-    actions = _actions(tapes)
-    longer = [None if tape is None else short.longer(tape) for tape in actions]
+    actions = _actions(traces)
+    longer = [None if trace is None else short.longer(trace) for trace in actions]
     if longer.count(None) > actions.count(None):
         return None
-    return _Long(short, longer, ops).tapes()
+    return _Long(short, longer, ops).traces()
 
 
-def _actions(tapes: StageTapes) -> list[AllocationTrace | None]:
-    """The tapes in the order in which they are made, those that there are not None."""
+def _actions(traces: StageTraces) -> list[AllocationTrace | None]:
+    """The traces in the order in which they are made, those that there are not None."""
     return [
-        tapes.forward,
-        tapes.first_backward,
-        tapes.first_weight,
-        tapes.backward,
-        tapes.weight,
+        traces.forward,
+        traces.first_backward,
+        traces.first_weight,
+        traces.backward,
+        traces.weight,
     ]
 
 
 @dataclass(frozen=True)
 class _Short:
-    """The tapes of a shortened part.
+    """The traces of a shortened part.
 
     Attributes:
         labels: of all storages, by number.
         numbers: the other way round.
     """
 
-    tapes: StageTapes
+    traces: StageTraces
     gap: Gap
     labels: Mapping[int, Label]
     numbers: Mapping[Label, int]
 
     @classmethod
-    def of(cls, tapes: StageTapes, gap: Gap) -> _Short:
-        """The tapes with labels."""
+    def of(cls, traces: StageTraces, gap: Gap) -> _Short:
+        """The traces with labels."""
         counts: Counter[tuple[int, int]] = Counter()
         labels: dict[int, Label] = {}
 
@@ -121,28 +121,28 @@ class _Short:
                 labels[number] = Label(block, at, phase, counts[op, phase])
                 counts[op, phase] += 1
 
-        for number in tapes.received.values():
+        for number in traces.received.values():
             label(number, NO_OP, _RECEIVED)
-        for number in tapes.arriving.values():
+        for number in traces.arriving.values():
             label(number, NO_OP, _ARRIVING)
         phases = (_FORWARD, *range(_ARRIVING + 1, _LATER + 2))
-        for phase, tape in zip(phases, _actions(tapes), strict=True):
-            for event in () if tape is None else tape.events:
+        for phase, trace in zip(phases, _actions(traces), strict=True):
+            for event in () if trace is None else trace.events:
                 if event.alive:
                     label(event.block, event.op, phase)
-        return cls(tapes, gap, labels, {label: number for number, label in labels.items()})
+        return cls(traces, gap, labels, {label: number for number, label in labels.items()})
 
     def is_regular(self) -> bool:
         """Whether storages of the second block are like those of the third, and none is of all."""
-        tapes, period = self.tapes, self.gap.period
+        traces, period = self.traces, self.gap.period
         rows: list[set[object]] = [set(), set()]
         for number, label in self.labels.items():
             if label.block in (FIRST - 1, FIRST):
-                found = tapes.blocks[number]
+                found = traces.blocks[number]
                 at = found.op - label.block * period
-                row = label[1:], dataclasses.replace(found, op=at), number in tapes.kept
+                row = label[1:], dataclasses.replace(found, op=at), number in traces.kept
                 rows[label.block - FIRST + 1].add(row)
-        handed = (*tapes.returned.values(), *tapes.sent_back.values())
+        handed = (*traces.returned.values(), *traces.sent_back.values())
         of_none = Counter(
             label.phase
             for label in self.labels.values()
@@ -155,9 +155,9 @@ class _Short:
             and not any(self.labels[number].block in (FIRST - 1, FIRST) for number in handed)
         )
 
-    def longer(self, tape: AllocationTrace) -> list[_Sight] | None:
+    def longer(self, trace: AllocationTrace) -> list[_Sight] | None:
         """The events of the whole part; None where what is left out cannot be told."""
-        visits = list(self._visits(tape))
+        visits = list(self._visits(trace))
         if not all(_is_near(sight, block) for block, sights in visits for sight in sights):
             return None
         found: list[_Sight] = []
@@ -181,10 +181,10 @@ class _Short:
         """What stays of the shortened part, as it is called in the whole."""
         return _further(label, self.gap.removed) if label.block >= FIRST else label
 
-    def _visits(self, tape: AllocationTrace) -> Iterator[_Visit]:
-        """The events of a tape, block by block; what ends together in the order of its blocks."""
+    def _visits(self, trace: AllocationTrace) -> Iterator[_Visit]:
+        """The events of a trace, block by block; what ends together in the order of its blocks."""
         sights: list[tuple[int, _Sight]] = []
-        for (op, alive), group in itertools.groupby(tape.events, lambda e: (e.op, e.alive)):
+        for (op, alive), group in itertools.groupby(trace.events, lambda e: (e.op, e.alive)):
             labels = [self.labels[event.block] for event in group]
             at = _block(self.gap, op)
             sights.extend(
@@ -234,10 +234,10 @@ def _is_near(sight: _Sight, block: int) -> bool:
 
 
 class _Long:
-    """Puts together the tapes of the whole part.
+    """Puts together the traces of the whole part.
 
     Args:
-        actions: the events of every tape that there is, in the order of `_actions`.
+        actions: the events of every trace that there is, in the order of `_actions`.
     """
 
     def __init__(
@@ -248,11 +248,11 @@ class _Long:
         self._ops = ops
         self._numbers = self._numbered()
 
-    def tapes(self) -> StageTapes:
-        """The tapes."""
-        old = self._short.tapes
+    def traces(self) -> StageTraces:
+        """The traces."""
+        old = self._short.traces
         blocks = {number: self._told(label) for label, number in self._numbers.items()}
-        forward, first, first_weight, later, weight = map(self._tape, self._actions)
+        forward, first, first_weight, later, weight = map(self._trace, self._actions)
         assert forward is not None
         assert first is not None
         assert later is not None
@@ -261,7 +261,7 @@ class _Long:
             for label, number in self._numbers.items()
             if self._short.numbers[self._source(label)] in old.kept
         )
-        return StageTapes(
+        return StageTraces(
             ops=tuple(self._ops),
             blocks=dict(sorted(blocks.items())),
             received=self._renumbered(old.received),
@@ -280,15 +280,15 @@ class _Long:
     def _numbered(self) -> dict[Label, int]:
         """Every storage with its number: they come one after another, in two micro-batches."""
         short = self._short
-        received = [short.labels[number] for number in short.tapes.received.values()]
-        arriving = [short.labels[number] for number in short.tapes.arriving.values()]
+        received = [short.labels[number] for number in short.traces.received.values()]
+        arriving = [short.labels[number] for number in short.traces.arriving.values()]
         forward, *backward = (
             [sight.label for sight in sights or () if sight.alive] for sights in self._actions
         )
         first = [*received, *forward, *arriving, *backward[0], *backward[1]]
         numbers = {label: number for number, label in enumerate(first)}
         casts = sum(
-            short.tapes.blocks[short.numbers[self._source(label)]].kind is BlockKind.CAST
+            short.traces.blocks[short.numbers[self._source(label)]].kind is BlockKind.CAST
             for label in forward
         )
         again = len(received) + len(forward) - casts + len(arriving)
@@ -306,14 +306,14 @@ class _Long:
     def _told(self, label: Label) -> Block:
         short = self._short
         source = self._source(label)
-        block = short.tapes.blocks[short.numbers[source]]
+        block = short.traces.blocks[short.numbers[source]]
         if label.block == _OUTSIDE:
             op = short.gap.in_full(block.op)
         else:
             op = block.op + (label.block - source.block) * short.gap.period
         return dataclasses.replace(block, op=op)
 
-    def _tape(self, sights: Sequence[_Sight] | None) -> AllocationTrace | None:
+    def _trace(self, sights: Sequence[_Sight] | None) -> AllocationTrace | None:
         if sights is None:
             return None
         return AllocationTrace(tuple(Event(self._numbers[s.label], s.alive, s.op) for s in sights))

@@ -1,4 +1,4 @@
-"""Rehearses the stages of a graph, those of equal structure once."""
+"""Traces the memory of the stages of a graph, those of equal structure once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.forms import OpForms
-from gpipe_compiler.passes.allocation_trace import StageTapes
+from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.memory_trace.calls import calls_of
+from gpipe_compiler.passes.memory_trace.expand import expanded
+from gpipe_compiler.passes.memory_trace.part import Part
+from gpipe_compiler.passes.memory_trace.record import Given, record
+from gpipe_compiler.passes.memory_trace.shorten import Shortening
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.rehearsal.calls import calls_of
-from gpipe_compiler.passes.rehearsal.lengthen import lengthened
-from gpipe_compiler.passes.rehearsal.part import Part
-from gpipe_compiler.passes.rehearsal.rehearse import Given, perform
-from gpipe_compiler.passes.rehearsal.shorten import Shortening
 from gpipe_compiler.passes.repeats import refs_of
 
 
-def rehearse(
+def trace_stage(
     graph: Graph,
     ops: Sequence[str],
     inputs: Sequence[str],
@@ -33,15 +33,15 @@ def rehearse(
     returned: Collection[str] | None = None,
     segments: Sequence[Sequence[str]] = (),
     split: bool = False,
-) -> StageTapes:
-    """The tapes of one stage; see `MemoryTraces.of`."""
+) -> StageTraces:
+    """The traces of one stage; see `MemoryTraces.of`."""
     return MemoryTraces(graph).of(
         ops, inputs, outputs, returned=returned, segments=segments, split=split
     )
 
 
 class MemoryTraces:
-    """The tapes of stages of one annotated graph.
+    """The traces of stages of one annotated graph.
 
     Args:
         batch_size: samples in a micro-batch; the graph's own by default.
@@ -51,7 +51,7 @@ class MemoryTraces:
         self.graph = graph
         self.batch_size = graph.batch_size if batch_size is None else batch_size
         self._forms = OpForms(graph)
-        self._known: dict[Hashable, tuple[Part, StageTapes]] = {}
+        self._known: dict[Hashable, tuple[Part, StageTraces]] = {}
         self._shortening = Shortening(graph)
 
     def of(
@@ -63,8 +63,8 @@ class MemoryTraces:
         returned: Collection[str] | None = None,
         segments: Sequence[Sequence[str]] = (),
         split: bool = False,
-    ) -> StageTapes:
-        """The tapes of a stage.
+    ) -> StageTraces:
+        """The traces of a stage.
 
         Args:
             ops: their names, in the order in which they run, those of the loss included.
@@ -77,31 +77,31 @@ class MemoryTraces:
         Raises:
             ModelError: naming the op that cannot run.
         """
-        return self._tapes(self._part(ops, inputs, outputs, returned, segments), split=split)
+        return self._traces(self._part(ops, inputs, outputs, returned, segments), split=split)
 
-    def _tapes(self, part: Part, *, split: bool) -> StageTapes:
-        """The tapes of a part, or of one of equal form told in its names."""
+    def _traces(self, part: Part, *, split: bool) -> StageTraces:
+        """The traces of a part, or those of one of equal form under its names."""
         key = split, self._form(part)
         if key not in self._known:
-            tapes = self._lengthened(part, split=split) or self._performed(part, split=split)
-            self._known[key] = part, tapes
-        known, tapes = self._known[key]
-        return _renamed(tapes, known, part)
+            traces = self._expanded(part, split=split) or self._performed(part, split=split)
+            self._known[key] = part, traces
+        known, traces = self._known[key]
+        return _renamed(traces, known, part)
 
-    def _lengthened(self, part: Part, *, split: bool) -> StageTapes | None:
-        """The tapes of a part, of whose many equal blocks few are rehearsed."""
+    def _expanded(self, part: Part, *, split: bool) -> StageTraces | None:
+        """The traces of a part, of whose many equal blocks few are traced."""
         shorter = self._shortening.of(part)
         if shorter is None:
             return None
         short, gap = shorter
-        tapes = self._tapes(short, split=split)
-        return lengthened(tapes, gap, tuple(op.name for op in part.ops))
+        traces = self._traces(short, split=split)
+        return expanded(traces, gap, tuple(op.name for op in part.ops))
 
-    def _performed(self, part: Part, *, split: bool) -> StageTapes:
+    def _performed(self, part: Part, *, split: bool) -> StageTraces:
         run = DryRun.of(self._alone(part), training=part.training)
         # Constants that name the meta device mean the host in a dry run.
         ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
-        return perform(ready, run, self._given(part), split=split)
+        return record(ready, run, self._given(part), split=split)
 
     def _part(
         self,
@@ -139,7 +139,7 @@ class MemoryTraces:
         return dataclasses.replace(part, calls=calls_of(part))
 
     def _form(self, part: Part) -> Hashable:
-        """All that the tapes of a part depend on: equal for parts that differ in names alone."""
+        """All that the traces of a part depend on: equal for parts that differ in names alone."""
         number = {name: index for index, name in enumerate(_names(part))}
         states = {name: index for index, name in enumerate(part.states)}
 
@@ -197,13 +197,13 @@ class MemoryTraces:
 
     @cached_property
     def _environment(self) -> Mapping[str, Any]:
-        """Every value of the shortest graph that tells of this one."""
+        """Every value of the short form of the graph."""
         short = shortest(self.graph)
         return DryRun.of(short, training=self.graph.loss is not None).run(self.batch_size)
 
     @cached_property
     def _told(self) -> Mapping[str, str]:
-        """For each value the one of the shortest graph that tells of it."""
+        """For each value the one of the short graph that stands for it."""
         blocks = Blocks.of(self.graph)
         if blocks is None:
             return {}
@@ -227,22 +227,22 @@ def _names(part: Part) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*part.inputs, *made)))
 
 
-def _renamed(tapes: StageTapes, one: Part, other: Part) -> StageTapes:
-    """The tapes of one part, told of another of equal form."""
+def _renamed(traces: StageTraces, one: Part, other: Part) -> StageTraces:
+    """The traces of one part under the names of another of equal form."""
     if one is other:
-        return tapes
+        return traces
     names = dict(zip(_names(one), _names(other), strict=True))
 
     def told(table: Mapping[str, int]) -> Mapping[str, int]:
         return {names[name]: number for name, number in table.items()}
 
     return dataclasses.replace(
-        tapes,
+        traces,
         ops=tuple(op.name for op in other.ops),
-        received=told(tapes.received),
-        returned=told(tapes.returned),
-        arriving=told(tapes.arriving),
-        sent_back=told(tapes.sent_back),
+        received=told(traces.received),
+        returned=told(traces.returned),
+        arriving=told(traces.arriving),
+        sent_back=told(traces.sent_back),
     )
 
 

@@ -1,4 +1,4 @@
-"""Stages with tapes written by hand, in a chain on devices of their own."""
+"""Stages with traces written by hand, in a chain on devices of their own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from gpipe_compiler.memory.action_delta import ActionDeltas
 from gpipe_compiler.memory.job import DeviceJob, StageMemory
-from gpipe_compiler.memory.script import Scripts
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.passes.allocation_trace import (
     AllocationTrace,
     Block,
     BlockKind,
     Event,
-    StageTapes,
+    StageTraces,
 )
 from gpipe_compiler.runtime.core.request import Work
 from gpipe_compiler.runtime.core.wiring import steps_of, wire
@@ -37,7 +37,7 @@ KEPT, TEMPORARY, GRADIENT, WEIGHT_GRADIENT = 1000, 300, 70, 11
 X, Y, A, T, GY, GX, G, W, LOSS = range(9)
 
 
-def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False) -> StageTapes:
+def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False) -> StageTraces:
     """A stage that takes x and makes y (or the loss): it keeps `a`, takes `t` for a while.
 
     Args:
@@ -62,7 +62,7 @@ def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False)
     later = [pair for pair in backward if pair[0] != W]
     weight = [(W, 1)]
     backward = later if split else backward
-    return StageTapes(
+    return StageTraces(
         ops=("op",),
         blocks={n: Block(size, kind, 0, str(size), "uint8") for n, (size, kind) in kinds.items()},
         received={"x": X},
@@ -119,8 +119,8 @@ def players(
     stages = []
     for stage in range(count):
         ends = stage == 0, stage == count - 1
-        tapes = _named(chain_tapes(*ends, split=bool(split)) if any(ends) else middle, stage)
-        stages.append(StageMemory(wiring[stage], Scripts(tapes), remat))
+        traces = _named(chain_tapes(*ends, split=bool(split)) if any(ends) else middle, stage)
+        stages.append(StageMemory(wiring[stage], ActionDeltas(traces), remat))
     return [
         MemorySimulator(
             DeviceJob(
@@ -136,11 +136,11 @@ def players(
     ]
 
 
-def _named(tapes: StageTapes, stage: int) -> StageTapes:
+def _named(traces: StageTraces, stage: int) -> StageTraces:
     names = {"x": f"v{stage}", "y": f"v{stage + 1}"}
     tables = ("received", "returned", "arriving", "sent_back")
     renamed = {
-        table: {names[name]: block for name, block in getattr(tapes, table).items()}
+        table: {names[name]: block for name, block in getattr(traces, table).items()}
         for table in tables
     }
-    return dataclasses.replace(tapes, **renamed)
+    return dataclasses.replace(traces, **renamed)

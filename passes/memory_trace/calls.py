@@ -11,7 +11,7 @@ from gpipe_compiler.ir.blocks import Body, calls_in
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.passes.duplicate import shape_values
-from gpipe_compiler.passes.rehearsal.part import Part
+from gpipe_compiler.passes.memory_trace.part import Part
 
 
 def calls_of(part: Part) -> tuple[range, ...]:

@@ -1,7 +1,7 @@
-"""Leaves out what a part repeats, so that it is rehearsed with four of the blocks.
+"""Leaves out what a part repeats, so that it is traced with four of the blocks.
 
 A first block, two in the middle and a last one stay. The two in the middle must take memory in the
-same way, which `lengthen` sees; every block left out is like these then: it calls the same on state
+same way, which `expand` sees; every block left out is like these then: it calls the same on state
 of its own, or on state that all blocks have in common, and is read by itself and the next one only.
 """
 
@@ -15,7 +15,7 @@ from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.blocks import reading
-from gpipe_compiler.passes.rehearsal.part import Part
+from gpipe_compiler.passes.memory_trace.part import Part
 
 FIRST = 2
 """The blocks that stay before those left out."""

@@ -26,7 +26,7 @@ _ENDS = 2**63
 their own below it."""
 
 Slot = tuple[Hashable, int]
-"""A node, by what tells it from all others, and the number of one of its gradients."""
+"""The identity of a node, and the number of one of its gradients."""
 
 Counts = tuple[int, int]
 """How often a tensor is held, and how often its storage."""
@@ -66,7 +66,7 @@ class EngineSums:
         self._filled.clear()
 
     def enter(self, node: Node) -> bool:
-        """A node is at work; whether it is another one than when last told."""
+        """Notes the node that runs; returns whether it is another one than before."""
         number = node._sequence_nr()
         if number == self._node:
             return False
@@ -102,13 +102,13 @@ class EngineSums:
         return self.held_once(total)
 
     def is_own(self, tensor: object) -> bool:
-        """Whether the node at work, or the op, has made a tensor that nobody else holds."""
+        """Whether the running node or op has made a tensor, and it has the only reference."""
         return (
             isinstance(tensor, torch.Tensor) and id(tensor) in self._made and self.held_once(tensor)
         )
 
     def held_once(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that torch's own code holds is dense, and held by nobody else."""
+        """Whether a tensor is dense, and torch's own code has the only reference."""
         strided = tensor.layout is torch.strided  # a sparse one has no storage to ask
         return (
             strided
@@ -157,7 +157,7 @@ class _Look(DispatchWatch):
 
 @cache
 def _held_once() -> Counts:
-    """The counts of a sum that the engine alone holds."""
+    """The reference counts of a sum that only the engine refers to."""
     look = _Look()
     with FakeTensorMode(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         value = torch.empty(2, requires_grad=True).exp()

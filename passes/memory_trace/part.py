@@ -1,4 +1,4 @@
-"""What a rehearsal runs: some ops of a graph as the module that a stage would be."""
+"""Some ops of a graph as the module that a stage would be, to be traced."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gpipe_compiler.runtime.core.wiring import Need, StageWiring
 from gpipe_compiler.runtime.spec import BatchNorm, Remat, StageSpec
 
 Started = Callable[[int | None], None]
-"""Told the position of each op before it runs; None after the last of a recomputed segment."""
+"""Called with the position of each op before it runs; None after a recomputed segment."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive ops of a graph, and how they hang in it.
+    """Consecutive ops of a graph, and their connections to the rest of it.
 
     Attributes:
         ops: in the order in which they run.
@@ -78,7 +78,7 @@ class Part:
 
     @cached_property
     def done(self) -> tuple[tuple[str, ...], ...]:
-        """For each op the values that nobody holds after it."""
+        """For each op the values that are freed after it."""
         end = dict(self._last)
         made = {name: position for position, op in enumerate(self.ops) for name in op.outputs}
         for call in self.calls:
@@ -121,7 +121,7 @@ class Part:
         return tuple(_key(self.states.index(name)) for name in self.writes if name in used)
 
     def wiring(self, needs_gradient: Collection[str], *, split: bool) -> StageWiring:
-        """How its stage hangs in a pipeline."""
+        """The connections of its stage to the rest of a pipeline."""
         writes = [_key(self.states.index(name)) for name in self.writes]
         spec = StageSpec(
             nn.Module,
@@ -176,12 +176,12 @@ def part_module(
 
 
 class PartModule(nn.Module):
-    """A part as a module: each value is let go after its last use, as emitted code lets it go.
+    """A part as a module, which drops each value after its last use, as emitted code does.
 
     Args:
         tensors: the state, by canonical name.
         sizes: values that are no tensors and that others have made (batch sizes).
-        started: told of every op.
+        started: called before every op.
     """
 
     def __init__(
