@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, StateKind
+from gpipe_compiler.ir.blocks import Body, calls_in
+from gpipe_compiler.ir.classes import Methods, find_blocks
+from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.blocks import Blocks, shortest
 from gpipe_compiler.passes.dry_run import DryRun
+from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.memory_trace.calls import calls_of
 from gpipe_compiler.passes.memory_trace.expand import expanded
 from gpipe_compiler.passes.memory_trace.part import Part
 from gpipe_compiler.passes.memory_trace.record import Given, record
@@ -251,3 +255,38 @@ def _range(positions: Sequence[int]) -> range:
     if list(positions) != list(found):
         raise ValueError("the ops of a segment do not stand in a row")
     return found
+
+
+# --- calls of modules -----------------------------------------------------------------------------
+
+
+def calls_of(part: Part) -> tuple[range, ...]:
+    """For every call of a module that is written as one, the positions of its ops."""
+    graph = part.graph
+    if not graph.module_classes:
+        return ()
+    here = {op.name for op in part.ops}
+    absent = {p for op in graph.ops if op.name not in here for p in prefixes(op.module)}
+    modules = dict.fromkeys(op.call.module for op in part.ops if isinstance(op.call, ModuleCall))
+    contents = Contents(graph, tuple(modules), part.states)
+    paths = [path for path in graph.module_classes if path in contents.holders]
+    methods = Methods(contents, list(_bodies(part)), paths, absent.__contains__)
+    (found,) = find_blocks([methods], shape_values(graph))
+    place = {op.name: position for position, op in enumerate(part.ops)}
+    calls = (call for parts in found.bodies for call in calls_in(parts))
+    places = ([place[op.name] for op in call.ops] for call in calls)
+    return tuple(range(ops[0], ops[-1] + 1) for ops in places)
+
+
+def _bodies(part: Part) -> Iterator[Body]:
+    """The methods of a stage: `forward`, and one for each segment, which `forward` calls."""
+    forward: list[Op] = []
+    for step in part.steps:
+        if isinstance(step, range):
+            taken, given = part.ends(step)
+            method = FunctionCall(checkpoint, tuple(map(Ref, taken)))
+            forward.append(Op(f"segment {step.start}", method, given))
+            yield Body(part.ops[step.start : step.stop], given)
+        else:
+            forward.append(part.ops[step])
+    yield Body(tuple(forward), part.results)

@@ -22,7 +22,6 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.passes.positions.computing import COMPUTING
 from gpipe_compiler.passes.positions.coordinates import (
     Cases,
     Element,
@@ -38,7 +37,7 @@ from gpipe_compiler.passes.positions.elements import (
     as_condition,
     up_to,
 )
-from gpipe_compiler.passes.positions.moving import MOVING
+from gpipe_compiler.passes.positions.rules import COMPUTING, MOVING
 
 _POSITIONS = frozenset({torch.int32, torch.int64})
 """Types that hold positions in a tensor of any size."""
