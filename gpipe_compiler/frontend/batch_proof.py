@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from gpipe_compiler.frontend.even_draws import EvenDraws, generator_states
-from gpipe_compiler.frontend.other_weights import with_other_weights
+from gpipe_compiler.frontend.comparable_runs import EvenDraws, generator_states, with_other_weights
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import describe, pick

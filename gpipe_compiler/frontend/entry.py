@@ -21,6 +21,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
+from gpipe_compiler.frontend.modules import turned_into_batchnorm
 from gpipe_compiler.frontend.probing import (
     Dims,
     check_scalar,
@@ -46,7 +47,6 @@ from gpipe_compiler.frontend.structure import (
     pick,
 )
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.synchronised import turned_into_batchnorm
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.options.choices import LossChoice

@@ -164,6 +164,9 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 def rebind(model: nn.Module, memo: dict[int, Any]) -> None:
     """Lets the functions that a copy holds capture what belongs to the copy.
 
+    `copy.deepcopy` takes functions as they are: a hook that captured its module, or a tensor or
+    dict beside it, acts on the model that was copied.
+
     Args:
         memo: of the `copy.deepcopy` that made the copy.
     """

@@ -10,8 +10,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import Found
-from gpipe_compiler.frontend.even_draws import EvenDraws
-from gpipe_compiler.frontend.other_weights import with_other_weights
+from gpipe_compiler.frontend.comparable_runs import EvenDraws, with_other_weights
 from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.plan import Plan

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.other_weights import with_other_weights
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph

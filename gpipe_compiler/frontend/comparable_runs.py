@@ -1,0 +1,111 @@
+"""Runs of a model that can be held against each other, and that show what it computes.
+
+What is random is the same for every sample, however many samples there are. And a model is run with
+other weights than those that it begins with: these may hide what it computes, for behind a gate of
+zero, such as a residual branch or an adapter begins with, anything may happen to the samples of a
+batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from gpipe_compiler.dispatching import PlainDispatchMode
+from gpipe_compiler.frontend.probing import normal_numbers
+from gpipe_compiler.frontend.state import isolated
+
+_CHANCES = ("p", "dropout_p")
+
+
+class EvenDraws(PlainDispatchMode):
+    """Lets ops draw one and the same number everywhere, and drop nothing.
+
+    Two runs of a model on different samples can then be compared. Floating draws are 0.5, integers
+    the smallest that can be drawn, permutations leave everything in place.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs one kernel, and evens out what it draws."""
+        given = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **given)
+        name = func.overloadpacket.__name__
+        names = (argument.name for argument in func._schema.arguments)
+        arguments = {**dict(zip(names, args, strict=False)), **given}
+        if "dropout" in name or "attention" in name:
+            chances = {key: 0.0 for key in _CHANCES if key in arguments}
+            return func(**{**arguments, **chances})
+        drawn = func(*args, **given)
+        for tensor in tree_leaves(drawn):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if name == "randperm":
+                tensor.copy_(torch.arange(len(tensor)))
+            elif tensor.is_floating_point():
+                tensor.fill_(0.5)
+            else:
+                tensor.fill_(arguments.get("low", 0))
+        return drawn
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Where torch's own generators stand: they move on when anything is drawn."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.extend(torch.cuda.get_rng_state_all())
+    return states
+
+
+LARGEST_COPIED = 1 << 30
+"""Bytes of parameters up to which a model is copied to be given other weights."""
+
+_SHARE = 0.1
+"""How far weights are moved, as a share of their size, and of that at which layers begin."""
+
+_SEED = 20262
+
+
+def with_other_weights(model: nn.Module) -> nn.Module | None:
+    """A copy of a model in which every parameter that is trained has moved a little.
+
+    None where none is trained, the model has no numbers, or too many to be copied.
+    """
+    parameters = list(model.parameters())
+    size = sum(parameter.nbytes for parameter in parameters)
+    trained = any(map(_is_trained, parameters))
+    if not trained or size > LARGEST_COPIED or any(p.is_meta for p in parameters):
+        return None
+    copied = isolated(model, share_parameters=False)
+    random = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in filter(_is_trained, copied.parameters()):
+            noise = normal_numbers(parameter.shape, torch.float32, random)
+            parameter.add_(noise.to(parameter), alpha=_step(parameter))
+    return copied
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
+
+
+def _step(parameter: torch.Tensor) -> float:
+    """How far an entry moves: with a matrix of zeros as with one that has begun at random."""
+    entries = parameter.abs()
+    norm = torch.linalg.vector_norm(entries, dtype=torch.float64)
+    if not norm.isfinite():
+        norm = torch.linalg.vector_norm(entries.nan_to_num(0, 0, 0), dtype=torch.float64)
+    size = float(norm) / math.sqrt(max(parameter.numel(), 1))
+    inputs = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else 1
+    return _SHARE * max(size, 1 / math.sqrt(max(inputs, 1)))
