@@ -22,8 +22,8 @@ from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.train.check import LOSS_SCALE
 from gpipe_compiler.runtime.train.comparison import Kind, Tensors, flat_tensors
-from gpipe_compiler.runtime.train.sequential_run import LOSS_SCALE
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.whole_draws import DrawsOfAll, DrawsOfOne

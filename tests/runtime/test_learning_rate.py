@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.train.hooks import UserHooks
-from gpipe_compiler.runtime.train.optimizer import Rate, RateChoice, RateShape, make_scheduler
+from gpipe_compiler.runtime.train.optimizer import OptimizerChoice, Rate, RateShape, make_scheduler
 
 STEPS = 10
 
@@ -29,7 +29,9 @@ def course(rate, steps):
 
 def chosen(shape, warmup, steps, hooks=None):
     made = optimizer()
-    scheduler = make_scheduler(made, hooks or UserHooks(), RateChoice(shape, warmup), steps)
+    scheduler = make_scheduler(
+        made, hooks or UserHooks(), OptimizerChoice(shape=shape, warmup=warmup), steps
+    )
     return Rate(made, scheduler)
 
 
@@ -99,8 +101,16 @@ def test_a_plateau_follows_evaluations_and_not_steps():
 @pytest.mark.parametrize(
     ("choice", "steps", "message"),
     [
-        (RateChoice(RateShape.COSINE), None, "--lr-schedule cosine must know the number of steps"),
-        (RateChoice(RateShape.LINEAR, 5), 5, "the warm-up of 5 steps leaves nothing of 5 steps"),
+        (
+            OptimizerChoice(shape=RateShape.COSINE),
+            None,
+            "--lr-schedule cosine must know the number of steps",
+        ),
+        (
+            OptimizerChoice(shape=RateShape.LINEAR, warmup=5),
+            5,
+            "the warm-up of 5 steps leaves nothing of 5 steps",
+        ),
     ],
 )
 def test_what_cannot_be(choice, steps, message):
@@ -117,4 +127,6 @@ def test_what_cannot_be(choice, steps, message):
 )
 def test_faults_of_the_users_scheduler(make, message):
     with pytest.raises(PipelineError, match=message):
-        make_scheduler(optimizer(), UserHooks("model.py", make_scheduler=make), RateChoice(), None)
+        make_scheduler(
+            optimizer(), UserHooks("model.py", make_scheduler=make), OptimizerChoice(), None
+        )

@@ -45,14 +45,16 @@ class Stored:
     """The tensors and values of a checkpoint, by the keys of torch.distributed.checkpoint.
 
     Attributes:
-        index: None where torch.distributed.checkpoint alone has written.
+        written: by `save_checkpoint`, and not by torch.distributed.checkpoint alone.
+        index: empty unless so written.
     """
 
     def __init__(self, folder: Path, index: Index | None, metadata: Metadata) -> None:
         self.folder = folder
-        self.index = index
+        self.written = index is not None
+        self.index = index or Index(0, {}, {}, {}, {}, {})
         self.metadata = metadata
-        self._recorded = {} if index is None else index.recorded()
+        self._recorded = self.index.recorded()
 
     @classmethod
     def open(cls, folder: Path) -> Stored:
@@ -142,9 +144,23 @@ class Stored:
             raise CheckpointError(f"{self.folder} is damaged: {described(error)}") from error
         return {key: planner.state_dict[key] for key in wanted}
 
+    def trainer(self) -> dict[str, Any]:
+        """The content of trainer.pt, where it is so written; CheckpointError when it is damaged."""
+        if not self.written:
+            return {}
+        path = self.folder / TRAINER
+        _verify_whole(self.folder, self.index, TRAINER)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except FAILURES as error:
+            raise CheckpointError(f"{path} is damaged: {described(error)}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is damaged: it holds no dict")
+        return content
+
     def _verify(self, keys: Iterable[str]) -> None:
         """Hold the checksums of what is to be read against the files."""
-        if self.index is None:
+        if not self.written:
             return
         for key in keys:
             for info in self._places(key):
@@ -277,19 +293,3 @@ def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
             f"{described(error)}",
             hint="let its state_dict() give numbers, strings, lists, dicts and tensors",
         ) from error
-
-
-def read_trainer(folder: Path, index: Index) -> dict[str, Any]:
-    """The content of trainer.pt.
-
-    Raises:
-        CheckpointError: when it is damaged.
-    """
-    _verify_whole(folder, index, TRAINER)
-    try:
-        content = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
-    except FAILURES as error:
-        raise CheckpointError(f"{folder / TRAINER} is damaged: {described(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / TRAINER} is damaged: it holds no dict")
-    return content

@@ -12,8 +12,7 @@ import torch
 from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks
 from ..errors import CheckpointError
-from .files import Stored, read_trainer
-from .folder import Index
+from .files import Stored
 from .optimizer import (
     Naming,
     check_kind,
@@ -111,27 +110,26 @@ def _read(
     names = _checked_names(pipe, stored)
     tensors = stored.read(f"model.{name}" for name in names.values())
     model = {name: tensors[f"model.{there}"] for name, there in names.items()}
-    trainer = {} if index is None else read_trainer(path, index)
+    trainer = stored.trainer()
     trained: frozenset[str] = frozenset()
     training: frozenset[str] | None = None
     state: dict[str, Any] = {}
     if optimizer is not None:
         naming = Naming(pipe.named_parameters(), pipe.parameters())
         groups = stored_groups(stored, pipe.spec.aliases)
-        check_kind(optimizer, groups, None if index is None else index.kinds.get("optimizer"))
+        check_kind(optimizer, groups, index.kinds.get("optimizer"))
         training = frozenset(
             name for group in optimizer.param_groups for name in naming.of_group(group)
         )
         trained = frozenset(name for group in groups for name in group["params"])
         states = stored_states(stored, pipe.spec.aliases, training)
         state = state_for(optimizer, naming, groups, states)
-    counts = {} if index is None else dict(index.counts)
     return _Loaded(
-        _Facts(index is not None, 0 if index is None else index.number, counts, trained, training),
+        _Facts(stored.written, index.number, index.counts, trained, training),
         model,
         state,
-        _matched(others, trainer, index),
-        progress_from(counts, trainer),
+        _matched(others, trainer, index.kinds),
+        progress_from(index.counts, trainer),
     )
 
 
@@ -192,11 +190,10 @@ def _checked_names(pipe: Pipeline, stored: Stored) -> dict[str, str]:
 
 
 def _matched(
-    parts: Mapping[str, Stateful | None], trainer: Mapping[str, Any], index: Index | None
+    parts: Mapping[str, Stateful | None], trainer: Mapping[str, Any], kinds: Mapping[str, str]
 ) -> list[tuple[Stateful, dict[str, Any]]]:
     """The parts of the trainer, each with the state that it is to take over."""
     found = []
-    kinds = {} if index is None else index.kinds
     for key, part in parts.items():
         if part is None:
             continue

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.storing import place
 from ..errors import CheckpointError
-from .files import Stored, read_trainer
+from .files import Stored
 from .folder import sync
 from .optimizer import (
     Groups,
@@ -77,8 +77,7 @@ def read_checkpoint(path: Path) -> Saved:
     """
     stored = Stored.open(Path(path))
     index = stored.index
-    aliases = {} if index is None else dict(index.aliases)
-    trainer = {} if index is None else read_trainer(stored.folder, index)
+    aliases, trainer = index.aliases, stored.trainer()
     names = _names(stored)
     tensors = stored.read(f"model.{name}" for name in names if name not in aliases)
     groups = stored_groups(stored, aliases)
@@ -87,8 +86,8 @@ def read_checkpoint(path: Path) -> Saved:
         model={name: tensors[f"model.{aliases.get(name, name)}"] for name in names},
         groups=groups,
         states=stored_states(stored, aliases, trained),
-        kind=None if index is None else index.kinds.get("optimizer"),
-        progress=progress_from({} if index is None else index.counts, trainer),
+        kind=index.kinds.get("optimizer"),
+        progress=progress_from(index.counts, trainer),
         scheduler=trainer.get("scheduler"),
         scaler=trainer.get("scaler"),
     )

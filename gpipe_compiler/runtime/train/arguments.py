@@ -27,7 +27,7 @@ from ..wording import counted, printable
 from .checkpoint_manager import KEPT, LATEST, CheckpointOptions
 from .data import InputChoice
 from .hooks import UserHooks
-from .optimizer import OptimizerChoice, RateChoice, RateShape
+from .optimizer import OptimizerChoice, RateShape
 from .train import TrainOptions
 
 STEPS = 100
@@ -95,8 +95,9 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
     return TrainOptions(
         steps=steps,
         epochs=arguments.epochs,
-        optimizer=OptimizerChoice(arguments.optimizer, arguments.lr),
-        rate=RateChoice(arguments.lr_schedule, arguments.warmup_steps),
+        optimizer=OptimizerChoice(
+            arguments.optimizer, arguments.lr, arguments.lr_schedule, arguments.warmup_steps
+        ),
         accumulate=arguments.accumulate,
         clip_norm=arguments.clip_norm,
         evaluate_every=arguments.evaluate_every,

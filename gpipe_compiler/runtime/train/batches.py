@@ -6,13 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..checkpoint.progress import Progress, RandomState
-from ..errors import AgreedError, PipelineError, UsageError
+from ..errors import PipelineError, UsageError
 from ..wording import said
-
-Located = TypeVar("Located", UsageError, AgreedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,7 @@ def disagreement(batches: Batches) -> PipelineError:
     )
 
 
-def located(error: Located, batch: Batch, step: int | None = None) -> Located:
+def located(error: PipelineError, batch: Batch, step: int | None = None) -> PipelineError:
     """The error of a batch with its place in training and in the data, where that is known."""
     places = [*([] if step is None else [f"step {step}"]), *([batch.place] if batch.place else [])]
     problem = f"{', '.join(places)}: {error.problem}" if places else error.problem

@@ -129,9 +129,7 @@ class _Pass:
         try:
             self.share = self.pipe.shard(self.batch.inputs, self.batch.target)
             terms, output = self.pipe.evaluate_terms(*self.share, outputs=outputs)
-        except UsageError as error:
-            raise located(error, self.batch) from error
-        except AgreedError as error:
+        except (UsageError, AgreedError) as error:
             raise located(error, self.batch) from error
         return terms.tolist(), output
 

@@ -23,17 +23,34 @@ DEFAULT_RATES: Mapping[OptimizerKind, float] = {
 }
 
 
+class RateShape(Enum):
+    """The learning rate after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """The options of the optimizer.
+    """The options of the optimizer and its learning rate.
 
     Attributes:
         kind: None for the user's own, or plain SGD where there is none.
         rate: the learning rate; None for the kind's usual one.
+        shape: None for the scheduler of the user's file, or a constant rate where there is none.
+        warmup: the first steps, over which the rate rises in equal parts to the full one.
     """
 
     kind: OptimizerKind | None = None
     rate: float | None = None
+    shape: RateShape | None = None
+    warmup: int = 0
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether the number of steps must be known at the start."""
+        return self.shape in (RateShape.LINEAR, RateShape.COSINE)
 
 
 def make_optimizer(
@@ -56,32 +73,6 @@ def make_optimizer(
         OptimizerKind.ADAMW: lambda: torch.optim.AdamW(parameters, lr=rate),
     }
     return makers[kind]()
-
-
-class RateShape(Enum):
-    """The learning rate after the warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-
-
-@dataclass(frozen=True, slots=True)
-class RateChoice:
-    """The options of the learning-rate schedule.
-
-    Attributes:
-        shape: None for the scheduler of the user's file, or a constant rate where there is none.
-        warmup: the first steps, over which the rate rises in equal parts to the full one.
-    """
-
-    shape: RateShape | None = None
-    warmup: int = 0
-
-    @property
-    def needs_end(self) -> bool:
-        """Whether the number of steps must be known at the start."""
-        return self.shape in (RateShape.LINEAR, RateShape.COSINE)
 
 
 def rate_factor(shape: RateShape, warmup: int, steps: int | None) -> Callable[[int], float]:
@@ -107,7 +98,7 @@ def rate_factor(shape: RateShape, warmup: int, steps: int | None) -> Callable[[i
 
 
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, hooks: UserHooks, choice: RateChoice, steps: int | None
+    optimizer: torch.optim.Optimizer, hooks: UserHooks, choice: OptimizerChoice, steps: int | None
 ) -> LRScheduler | None:
     """The scheduler that is stepped after every step of the optimizer; None for a constant rate.
 

@@ -16,7 +16,7 @@ from .checkpoint_manager import CheckpointManager, CheckpointOptions
 from .data import InputChoice, call_on
 from .evaluation import evaluate
 from .hooks import UserHooks
-from .optimizer import OptimizerChoice, Rate, RateChoice, make_optimizer, make_scheduler
+from .optimizer import OptimizerChoice, Rate, make_optimizer, make_scheduler
 from .process import StopSignals
 from .training_log import StepLog, StepPrinter
 from .update import Update
@@ -40,7 +40,6 @@ class TrainOptions:
     steps: int | None
     epochs: int | None = None
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
-    rate: RateChoice = field(default_factory=RateChoice)
     accumulate: int = 1
     clip_norm: float | None = None
     evaluate_every: int | None = None
@@ -98,7 +97,7 @@ class _Training:
         self._where_data_is_read(lambda: self._open(directory), "the data")
         optimizer = make_optimizer(pipe, hooks, options.optimizer)
         steps = self._steps_in_all()
-        scheduler = make_scheduler(optimizer, hooks, options.rate, steps)
+        scheduler = make_scheduler(optimizer, hooks, options.optimizer, steps)
         self.rate = Rate(optimizer, scheduler)
         self.update = Update(pipe, optimizer, self.rate, options.clip_norm)
         self.checkpoints = CheckpointManager(pipe, optimizer, scheduler, options.checkpoints)
@@ -247,7 +246,7 @@ class _Training:
 
     def _steps_in_all(self) -> int | None:
         """The number of steps, where it can be known."""
-        if self.options.steps is not None or not self.options.rate.needs_end:
+        if self.options.steps is not None or not self.options.optimizer.needs_end:
             return self.options.steps
 
         def count() -> tuple[float]:
