@@ -38,9 +38,7 @@ class Naming:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        nameless: Iterable[nn.Parameter] = (),
+        self, parameters: Iterable[tuple[str, nn.Parameter]], nameless: Iterable[nn.Parameter] = ()
     ) -> None:
         self.parameters = dict(parameters)
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}

@@ -155,17 +155,10 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over train_data()")
     parser.add_argument(
-        "--accumulate",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="mini-batches for a step (1)",
+        "--accumulate", type=positive, default=1, metavar="N", help="mini-batches for a step (1)"
     )
     parser.add_argument(
-        "--clip-norm",
-        type=positive_real,
-        metavar="X",
-        help="of all gradients together (none)",
+        "--clip-norm", type=positive_real, metavar="X", help="of all gradients together (none)"
     )
     parser.add_argument(
         "--data-parallel",
@@ -210,10 +203,7 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="write checkpoints here")
     parser.add_argument(
-        "--checkpoint-every",
-        type=positive,
-        metavar="N",
-        help="steps (at the end of every pass)",
+        "--checkpoint-every", type=positive, metavar="N", help="steps (at the end of every pass)"
     )
     parser.add_argument(
         "--keep-checkpoints", type=positive, metavar="N", help=f"the newest ({KEPT})"
@@ -249,9 +239,7 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         help=f"over what it takes statistics ({spec.batchnorm.value})",
     )
     parser.add_argument(
-        "--precision",
-        choices=[kind.value for kind in Precision],
-        help=f"({spec.precision.value})",
+        "--precision", choices=[kind.value for kind in Precision], help=f"({spec.precision.value})"
     )
     parser.add_argument("--seed", type=seed, default=0, help="of dropout, data, new weights (0)")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="of the example data")

@@ -142,11 +142,7 @@ class CheckpointManager:
                 )
             return None
         progress = checkpoint.load_checkpoint(
-            self.pipe,
-            self.optimizer,
-            path,
-            scheduler=self.scheduler,
-            scaler=self.pipe.scaler,
+            self.pipe, self.optimizer, path, scheduler=self.scheduler, scaler=self.pipe.scaler
         )
         self.last = path
         if self.pipe.rank == 0:

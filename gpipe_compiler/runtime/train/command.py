@@ -38,10 +38,7 @@ _AGREED = (UsageError, AgreedError, CheckpointError)
 
 
 def main(
-    spec: PipelineSpec,
-    directory: Path,
-    hooks: str | None = None,
-    argv: Sequence[str] | None = None,
+    spec: PipelineSpec, directory: Path, hooks: str | None = None, argv: Sequence[str] | None = None
 ) -> int:
     """Run the command and return its exit code.
 

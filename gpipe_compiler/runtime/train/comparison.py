@@ -174,9 +174,7 @@ def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def _scales(
-    kind: Kind,
-    expected: Mapping[str, torch.Tensor],
-    sizes: Mapping[Kind, Mapping[str, float]],
+    kind: Kind, expected: Mapping[str, torch.Tensor], sizes: Mapping[Kind, Mapping[str, float]]
 ) -> dict[str, float]:
     """What each tensor's difference is measured by.
 
