@@ -156,7 +156,7 @@ def test_weights_of_classes_are_state_of_the_model():
         pipe.step(inputs, target)
         parts = [{"labels": part} for part in target["labels"].split(1)]
 
-        assert pipe._scales.weigh(parts, (1,) * 4) == tuple(
+        assert pipe._weigher.weigh(parts, (1,) * 4) == tuple(
             (float(of_class[part["labels"]].sum()),) for part in parts
         )
 

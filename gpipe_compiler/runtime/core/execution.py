@@ -11,7 +11,7 @@ import torch
 from ..errors import AgreedError, UsageError
 from ..spec import Joined, PipelineSpec
 from .inputs import Inputs, batch_of, bind, passed_to, split
-from .loss_weights import Counts, Scales, summed
+from .loss_weights import Counts, LossWeigher, summed
 from .outputs import as_returned, rebuild
 from .programs import ProgramCache
 from .request import RandomKey, StepRequest, Values, Work
@@ -212,14 +212,14 @@ class Execution:
         spec: PipelineSpec,
         topology: Topology,
         programs: ProgramCache,
-        scales: Scales,
+        weigher: LossWeigher,
         runner: Runner,
         microbatches: int,
     ) -> None:
         self._spec = spec
         self._topology = topology
         self._programs = programs
-        self._scales = scales
+        self._weigher = weigher
         self._runner = runner
         self._microbatches = microbatches
         leaves = output_leaves(spec.outputs)
@@ -228,7 +228,7 @@ class Execution:
         made = {leaf.value for leaf in leaves}
         self._made = frozenset(made - {source.name for source in spec.inputs})
 
-    def run(self, asked: CallArgs) -> tuple[torch.Tensor | None, object]:
+    def run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
         """The terms of the loss, where one is made, and the outputs, where inputs are passed.
 
         Raises:
@@ -237,39 +237,39 @@ class Execution:
             StageError: when the model's code raises.
             TransportError: when another process is gone.
         """
-        self._check(asked.work)
-        call, bound, parts = Call(asked.work, asked.training), Values(), list[Values]()
+        self._check(args.work)
+        call, bound, parts = Call(args.work, args.training), Values(), list[Values]()
         if self._topology.feeds:
-            call, bound, parts = self._offered(asked)
-        if asked.read:
-            call = dataclasses.replace(call, read=asked.read)
-        terms, number = len(self._scales.terms), asked.key.step + 1
+            call, bound, parts = self._offered(args)
+        if args.read:
+            call = dataclasses.replace(call, read=args.read)
+        terms, number = len(self._weigher.terms), args.key.step + 1
         call = agree(self._topology.members, call, self._microbatches, terms, number)
         wanted = frozenset(
             source.name for i, source in enumerate(self._spec.inputs) if call.wanted >> i & 1
         )
         prepared = self._programs.of(
-            asked.work, len(call.sizes), training=asked.training, wanted=wanted
+            args.work, len(call.sizes), training=args.training, wanted=wanted
         )
-        shares = prepared.loss_weights(self._scales.shares(call.loss_weights, call.total))
+        shares = prepared.loss_weights(self._weigher.shares(call.loss_weights, call.total))
         request = StepRequest(
-            work=asked.work,
+            work=args.work,
             sizes=call.sizes,
             inputs=parts,
             # The mean over the replicas' losses and gradients is the sum of their shares.
             loss_weights=tuple(
                 tuple(self._topology.replicas * share for share in own) for own in shares
             ),
-            kept=self._made if asked.outputs else frozenset(),
-            random=RandomKey(asked.key.seed, asked.key.step, call.first),
-            loss_scale=asked.loss_scale,
+            kept=self._made if args.outputs else frozenset(),
+            random=RandomKey(args.key.seed, args.key.step, call.first),
+            loss_scale=args.loss_scale,
         )
         result = self._runner.run(prepared, request)
         if wanted and self._topology.feeds:
-            self._give_back(asked, bound, result.gradients, call.sizes)
-        if asked.work.makes_loss and result.loss is None:
+            self._give_back(args, bound, result.gradients, call.sizes)
+        if args.work.makes_loss and result.loss is None:
             raise UsageError(f"{self._spec.name} made no loss")
-        if not (asked.outputs and self._topology.feeds):
+        if not (args.outputs and self._topology.feeds):
             return result.loss, None
         outputs = rebuild(self._spec.outputs, {**bound, **result.outputs}, sum(call.sizes))
         return result.loss, as_returned(outputs, self._spec.classes)
@@ -278,7 +278,7 @@ class Execution:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
         bound = bind(inputs, target, self._spec, inputs_for(self._spec, Work.TRAIN))
         parts, sizes = split(bound, self._spec, 1)
-        return summed(self._scales.weigh(parts, sizes))
+        return summed(self._weigher.weigh(parts, sizes))
 
     def _check(self, work: Work) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -292,33 +292,33 @@ class Execution:
                 hint="compile it with --mode train",
             )
 
-    def _offered(self, asked: CallArgs) -> tuple[Call, Values, list[Values]]:
+    def _offered(self, args: CallArgs) -> tuple[Call, Values, list[Values]]:
         """What this process's inputs come to: the call, and its tensors whole and split."""
-        work, training = asked.work, asked.training
+        work, training = args.work, args.training
         try:
             needed = inputs_for(self._spec, work)
-            bound = bind(asked.inputs, asked.target, self._spec, needed)
+            bound = bind(args.inputs, args.target, self._spec, needed)
             if self._topology.replicas > 1 and batch_of(bound, self._spec) == 0:
                 return Call(work, training), bound, []
             microbatches = self._microbatches
-            if self._apart and asked.outputs and not (training or work is Work.TRAIN):
+            if self._apart and args.outputs and not (training or work is Work.TRAIN):
                 microbatches = 1
             parts, sizes = split(bound, self._spec, microbatches)
-            weights = self._scales.weigh(parts, sizes) if work.makes_loss else ()
-            wanted = self._wanted(asked)
+            weights = self._weigher.weigh(parts, sizes) if work.makes_loss else ()
+            wanted = self._wanted(args)
         except UsageError as error:
             return Call(work, training, refusal=error), {}, []
         return Call(work, training, sizes, weights, wanted=wanted), bound, parts
 
-    def _wanted(self, asked: CallArgs) -> int:
+    def _wanted(self, args: CallArgs) -> int:
         """The inputs whose gradients the caller wants, as the bits of a number.
 
         Raises:
             UsageError: where ranks cannot tell each other so many.
         """
-        if asked.work is not Work.TRAIN:
+        if args.work is not Work.TRAIN:
             return 0
-        passed = passed_to(self._spec, asked.inputs, asked.target)
+        passed = passed_to(self._spec, args.inputs, args.target)
         places = [
             place
             for place, source in enumerate(self._spec.inputs)
@@ -333,13 +333,13 @@ class Execution:
 
     def _give_back(
         self,
-        asked: CallArgs,
+        args: CallArgs,
         bound: Values,
         gradients: Mapping[tuple[str, int], torch.Tensor | None],
         sizes: Sequence[int],
     ) -> None:
         """Adds the gradients of inputs to them, as a backward of the plain model does."""
-        passed = passed_to(self._spec, asked.inputs, asked.target)
+        passed = passed_to(self._spec, args.inputs, args.target)
         roots, found = [], []
         for source in self._spec.inputs:
             pieces = [gradients.get((source.name, m)) for m in range(len(sizes))]

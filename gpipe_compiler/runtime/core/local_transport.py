@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -87,7 +87,7 @@ class LocalEndpoint:
 
 
 class Workers(Generic[T]):
-    """Threads that run one task each per round; a context manager that always joins them.
+    """Threads that run one task each per round; `close` joins them.
 
     Args:
         devices: where each of them computes; a single worker is the calling thread itself.
@@ -143,7 +143,7 @@ class Workers(Generic[T]):
 
             return work
 
-        with _IntraOpThreads(self.threads):
+        with _intra_op_threads(self.threads):
             for index, channel in enumerate(self.tasks):
                 channel.put(wrap(index))
             left = len(tasks)
@@ -164,38 +164,18 @@ class Workers(Generic[T]):
         """End and join the threads."""
         self._finalizer()
 
-    def __enter__(self) -> Workers[T]:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class _IntraOpThreads:
+@contextlib.contextmanager
+def _intra_op_threads(threads: int | None) -> Iterator[None]:
     """Torch's intra-op thread count for a while: some of its libraries know one for the process."""
-
-    def __init__(self, threads: int | None) -> None:
-        self.threads = threads
-        self.before = 0
-
-    def __enter__(self) -> None:
-        if self.threads is not None:
-            self.before = torch.get_num_threads()
-            torch.set_num_threads(self.threads)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self.threads is not None:
-            torch.set_num_threads(self.before)
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(before)
 
 
 def _serve(

@@ -23,7 +23,7 @@ Counts: TypeAlias = tuple[float, ...]
 """What each term of the loss is a mean over, a number of samples, of tokens, ...; 1 for a sum."""
 
 
-class Scales:
+class LossWeigher:
     """Weighs micro-batches by what the loss's mean is taken over.
 
     Args:

@@ -18,7 +18,7 @@ from .execution import CallArgs, Execution
 from .gradients import NormClipping, make_scaler, parameter_names, told_here
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
-from .loss_weights import Scales
+from .loss_weights import LossWeigher
 from .options import (
     TransportKind,
     check_numbers,
@@ -109,14 +109,14 @@ class Pipeline:
         self.local_stages = LocalStages(
             spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
         )
-        self._scales = Scales(spec, store, seed)
+        self._weigher = LossWeigher(spec, store, seed)
         self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
         self._reducer = make_reducer(self._topology, self.local_stages, self._owners)
         self._runner: Runner = make_runner(
             spec, self._topology, self.local_stages, self.options, self._reducer
         )
         self._execution = Execution(
-            spec, self._topology, programs, self._scales, self._runner, self.microbatches
+            spec, self._topology, programs, self._weigher, self._runner, self.microbatches
         )
         if self._topology.members is not None and store is None:
             share_initial(
@@ -310,7 +310,7 @@ class Pipeline:
             UsageError: naming what is missing, unknown, or of another shape.
         """
         self.local_stages.load_state_dict(state, strict=strict)
-        self._scales.load(state)
+        self._weigher.load(state)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around steps that accumulate gradients: they are not averaged over replicas yet.

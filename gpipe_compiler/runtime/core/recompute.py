@@ -159,7 +159,7 @@ class Saved(ABC):
     """What autograd holds in place of a tensor that a segment saves."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nobody will ask for the tensor again."""
 
 
@@ -169,7 +169,7 @@ class _Held(Saved):
 
     tensor: torch.Tensor | None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.tensor = None
 
 
@@ -190,7 +190,7 @@ class _Slot(Saved):
     run: SecondRun
     number: int
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.run.made.pop(self.number, None)
 
 
@@ -268,7 +268,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class SegmentContext:
     """What is to be as in the first run, given by the stage's run.
 
     Attributes:
@@ -302,9 +302,9 @@ class Segments:
         self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
 
     @contextlib.contextmanager
-    def run_again(self, manners: Manners) -> Iterator[None]:
+    def run_again(self, context: SegmentContext) -> Iterator[None]:
         """Around a forward whose segments are to run a second time in its backward."""
-        with self._instead(functools.partial(self._first, manners)):
+        with self._instead(functools.partial(self._first, context)):
             yield
 
     @contextlib.contextmanager
@@ -340,18 +340,18 @@ class Segments:
         with saved_tensors_hooks(_hold, _held):
             return segment.called(*arguments)
 
-    def _first(self, manners: Manners, segment: _Segment, *arguments: object) -> Any:
+    def _first(self, context: SegmentContext, segment: _Segment, *arguments: object) -> Any:
         start = _Start(
             arguments,
             tuple(version(item) for item in arguments if isinstance(item, torch.Tensor)),
             self._written[segment.name].copies(),
-            manners.drawn(),
+            context.drawn(),
         )
-        again = functools.partial(self._second, manners, segment, start)
-        with SecondRun(again, segment.name, keeps=self._keeps, drawn=manners.drawn).first():
+        again = functools.partial(self._second, context, segment, start)
+        with SecondRun(again, segment.name, keeps=self._keeps, drawn=context.drawn).first():
             return segment.called(*arguments)
 
-    def _second(self, manners: Manners, segment: _Segment, start: _Start) -> None:
+    def _second(self, context: SegmentContext, segment: _Segment, start: _Start) -> None:
         tensors = (item for item in start.arguments if isinstance(item, torch.Tensor))
         if start.versions != tuple(map(version, tensors)):
             raise RuntimeError(
@@ -362,9 +362,9 @@ class Segments:
         with contextlib.ExitStack() as around:
             state = tuple(copies[id(buffer)] for buffer in start.state)
             around.enter_context(self._written[segment.name].replaced(state))
-            around.enter_context(manners.around())
-            if manners.random is not None:
-                around.enter_context(OverDraws(manners.random.again(start.random)))
+            around.enter_context(context.around())
+            if context.random is not None:
+                around.enter_context(OverDraws(context.random.again(start.random)))
             segment.called(*start.arguments)
 
 

@@ -330,7 +330,7 @@ def _release(nodes: Iterable[Node]) -> None:
                 # Saved tensors that are None, or that somebody else has hooks on, refuse.
                 with contextlib.suppress(RuntimeError):
                     if isinstance(item.data, Saved):
-                        item.data.let_go()
+                        item.data.release()
                     else:
                         item.register_hooks(_nothing, _gone)
 

@@ -17,7 +17,7 @@ from .loss_weights import terms_of
 from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
 from .random import OverDraws, SeededRandom
-from .recompute import Manners, Received, Segments, WrittenBuffers, unwritten
+from .recompute import Received, SegmentContext, Segments, WrittenBuffers, unwritten
 from .request import StepRequest, Values, Work
 from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
@@ -223,7 +223,7 @@ class StageRun:
             contexts.enter_context(autocast(self._precision, self._device))
             return contexts
 
-        return self._segments.run_again(Manners(around, random))
+        return self._segments.run_again(SegmentContext(around, random))
 
     def _random(self, microbatch: int) -> SeededRandom | None:
         numbers, shared = self._stage.spec.randoms(training=self._module.training)

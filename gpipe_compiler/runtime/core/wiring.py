@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StageWiring:
-    """How one stage hangs in the pipeline.
+    """A stage's connections to the rest of the pipeline.
 
     Attributes:
         needs: forward's arguments in order, then what only `loss` reads.

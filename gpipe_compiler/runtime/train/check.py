@@ -23,7 +23,7 @@ from ..core.batchnorm import DeferredStatistics
 from ..core.full_batch import joint_stages
 from ..core.inputs import Inputs, bind, split
 from ..core.local_stages import owners_of
-from ..core.loss_weights import Scales, summed, terms_of
+from ..core.loss_weights import LossWeigher, summed, terms_of
 from ..core.nest import items_of
 from ..core.options import ExecutionOptions
 from ..core.outputs import join, rebuild
@@ -256,9 +256,9 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         return results
     if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
         parts, sizes = split(bound, spec, 1)
-    scales = Scales(spec, store, pipe.seed)
-    weighed = scales.weigh(parts, sizes)
-    shares = scales.shares(weighed, summed(weighed))
+    weigher = LossWeigher(spec, store, pipe.seed)
+    weighed = weigher.weigh(parts, sizes)
+    shares = weigher.shares(weighed, summed(weighed))
     return {**results, **stages.train(spec.loss, parts, shares)}
 
 
