@@ -47,7 +47,7 @@ PHASES = {
     ),
     "describe": ("gpipe_compiler.planner.planner:Planner.prepare",),
     "plan": ("gpipe_compiler.planner.planner:Planner.plan",),
-    "write": ("gpipe_compiler.codegen.package:_write",),
+    "write": ("gpipe_compiler.codegen.package:write_package",),
     "reference": ("gpipe_compiler.validate.reference:reference_of",),
     "run the package": ("gpipe_compiler.validate.package:run_check",),
 }
