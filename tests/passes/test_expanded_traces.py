@@ -119,10 +119,10 @@ def stack(
 def both(
     graph: Graph, names: Sequence[str], segments: Sequence[Sequence[str]] = (), *, split: bool
 ) -> tuple[StageTraces | None, StageTraces]:
-    """The traces of a stage, lengthened and as it is traced whole."""
+    """The traces of a stage, expanded and as it is traced whole."""
     part = MemoryTraces(graph)._part(names, *ends(graph, names), None, segments)
     return (
-        MemoryTraces(graph)._lengthened(part, split=split),
+        MemoryTraces(graph)._expanded(part, split=split),
         MemoryTraces(graph)._performed(part, split=split),
     )
 
