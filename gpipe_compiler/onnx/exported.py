@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile_options import CompileOptions
-from gpipe_compiler.errors import ModelError, UsageError
+from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summary
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
+from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import ValueKind
+from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.onnx.codegen.package import write_exported
-from gpipe_compiler.onnx.validate_exported import validate_exported
+from gpipe_compiler.onnx.codegen.scripts import closeness
+from gpipe_compiler.onnx.runtime.arrays import write_arrays
+from gpipe_compiler.onnx.validate import Arrays, held, refuse_apart
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.train.comparison import flat_tensors
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.targets.torch_stages import on_meta
 from gpipe_compiler.validate.cross_sample import refuse_mixing
@@ -158,3 +167,81 @@ def _refuse_unfit(options: CompileOptions) -> None:
             "--data-parallel: replicas that only infer have nothing to keep equal",
             hint="leave it out, and start the package several times",
         )
+
+
+# --- validation -------------------------------------------------------------------------------
+
+
+def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validation:
+    """Runs the package in `directory` against the model, on its example inputs.
+
+    The batches are the planned mini-batch, one micro-batch, and one that does not split evenly.
+
+    Raises:
+        ValidationError: when the package cannot be run. Differences are reported, not raised.
+        ModelError: when samples of a batch meet in the model.
+    """
+    assert plan.graph is not None
+    graph = plan.graph
+    entry = make_entry(subject, training=False)
+    batches = [plan.batch_size, plan.microbatch_size, plan.batch_size + 1]
+    calls, notes = {}, []
+    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+        folder = Path(scratch)
+        for samples in dict.fromkeys(batches):
+            inputs = entry.signature.samples(samples)
+            try:
+                whole = _run(entry, graph, inputs)
+            except Exception as error:  # whatever the user's code raises
+                if plan.microbatches > 1 or samples == plan.batch_size:
+                    raise
+                notes.append(f"a batch of {samples} is not compared: {summary(error)}")
+                continue
+            _refuse_mixed(entry, plan, inputs, whole)
+            names = [source.name for source in graph.inputs]
+            given = {name: array_of(item) for name, item in zip(names, inputs, strict=True)}
+            write_arrays(folder / f"{samples}.npz", whole)
+            calls[samples] = given
+        return held(directory, plan, calls, folder, notes)
+
+
+def _run(entry: Entry, graph: Graph, inputs: list[torch.Tensor]) -> Arrays:
+    """The outputs of the model, by the names of its values; its buffers stay as they are."""
+    before = [buffer.clone() for buffer in entry.model.buffers()]
+    with torch.no_grad():
+        leaves = entry(*[tensor.clone() for tensor in inputs])
+    for buffer, content in zip(entry.model.buffers(), before, strict=True):
+        buffer.copy_(content)
+    found = list(flat_tensors(entry.outputs(leaves)).values())
+    names = list(value_names(graph.outputs))
+    if len(names) != len(found):
+        raise ValidationError("the model returns a parameter or a constant, which no stage makes")
+    return {name: array_of(tensor) for name, tensor in zip(names, found, strict=True)}
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The numbers of a tensor; bfloat16, which numpy does not have, as uint16."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return np.array(tensor.numpy())
+
+
+def _refuse_mixed(entry: Entry, plan: Plan, inputs: list[torch.Tensor], whole: Arrays) -> None:
+    """Makes sure that samples do not meet in the model.
+
+    Raises:
+        ModelError: naming the outputs in which they do.
+    """
+    graph = plan.graph
+    assert graph is not None
+    if graph.whole_batch:
+        return
+    pairs = list(zip(graph.inputs, inputs, strict=True))
+    size = plan.microbatch_size
+    count = next(source.samples(tensor) for source, tensor in pairs if source.batched)
+    parts = [
+        _run(entry, graph, [source.part(tensor, start, size) for source, tensor in pairs])
+        for start in range(0, count, size)
+    ]
+    refuse_apart(graph, whole, parts, closeness(graph, quantised=False))

@@ -14,22 +14,24 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, Usa
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.onnx.codegen.package import write_onnx
-from gpipe_compiler.onnx.frontend.constants import node_of
 from gpipe_compiler.onnx.frontend.graph import graph_of, unshaped
+from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_rooflines
-from gpipe_compiler.onnx.passes.facts import onnx_facts
 from gpipe_compiler.onnx.passes.measure import onnx_measured
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import Costs
+from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.measure import on_kinds
+from gpipe_compiler.passes.saved_tensors import SavedTensors
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
-from gpipe_compiler.planner.cut_problem import Prepared
+from gpipe_compiler.planner.cut_problem import Facts, Prepared
 from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.targets.planning import plan_as_asked
@@ -144,13 +146,21 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
             if options.measured
             else onnx_rooflines(graph, kinds)
         )
-        return Prepared(graph, costs, onnx_facts(graph, costs[0]))
+        return Prepared(graph, costs, _facts(graph, costs[0]))
 
     whole = graph_of(model, sizes, sizes.batch)
     if sizes.fixed:
         assert isinstance(options.microbatches, int)
         whole = whole.replace(batch_size=sizes.batch * options.microbatches)
     return Planner(whole, options.cluster, options.measured, options.constraints, analysed)
+
+
+def _facts(graph: Graph, costs: Costs) -> Facts:
+    """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
+    effects = Effects()
+    copied = constant_ops(graph)
+    tied = atoms(graph, effects, copied)
+    return Facts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
 
 
 def _measured(

@@ -18,17 +18,15 @@ import numpy as np
 
 from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.onnx.codegen.traits import closeness
-from gpipe_compiler.onnx.frontend.constants import draws, is_quantised, node_of
-from gpipe_compiler.onnx.frontend.nodes import title
-from gpipe_compiler.onnx.frontend.reading import OnnxModel
-from gpipe_compiler.onnx.frontend.running import whole_session
+from gpipe_compiler.onnx.codegen.scripts import closeness
+from gpipe_compiler.onnx.frontend.nodes import draws, is_quantised, node_of, title
+from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.runtime.arrays import random_array, write_arrays
 from gpipe_compiler.onnx.runtime.check import Closeness, compare
-from gpipe_compiler.onnx.runtime.errors import StageError
-from gpipe_compiler.onnx.runtime.whole import Whole
+from gpipe_compiler.onnx.runtime.stage import Whole
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.errors import StageError
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.package import Validation, run_check
 

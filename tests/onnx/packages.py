@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray]
 def random(package: Path, samples: int) -> Arrays:
     """Inputs of a package, as its own command draws them."""
     module = load_package(package)
-    arrays = importlib.import_module(f"{module.__name__}.runtime.arrays")
+    arrays = importlib.import_module(f"{module.__name__}.runtime.onnx.arrays")
     drawn: Arrays = arrays.random_arrays(module.SPEC, samples)
     return drawn
 

@@ -67,7 +67,7 @@ def test_names_stay_names(model: Path, package: Path) -> None:
 @pytest.fixture(scope="module")
 def command(package: Path) -> tuple[ModuleType, object]:
     made = load_package(package)
-    return importlib.import_module(f"{made.__name__}.runtime.command"), made.SPEC
+    return importlib.import_module(f"{made.__name__}.runtime.onnx.command"), made.SPEC
 
 
 def code_of(command: tuple[ModuleType, object], package: Path, words: list[str]) -> int:

@@ -47,7 +47,7 @@ def test_equals_the_whole_model(make: Callable[[], ModelProto], tmp_path: Path) 
 def test_subgraphs_that_read_what_other_stages_make(tmp_path: Path) -> None:
     path = onnx_models.write(odd_models.nested(), tmp_path / "model.onnx")
     package = _compile(path, stages=5)
-    crossing = {crossing.value for crossing in load_package(package).SPEC.crossings}
+    crossing = load_package(package).SPEC.crossings.keys()
     assert crossing & {"r0", "r1"}
     for flag in (True, False):
         packages.assert_equal(package, path, {"x": ROWS, "flag": np.array(flag)})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import gpipe_compiler.onnx.runtime
+import gpipe_compiler.runtime
 from gpipe_compiler.codegen.package import PLAN, Progress, copy_runtime
 from gpipe_compiler.onnx.codegen.exported import export_stages
 from gpipe_compiler.onnx.codegen.scripts import (
+    Traits,
+    closeness,
     write_onnx_init,
     write_onnx_readme,
     write_onnx_run,
@@ -15,13 +19,14 @@ from gpipe_compiler.onnx.codegen.scripts import (
 )
 from gpipe_compiler.onnx.codegen.staged import write_staged
 from gpipe_compiler.onnx.codegen.stages import write_stages
-from gpipe_compiler.onnx.codegen.traits import Traits, closeness
-from gpipe_compiler.onnx.codegen.whole import write_whole
-from gpipe_compiler.onnx.frontend.constants import is_quantised
+from gpipe_compiler.onnx.frontend.nodes import is_quantised
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
+
+_SHARED = ("__init__.py", "errors.py", "wording.py", "core/__init__.py", "core/typed.py")
+"""What a package of ONNX stages needs of the runtime of torch stages; none of it imports torch."""
 
 
 def write_onnx(
@@ -33,8 +38,7 @@ def write_onnx(
         EmitError: when onnx.checker refuses a stage.
     """
     progress("writing the stages")
-    places = write_stages(plan, model, folder)
-    write_staged(plan, model, folder, places)
+    write_stages(plan, model, folder)
     assert plan.graph is not None
     close = closeness(plan.graph, quantised=is_quantised(plan.graph))
     _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free))
@@ -47,13 +51,13 @@ def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:
         EmitError: when a stage cannot be exported.
     """
     export_stages(plan, folder, progress)
-    write_whole(plan, folder)
     assert plan.graph is not None
     _write_program(plan, folder, Traits(closeness(plan.graph, quantised=False)))
 
 
 def _write_program(plan: Plan, folder: Path, traits: Traits) -> None:
-    """All of a package but its models."""
+    """All of a package but the models of its stages."""
+    write_staged(plan, folder)
     texts = {
         "schedule.py": write_onnx_schedule(plan, traits),
         "__init__.py": write_onnx_init(plan),
@@ -63,5 +67,8 @@ def _write_program(plan: Plan, folder: Path, traits: Traits) -> None:
     }
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    copy_runtime(gpipe_compiler.onnx.runtime, folder / "runtime")
+    for file in _SHARED:
+        (folder / "runtime" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(gpipe_compiler.runtime.__path__[0], file), folder / "runtime" / file)
+    copy_runtime(gpipe_compiler.onnx.runtime, folder / "runtime" / "onnx")
     write_report(plan, folder / "report.html")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,12 +18,54 @@ from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.staged import staged_file
 from gpipe_compiler.onnx.codegen.stages import stage_file
-from gpipe_compiler.onnx.codegen.traits import Traits
+from gpipe_compiler.onnx.runtime.arrays import foreign
 from gpipe_compiler.onnx.runtime.check import Closeness
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.schedule.actions import format_order
 from gpipe_compiler.runtime.schedule.clock import needs_of
 from gpipe_compiler.text.escaping import code_span
+
+QUANTISED = 2e-2
+"""How close outputs are where numbers are rounded to integers."""
+
+_STEPS = 4
+"""Last places by which outputs of floats of 16 bits may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a plan does not tell.
+
+    Attributes:
+        close: how close the outputs are to those of the whole model.
+        fixed: whether the model takes batches of one size only.
+        free: the dimensions of each input that may be of any size, without the batch.
+    """
+
+    close: Closeness
+    fixed: bool = False
+    free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def closeness(graph: Graph, *, quantised: bool) -> Closeness:
+    """How close the outputs of stages come to those of the whole model.
+
+    ONNX Runtime computes floats of 16 bits in 32 where it has no kernel for them, and rounds where
+    stages end: there, last places differ.
+    """
+    kinds = {
+        name: kind
+        for name in graph.output_values
+        if foreign(kind := str(graph.values[name].dtype).removeprefix("torch."))
+    }
+    if quantised:
+        return Closeness(QUANTISED, quantised=True, kinds=kinds)
+    known = {value.dtype for value in graph.values.values()}
+    known.update(state.dtype for state in graph.state.values())
+    for dtype in (torch.bfloat16, torch.float16):
+        if dtype in known:
+            return Closeness(_STEPS * torch.finfo(dtype).eps, kinds=kinds)
+    return Closeness(kinds=kinds)
 
 
 def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
@@ -31,7 +74,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     assert graph is not None
     pipeline = _pipeline(plan, graph, traits)
     text = lay_out(pipeline, prefix="SPEC = ")
-    used = ("Crossing", "Input", "Output", "PipelineSpec", "StageSpec")
+    used = ("Input", "Output", "PipelineSpec", "StageSpec")
     found = [item for item in used if any(f"{item}(" in line for line in text)]
     orders = [
         textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
@@ -46,7 +89,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
         microbatches=plan.microbatches,
         several=len(plan.orders) < len(plan.stages),
         drawing=_drawing(plan),
-        spec_import=[f"from .runtime.spec import {', '.join(found)}"],
+        spec_import=[f"from .runtime.onnx.spec import {', '.join(found)}"],
         orders=lines if wrapped else [line for line in lines if line],
         wrapped=wrapped,
         spec=text,
@@ -68,12 +111,6 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         "stages": _all([_stage(stage) for stage in plan.stages]),
         "inputs": _all([_input(source, traits) for source in graph.inputs]),
         "outputs": _all([_output(graph.values[item], traits) for item in graph.output_values]),
-        "crossings": _all(
-            [
-                call("Crossing", [_text(c.value), name(str(c.source)), _numbers(c.targets)])
-                for c in plan.crossings
-            ]
-        ),
         "placement": _numbers(placement),
         "devices": tuple_of([_text(device) for device in runtime_devices(plan)]),
         "orders": name("ORDERS"),
@@ -154,7 +191,7 @@ def write_onnx_run(plan: Plan) -> str:
         training=False,
         hooks=None,
         offered="",
-        command="command",
+        command="onnx.command",
     )
 
 

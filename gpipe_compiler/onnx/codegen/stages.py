@@ -11,14 +11,12 @@ from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.codegen.weights import (
     INLINE,
-    Place,
     save,
     take_in,
     weight_bytes,
     write_weights,
 )
-from gpipe_compiler.onnx.frontend.constants import node_of
-from gpipe_compiler.onnx.frontend.nodes import subgraphs
+from gpipe_compiler.onnx.frontend.nodes import node_of, subgraphs
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_of
 from gpipe_compiler.plan import Plan, Stage
@@ -36,30 +34,23 @@ def stage_file(stage: Stage) -> str:
     return f"stage_{stage.index}.onnx"
 
 
-def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> Mapping[str, Place]:
+def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> None:
     """Writes the model of every stage, checked by onnx.checker.
 
     Large weights go into `stage_<k>.onnx.data`, one after another and never all in memory.
 
-    Returns:
-        Where weights are that stand in such files.
-
     Raises:
         EmitError: naming the stage that the checker refuses.
     """
-    places: dict[str, Place] = {}
     apart = weight_bytes(model) > INLINE
     for stage in plan.stages:
         proto = stage_model(plan, model, stage)
         path = folder / stage_file(stage)
         if apart:
-            places |= write_weights(
-                proto.graph, model.path.parent, path.with_name(f"{path.name}.data")
-            )
+            write_weights(proto.graph, model.path.parent, path.with_name(f"{path.name}.data"))
         else:
             take_in(proto.graph, model.path.parent)
         save(proto, path, f"the model of stage {stage.index}")
-    return places
 
 
 def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:

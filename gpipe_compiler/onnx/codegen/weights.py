@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,15 +23,6 @@ _PIECE = 16 * 2**20
 _SMALL = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the bytes of a weight are: a file's name in the package, offset and length."""
-
-    file: str
-    offset: int
-    length: int
-
-
 def weight_bytes(model: OnnxModel) -> int:
     """Bytes of all weights of a model."""
     total = 0
@@ -50,30 +40,24 @@ def _item_bytes(tensor: TensorProto) -> int:
         return 1
 
 
-def write_weights(graph: GraphProto, folder: Path, file: Path) -> dict[str, Place]:
+def write_weights(graph: GraphProto, folder: Path, file: Path) -> None:
     """Moves the weights of a graph into one file beside its model, without loading them.
 
     Args:
         graph: changed: its tensors point to the file.
         folder: where the files that they point to now are.
         file: what is written; nothing where there is nothing to move.
-
-    Returns:
-        The places of the graph's own initialisers.
     """
-    own = list(graph.initializer)
-    nested = list(tensors_of(graph))[len(own) :]
-    moved = [tensor for tensor in own if _is_external(tensor) or _is_large(tensor)]
-    elsewhere = [tensor for tensor in nested if _is_external(tensor)]
-    places: dict[str, Place] = {}
-    if not moved and not elsewhere:
-        return places
-    with file.open("wb") as target:
-        for tensor in moved:
-            places[tensor.name] = _move(tensor, folder, file, target)
-        for tensor in elsewhere:
-            _move(tensor, folder, file, target)
-    return places
+    own = len(graph.initializer)
+    moved = [
+        tensor
+        for place, tensor in enumerate(tensors_of(graph))
+        if _is_external(tensor) or (place < own and _is_large(tensor))
+    ]
+    if moved:
+        with file.open("wb") as target:
+            for tensor in moved:
+                _move(tensor, folder, file, target)
 
 
 def take_in(graph: GraphProto, folder: Path) -> None:
@@ -93,16 +77,20 @@ def take_in(graph: GraphProto, folder: Path) -> None:
             tensor.data_location = TensorProto.DEFAULT
 
 
-def _move(tensor: TensorProto, folder: Path, file: Path, target: BinaryIO) -> Place:
+def _move(tensor: TensorProto, folder: Path, file: Path, target: BinaryIO) -> None:
     target.write(b"\0" * (-target.tell() % _ALIGNED))
     offset = target.tell()
     if _is_external(tensor):
         _copy(tensor, folder, target)
     else:
         target.write(_raw(tensor))
-    place = Place(file.name, offset, target.tell() - offset)
-    point_to(tensor, place)
-    return place
+    for field in _NUMBERS:
+        tensor.ClearField(field)
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    place = {"location": file.name, "offset": offset, "length": target.tell() - offset}
+    for key, value in place.items():
+        tensor.external_data.add(key=key, value=str(value))
 
 
 def _is_external(tensor: TensorProto) -> bool:
@@ -134,21 +122,6 @@ def _raw(tensor: TensorProto) -> bytes:
 
 
 _NUMBERS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "raw_data")
-
-
-def point_to(tensor: TensorProto, place: Place) -> None:
-    """Has a tensor find its bytes there."""
-    for field in _NUMBERS:
-        tensor.ClearField(field)
-    tensor.data_location = TensorProto.EXTERNAL
-    del tensor.external_data[:]
-    for key, value in (
-        ("location", place.file),
-        ("offset", place.offset),
-        ("length", place.length),
-    ):
-        entry = tensor.external_data.add()
-        entry.key, entry.value = key, str(value)
 
 
 def save(proto: ModelProto, path: Path, what: str) -> None:

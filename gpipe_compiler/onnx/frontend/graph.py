@@ -25,8 +25,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import Argument
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.onnx.frontend.nodes import OnnxNode, captured
-from gpipe_compiler.onnx.frontend.reading import OnnxModel
-from gpipe_compiler.onnx.frontend.running import whole_session
+from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
 from gpipe_compiler.onnx.frontend.shapes import Described, describe
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.frontend.types import element_name, torch_dtype

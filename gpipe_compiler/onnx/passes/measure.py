@@ -17,7 +17,7 @@ from onnx import ModelProto
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
-from gpipe_compiler.onnx.runtime.whole import run_session
+from gpipe_compiler.onnx.runtime.stage import run_session
 from gpipe_compiler.passes.cost import Costs
 
 RUNS = 5

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .errors import UsageError
+from ...runtime.errors import UsageError
+from .arrays import array_dtype, value_of
 from .spec import Input, PipelineSpec
 from .stage import Values
-from .values import array_dtype, value_of
 
 Arrays = Mapping[str, np.ndarray]
 

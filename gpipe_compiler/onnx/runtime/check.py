@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .values import numbers
+from .arrays import numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
+from ...runtime.core.typed import natural, positive, whole
+from ...runtime.errors import PipelineError, UsageError
+from ...runtime.wording import printable, printable_lines
 from .arrays import arrays_of, random_arrays, write_arrays
 from .check import Closeness, compare, format_rows
-from .errors import PipelineError, UsageError
 from .pipeline import Pipeline
 from .spec import PipelineSpec
-from .whole import Whole
+from .stage import Whole
 
 FAILED_CHECK = 3
 INTERRUPTED = 130
 _LOOK_S = 0.1
-_MOST = 2**31 - 1
 WARM_UP = 3
 
 
@@ -71,7 +72,7 @@ def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> in
         )
         return int(arguments.work(pipe, folder, arguments))
     except (PipelineError, OSError) as error:
-        print(_printable(f"error: {error}"), file=sys.stderr)
+        print(printable_lines(f"error: {error}"), file=sys.stderr)
         return error.exit_code if isinstance(error, PipelineError) else 1
     finally:
         if pipe is not None:
@@ -81,7 +82,7 @@ def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> in
 def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     """Of the commands of a package."""
     count = len(spec.devices)
-    named = _printable(spec.name).replace("%(", "% (")  # no place that argparse fills
+    named = printable(spec.name).replace("%(", "% (")  # no place that argparse fills
     parser = argparse.ArgumentParser(
         prog="run.py",
         description=f"{named} as a pipeline of {len(spec.stages)} stages on {count} devices, "
@@ -103,7 +104,7 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     check.set_defaults(work=_check)
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
-    bench.add_argument("--steps", type=_positive, default=10, metavar="N")
+    bench.add_argument("--steps", type=positive, default=10, metavar="N")
     bench.set_defaults(work=_bench)
     for command in (infer, check, bench):
         _add_common(command, spec)
@@ -116,19 +117,19 @@ def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
     )
     command.add_argument(
-        "--threads", type=_threads, default=1, metavar="N", help="of each stage (default 1)"
+        "--threads", type=whole(1, 1024), default=1, metavar="N", help="of each stage (default 1)"
     )
     command.add_argument(
-        "--microbatches", type=_positive, metavar="M", help="that a batch is split into"
+        "--microbatches", type=positive, metavar="M", help="that a batch is split into"
     )
     command.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=spec.microbatches * spec.microbatch_size,
         metavar="B",
         help="samples of random inputs (default %(default)s)",
     )
-    command.add_argument("--seed", type=_natural, default=0, help="of random inputs")
+    command.add_argument("--seed", type=natural, default=0, help="of random inputs")
     command.add_argument(
         "--custom-ops",
         type=Path,
@@ -136,31 +137,6 @@ def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         default=[],
         metavar="LIB",
         help="a library of custom operators; may be given again",
-    )
-
-
-def _natural(text: str, least: int = 0, most: int = _MOST) -> int:
-    try:
-        number = int(text)
-    except ValueError:  # of too many digits, too
-        number = -1
-    if not least <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
-    return number
-
-
-def _positive(text: str) -> int:
-    return _natural(text, 1)
-
-
-def _threads(text: str) -> int:
-    return _natural(text, 1, 1024)
-
-
-def _printable(text: str) -> str:
-    """Text without what commands a terminal: Python's escapes stand for that."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
 
 
@@ -192,7 +168,7 @@ def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
     if pipe.rank:
         return 0
     for name, array in outputs.items():
-        print(f"{_printable(name)}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
+        print(f"{printable(name)}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
     if output is not None:
         write_arrays(output, outputs)
         print(f"outputs saved to {output}")
@@ -209,7 +185,7 @@ def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
     expected = _reference(spec, folder, arguments, inputs)
     kinds = {output.name: output.dtype for output in spec.outputs if output.dtype}
     rows = compare(expected, found, Closeness(spec.tolerance, spec.quantised, kinds))
-    print(_printable(format_rows(rows)))
+    print(printable_lines(format_rows(rows)))
     if arguments.report is not None:
         arguments.report.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
     return FAILED_CHECK if any(row.fault for row in rows) else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnxruntime
 
-from .errors import UsageError
+from ...runtime.errors import UsageError
 
 _PROVIDERS: Mapping[str, str] = {
     "cpu": "CPUExecutionProvider",

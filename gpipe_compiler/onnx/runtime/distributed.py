@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from onnxruntime import OrtValue
 
-from .engine import Engine
-from .errors import PipelineError, UsageError
-from .schedule import orders_for
+from ...runtime.errors import PipelineError, UsageError
+from .arrays import array_of, foreign_name, value_of
+from .engine import Engine, orders_for
 from .spec import PipelineSpec
 from .stage import Values
-from .values import array_of, foreign_name, value_of
 
 TIMEOUT_S = 600.0
 
@@ -96,7 +95,7 @@ class RankEndpoint:
     def __init__(self, spec: PipelineSpec, world: World) -> None:
         self._world = world
         self._placement = spec.placement
-        self._number = {crossing.value: k for k, crossing in enumerate(spec.crossings)}
+        self._number = {name: number for number, name in enumerate(spec.crossings)}
         self._pending: list[tuple[Any, np.ndarray]] = []
 
     def begin(self, microbatch: int) -> None:

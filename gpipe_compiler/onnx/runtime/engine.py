@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
 
-from .schedule import Action
+from onnxruntime import OrtValue
+
+from ...runtime.errors import PipelineError
 from .spec import PipelineSpec
 from .stage import Stage, Values
-from .transport import Endpoint
+
+Action: TypeAlias = tuple[int, int]
+"""Stage and micro-batch."""
+
+_ACTION = re.compile(r"(\d+)F(\d+)")
+
+
+def orders_for(spec: PipelineSpec, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """Each device's actions: as planned, or for another number of micro-batches in the same way.
+
+    Every device takes the micro-batches one after another, each through all of its stages. Nobody
+    waits for what comes later, so no schedule of this kind can hang.
+
+    Raises:
+        PipelineError: when the planned orders cannot be read.
+    """
+    if microbatches == spec.microbatches and spec.orders:
+        return tuple(map(_parse, spec.orders))
+    devices = range(len(spec.devices))
+    return tuple(_in_turn(spec.placement, device, microbatches) for device in devices)
+
+
+def _in_turn(placement: Sequence[int], device: int, microbatches: int) -> tuple[Action, ...]:
+    mine = [stage for stage, place in enumerate(placement) if place == device]
+    return tuple((stage, number) for number in range(microbatches) for stage in mine)
+
+
+def _parse(order: str) -> tuple[Action, ...]:
+    actions = []
+    for word in order.split():
+        match = _ACTION.fullmatch(word)
+        if match is None:
+            raise PipelineError(f"schedule.py: {word!r} is no forward of a stage")
+        actions.append((int(match[1]), int(match[2])))
+    return tuple(actions)
+
+
+class Endpoint(Protocol):
+    """A device's end of all links."""
+
+    def begin(self, microbatch: int) -> None:
+        """Wait until there is room for another micro-batch on its way."""
+
+    def take(self, name: str, microbatch: int, source: int) -> OrtValue:
+        """A value that the stage `source` has made; waits for it."""
+
+    def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
+        """Hand a value to these stages."""
+
+    def end(self, microbatch: int) -> None:
+        """This device is done with a micro-batch."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
 
 
 class Engine:
@@ -19,10 +76,10 @@ class Engine:
 
     def __init__(self, spec: PipelineSpec, stages: Mapping[int, Stage]) -> None:
         self.stages = stages
-        self._sources = {crossing.value: crossing.source for crossing in spec.crossings}
+        self._sources = {name: source for name, (source, _) in spec.crossings.items()}
         self._away = {
-            crossing.value: tuple(t for t in crossing.targets if t not in stages)
-            for crossing in spec.crossings
+            name: tuple(target for target in targets if target not in stages)
+            for name, (_, targets) in spec.crossings.items()
         }
         self._outputs = frozenset(output.name for output in spec.outputs)
         self._last_use = {

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from onnxruntime import OrtValue
 
-from .engine import Engine
-from .errors import PipelineError
-from .schedule import orders_for
+from ...runtime.errors import PipelineError
+from .engine import Engine, orders_for
 from .spec import PipelineSpec
 from .stage import Values
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
+from ...runtime.errors import UsageError
+from .arrays import array_of
 from .batches import batch_size, join, sizes_of, split
 from .devices import DeviceChoice, parse_devices
 from .distributed import World, gathered, rank_here, run_rank
 from .engine import Engine
-from .errors import UsageError
 from .local import run_local
 from .spec import PipelineSpec
 from .stage import SessionChoice, Stage
-from .values import array_of
 
 
 class Pipeline:

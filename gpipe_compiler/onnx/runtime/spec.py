@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,6 @@ class StageSpec:
     outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A boundary value: made in one stage, used in later ones."""
-
-    value: str
-    source: int
-    targets: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class PipelineSpec:
     """Everything about a pipeline but its weights.
@@ -81,7 +74,6 @@ class PipelineSpec:
     stages: tuple[StageSpec, ...]
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    crossings: tuple[Crossing, ...]
     placement: tuple[int, ...]
     devices: tuple[str, ...]
     orders: tuple[str, ...]
@@ -91,3 +83,13 @@ class PipelineSpec:
     quantised: bool = False
     whole_batch: str = ""
     tolerance: float = 1e-4
+
+    @cached_property
+    def crossings(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """By boundary value, the stage that makes it and the later ones that take it."""
+        made = {name: number for number, stage in enumerate(self.stages) for name in stage.outputs}
+        users: dict[str, list[int]] = {name: [] for name in made}
+        for number, stage in enumerate(self.stages):
+            for name in users.keys() & set(stage.inputs):
+                users[name].append(number)
+        return {name: (made[name], tuple(targets)) for name, targets in users.items() if targets}
