@@ -1,8 +1,9 @@
-"""Where the model's results for a mini-batch depart from those for its micro-batches."""
+"""A mini-batch in one piece beside its micro-batches: whether, and where, the results depart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +14,80 @@ from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.runtime.train.comparison import RELATIVE, flat_tensors
+from gpipe_compiler.runtime.core.outputs import join
+from gpipe_compiler.runtime.spec import Leaf
+from gpipe_compiler.runtime.train.comparison import RELATIVE, Kind, compare, flat_tensors
 from gpipe_compiler.validate.draws import Draws
-from gpipe_compiler.validate.plain_run import Batch, all_at_once, one_by_one
+from gpipe_compiler.validate.float_types import to_type
+from gpipe_compiler.validate.loss_splitting import Losses
+from gpipe_compiler.validate.plain_run import Batch, Outputs, Shares, all_at_once, one_by_one
 
 HINT = (
     "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch is "
     "computed by itself; what writes to buffers or normalises over the batch takes it whole with "
     "--batchnorm exact"
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Both:
+    """What the model gives for a mini-batch in one piece, and for its micro-batches."""
+
+    whole: Outputs
+    parts: Sequence[Outputs]
+    sizes: Sequence[int]
+    shares: Shares
+    rounded: torch.dtype | None
+
+    @property
+    def losses(self) -> Losses | None:
+        """The losses, where there are any."""
+        if self.whole.loss is None or not self.shares:
+            return None
+        terms = tuple(part.terms for part in self.parts)
+        return Losses(to_type(self.whole.loss, self.rounded), terms, tuple(self.shares))
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """The names of the outputs that differ, beyond rounding."""
+        if len(self.parts) == 1:
+            return ()
+        made = joined(self.parts, self.sizes, self.whole)
+        whole = {name: to_type(tensor, self.rounded) for name, tensor in self.whole.outputs.items()}
+        rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
+        if all(row.passed for row in rows):
+            return ()
+        return tuple(
+            name
+            for name in whole
+            for row in compare(
+                {Kind.OUTPUT: {name: made[name]}}, {Kind.OUTPUT: {name: whole[name]}}
+            )
+            if not row.passed
+        )
+
+    @property
+    def alike(self) -> bool:
+        """Whether the one is the other put together, but for rounding."""
+        return not self.unlike and (self.losses is None or self.losses.equal)
+
+
+def joined(
+    parts: Sequence[Outputs], sizes: Sequence[int], whole: Outputs
+) -> Mapping[str, torch.Tensor]:
+    """The outputs for micro-batches as one, along the dimension in which the whole is larger.
+
+    What has no such dimension is that of the whole.
+    """
+    if not all(whole.outputs.keys() == part.outputs.keys() for part in parts):
+        raise ValidationError("the model returns another structure for a micro-batch")
+    found = {}
+    for name, tensor in whole.outputs.items():
+        pieces = [part.outputs[name] for part in parts]
+        pairs = zip(tensor.shape, pieces[0].shape, strict=False)
+        grown = next((dim for dim, (more, few) in enumerate(pairs) if more != few), None)
+        found[name] = tensor if grown is None else join(Leaf("", batch_dim=grown), pieces, sizes)
+    return found
 
 
 def departure(

@@ -1,18 +1,33 @@
-"""What a model draws in one mode, as its package draws it."""
+"""The random numbers of a model: as its package draws them, and for a mini-batch in one piece.
+
+A random op of the plain model that is given the whole mini-batch runs once for each micro-batch: on
+its share of the arguments and from its seed. What these return, put together along the batch, is
+what the op returns. How an argument grows with the batch shows when a micro-batch runs first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.dry_run import like_strides
 from gpipe_compiler.passes.random_ops import (
     first_numbers,
     numbers_of,
     random_ops,
     shared_draws,
 )
-from gpipe_compiler.runtime.core.random import SeededRandom, seed_in_eval
+from gpipe_compiler.runtime.core.random import SeededRandom, seed_in_eval, seeded
+
+_Described: TypeAlias = tuple[Any, tuple[object, ...]]
+"""A random op and what it was called with: the shapes of tensors, everything else as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +66,207 @@ class Draws:
         if not self.numbers:  # torch compiles nothing, flex attention neither, inside of a mode
             return contextlib.nullcontext()
         return SeededRandom(self.seed, 0, microbatch, self.numbers, self.shared)
+
+
+class ApartError(Exception):
+    """What an op draws for a mini-batch is not what its micro-batches draw put together.
+
+    Attributes:
+        op: the name of the op in the graph.
+        reason: what it draws, in words.
+        inside: whether a kernel draws in its inside, and keeps for its backward what it drew.
+    """
+
+    def __init__(self, op: str, reason: str, *, inside: bool = False) -> None:
+        super().__init__(reason)
+        self.op = op
+        self.reason = reason
+        self.inside = inside
+
+
+class DrawsOfOne(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own base
+    """Around the model's call on one micro-batch: notes what its random ops are called with."""
+
+    def __init__(self, draws: Draws, microbatch: int) -> None:
+        super().__init__(draws.seed, 0, microbatch, draws.numbers, draws.shared)
+        self.calls: list[_Described] = []
+
+    def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Notes the call, and runs it."""
+        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
+        self.calls.append((func, tuple(map(_described, leaves))))
+        return super().draw(number, func, args, kwargs)
+
+
+class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own base
+    """Around the model's call on the whole mini-batch.
+
+    Args:
+        calls: of the first micro-batch, by `DrawsOfOne`.
+        sizes: samples in each micro-batch.
+        inner: where a dimension holds several entries for each sample, whether the samples follow
+            each other fastest (time by batch), and not the entries (batch by time).
+
+    Attributes:
+        flattened: whether there was such a dimension.
+    """
+
+    def __init__(
+        self, draws: Draws, calls: Sequence[_Described], sizes: Sequence[int], *, inner: bool
+    ) -> None:
+        super().__init__(draws.seed, 0, 0, draws.numbers, draws.shared)
+        self.flattened = False
+        self._draws = draws
+        self._calls = calls
+        self._sizes = sizes
+        self._inner = inner
+
+    def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the micro-batches draw, put together; a shared draw as it is."""
+        if number in self.shared:
+            return super().draw(number, func, args, kwargs)
+        position = self.position - 1
+        known = self._calls[position] if position < len(self._calls) else (None, ())
+        leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+        if known[0] is not func or len(known[1]) != len(leaves):
+            raise self._apart("draws otherwise for a micro-batch than for the batch")
+        cuts = [self._cut(leaf, part) for leaf, part in zip(leaves, known[1], strict=True)]
+        if func is torch.ops.aten.randperm.default or _pairs(args, cuts, tree):
+            raise self._apart("draws for pairs of samples")
+        written = _written(func, args, kwargs)
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        again, named = tree_unflatten(copies, tree)
+        # Shows the shapes that the whole has, and which arguments are returned.
+        whole, form = tree_flatten(seeded(0, func, again, named))
+        pieces = []
+        for microbatch, (start, size) in enumerate(_places(self._sizes)):
+            self.key = (*self.key[:2], microbatch)
+            own = [
+                leaf if cut is None else cut.piece(leaf, start, size)
+                for leaf, cut in zip(leaves, cuts, strict=True)
+            ]
+            positional, keywords = tree_unflatten(own, tree)
+            returned = seeded(self.seed_of(number), func, positional, keywords)
+            for leaf, cut, piece in zip(leaves, cuts, own, strict=True):
+                if id(leaf) in written and cut is not None:
+                    cut.put(leaf, start, size, piece)
+            pieces.append(tree_flatten(returned)[0])
+        places = {id(copy): place for place, copy in enumerate(copies)}
+        results = [
+            leaves[places[id(item)]] if id(item) in places else self._join(item, parts)
+            for item, parts in zip(whole, zip(*pieces, strict=True), strict=True)
+        ]
+        return tree_unflatten(results, form)
+
+    def _cut(self, leaf: object, part: object) -> _Cut | None:
+        """How a leaf of the whole's arguments is cut, from that of the first micro-batch."""
+        if _described(leaf) == part:
+            return None
+        if isinstance(leaf, torch.Tensor) and isinstance(part, torch.Size):
+            pairs = zip(leaf.shape, part, strict=False)
+            grown = [dim for dim, (more, few) in enumerate(pairs) if more != few]
+            if len(part) == leaf.dim() and len(grown) == 1:
+                return self._proportional(leaf.shape[grown[0]], part[grown[0]], grown[0])
+        elif isinstance(leaf, int) and isinstance(part, int):
+            return self._proportional(leaf, part, None)
+        raise self._apart("draws numbers that grow with the batch in another way than one by one")
+
+    def _proportional(self, whole: int, part: int, dim: int | None) -> _Cut:
+        each, rest = divmod(whole, sum(self._sizes))
+        if rest or part != each * self._sizes[0]:
+            raise self._apart("draws numbers that do not grow in proportion to the batch")
+        self.flattened = self.flattened or each > 1
+        return _Cut(dim, each, self._inner)
+
+    def _join(self, whole: object, parts: Sequence[Any]) -> object:
+        """One of the results, from those of the micro-batches."""
+        first = parts[0]
+        if not isinstance(whole, torch.Tensor):
+            return first
+        if whole.shape == first.shape:
+            raise self._apart("draws inside a kernel", inside=True)
+        cut = self._cut(whole, first.shape)
+        assert cut is not None
+        return cut.join(parts)
+
+    def _apart(self, reason: str, *, inside: bool = False) -> ApartError:
+        position = self.position - 1
+        names = self._draws.ops
+        return ApartError(names[position] if position < len(names) else "", reason, inside=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a tensor, or a number of entries, is cut into micro-batches.
+
+    Attributes:
+        dim: of a tensor.
+        each: entries for one sample.
+        inner: whether the samples follow each other fastest.
+    """
+
+    dim: int | None
+    each: int
+    inner: bool
+
+    def piece(self, whole: Any, start: int, size: int) -> Any:
+        """The share of some samples: of a tensor a dense copy, laid out as the whole is."""
+        if self.dim is None:
+            return self.each * size
+        view = self._view(whole, start, size)
+        shape = [size * self.each if d == self.dim else n for d, n in enumerate(whole.shape)]
+        copy = torch.empty_strided(
+            shape, like_strides(whole, shape), dtype=whole.dtype, device=whole.device
+        )
+        return copy.copy_(view.reshape(shape))
+
+    def put(self, whole: torch.Tensor, start: int, size: int, piece: torch.Tensor) -> None:
+        """Writes the share of some samples."""
+        view = self._view(whole, start, size)
+        view.copy_(piece.reshape(view.shape))
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole from the shares of all."""
+        assert self.dim is not None
+        if not self.inner:
+            return torch.cat(list(pieces), self.dim)
+        return torch.cat(list(map(self._apart, pieces)), self.dim + 1).flatten(
+            self.dim, self.dim + 1
+        )
+
+    def _view(self, whole: torch.Tensor, start: int, size: int) -> torch.Tensor:
+        assert self.dim is not None
+        if self.inner:
+            return self._apart(whole).narrow(self.dim + 1, start, size)
+        return whole.narrow(self.dim, start * self.each, size * self.each)
+
+    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """With a dimension of the entries of a sample, and after it one of the samples."""
+        assert self.dim is not None
+        sizes = tensor.shape
+        return tensor.reshape(*sizes[: self.dim], self.each, -1, *sizes[self.dim + 1 :])
+
+
+def _described(leaf: object) -> object:
+    return leaf.shape if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first sample of each micro-batch, and how many it has."""
+    return zip((0, *itertools.accumulate(sizes)), sizes, strict=False)
+
+
+def _pairs(args: Sequence[Any], cuts: Sequence[_Cut | None], tree: Any) -> bool:
+    """Whether the batch shows more than once in a list of sizes."""
+    positional, _ = tree_unflatten(list(cuts), tree)
+    sizes = (cut for arg, cut in zip(args, positional, strict=True) if isinstance(arg, list))
+    return any(len([item for item in cut if item is not None]) > 1 for cut in sizes)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of the arguments that an op writes to."""
+    return frozenset(
+        id(args[place] if place < len(args) else kwargs.get(argument.name))
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

@@ -81,46 +81,39 @@ def validate(
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
         expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
-        second = _second_reference(subject, plan, seed, per_microbatch)
+        second, note = _second_reference(subject, plan, seed, per_microbatch)
     with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
         report = Path(scratch, "report.json")
         options: list[object] = ["--report", report, "--seed", seed]
-        for number, tensors in enumerate([pack(expected), *second.packed]):
+        for number, tensors in enumerate([pack(expected), *second]):
             reference = Path(scratch, f"reference_{number}.safetensors")
             save_file(tensors, reference)
             options += ["--reference", reference]
         if weights is not None:
             save_weights(weights, Path(scratch, "weights.safetensors"))
             options += ["--load", Path(scratch, "weights.safetensors")]
-        _run_package(
+        # Where the model ran and with as many threads: other kernels round in another way.
+        device, count = device_of(subject.model), len(plan.orders)
+        run_check(
             directory,
-            options,
-            devices=[device_of(subject.model)] * len(plan.orders),
-            threads=threads,
-            launch=launch,
+            [*options, "--devices", ",".join([str(device)] * count)],
+            threads=threads * count,
+            launch=launch if device.type == "cpu" else fresh,
         )
         rows = tuple(
             Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
         )
-    return Validation(rows, (*notes, second.note))
+    return Validation(rows, (*notes, note))
 
 
-@dataclass(frozen=True, slots=True)
-class _Second:
-    """What a package must come to on a second batch.
+def _second_reference(
+    subject: Subject, plan: Plan, seed: int, per_microbatch: bool
+) -> tuple[list[dict[str, torch.Tensor]], str]:
+    """The model's results on the batch most unlike the example that it takes, with its inputs.
 
-    Attributes:
-        packed: one reference with its inputs, as `run.py check` reads it; none where plain PyTorch
-            takes no such batch.
-        note: what is compared, or why nothing is.
-    """
-
-    packed: tuple[dict[str, torch.Tensor], ...]
-    note: str
-
-
-def _second_reference(subject: Subject, plan: Plan, seed: int, per_microbatch: bool) -> _Second:
-    """The model's results on the batch most unlike the example that it takes.
+    Returns:
+        One reference as `run.py check` reads it, or none where plain PyTorch takes no such batch;
+        and what is compared, or why nothing is.
 
     Raises:
         ValidationError: when micro-batches cannot give the loss of that batch.
@@ -146,11 +139,10 @@ def _second_reference(subject: Subject, plan: Plan, seed: int, per_microbatch: b
         names = (f"{INPUT}{source.name}" for source in entry.signature.inputs)
         given = {n: t.clone().contiguous() for n, t in zip(names, batch.inputs, strict=True)}
         instead = f" (the model rejects one {met})" if met else ""
-        return _Second(
-            ({**pack(expected), **given},), f"compared on a second batch too: {batch.what}{instead}"
-        )
+        note = f"compared on a second batch too: {batch.what}{instead}"
+        return [{**pack(expected), **given}], note
     why = f"the model rejects a second batch {met}" if met else "no input has a batch dimension"
-    return _Second((), f"the example alone was compared: {why}")
+    return [], f"the example alone was compared: {why}"
 
 
 LARGEST_MATERIALISED = 1 << 30
@@ -201,27 +193,6 @@ def why_not_materialised(plan: Plan) -> str:
     return (
         f"the model is on the meta device, and its {size / 2**30:.1f} GiB of parameters are too "
         f"much to be filled and run here (the limit is {LARGEST_MATERIALISED >> 30} GiB)"
-    )
-
-
-def _run_package(
-    directory: Path,
-    options: Sequence[object],
-    *,
-    devices: Sequence[torch.device],
-    threads: int,
-    launch: Launch,
-) -> None:
-    """`run.py check` in a process of its own, in which this compiler cannot be imported.
-
-    Its stages compute where the model did and with as many threads, since other kernels round in
-    another way.
-    """
-    run_check(
-        directory,
-        [*options, "--devices", ",".join(map(str, devices))],
-        threads=threads * len(devices),
-        launch=launch if all(device.type == "cpu" for device in devices) else fresh,
     )
 
 

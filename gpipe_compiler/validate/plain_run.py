@@ -25,8 +25,7 @@ from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.check import LOSS_SCALE
 from gpipe_compiler.runtime.train.comparison import Kind, Tensors, flat_tensors
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
-from gpipe_compiler.validate.draws import Draws
-from gpipe_compiler.validate.whole_draws import DrawsOfAll, DrawsOfOne
+from gpipe_compiler.validate.draws import Draws, DrawsOfAll, DrawsOfOne
 
 _LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 

@@ -12,34 +12,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.core.outputs import join
-from gpipe_compiler.runtime.spec import BatchNorm, Leaf, Precision
+from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import Kind, Tensors, compare, dense
-from gpipe_compiler.validate.departure import HINT, departure
-from gpipe_compiler.validate.draws import Draws
-from gpipe_compiler.validate.loss_splitting import Losses, cause_of, explain, loss_shares
-from gpipe_compiler.validate.lower_types import lower_types, without_lower
+from gpipe_compiler.validate.departure import HINT, Both, departure, joined
+from gpipe_compiler.validate.draws import ApartError, Draws
+from gpipe_compiler.validate.float_types import (
+    double,
+    doubled,
+    lower_types,
+    rounded,
+    without_lower,
+)
+from gpipe_compiler.validate.loss_splitting import cause_of, explain, loss_shares
 from gpipe_compiler.validate.plain_run import (
     Batch,
     Call,
-    Outputs,
     Shares,
     all_at_once,
     batch_of,
@@ -49,7 +50,6 @@ from gpipe_compiler.validate.plain_run import (
     train_step,
     with_terms,
 )
-from gpipe_compiler.validate.whole_draws import ApartError
 
 _INSIDE = "training is held against the plain loop of micro-batches: {}"
 
@@ -143,7 +143,7 @@ class _Work:
         # For its shapes, and what has no batch dimension.
         call = Call(self.batch.whole(), draws.seeded(0))
         (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
-        return {Kind.OUTPUT: _joined(parts, self.batch.sizes, whole)}, notes
+        return {Kind.OUTPUT: joined(parts, self.batch.sizes, whole)}, notes
 
     def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:
         """Loss, gradients, buffers and weights of a training step, and notes.
@@ -224,7 +224,7 @@ class _Work:
         calls = one_by_one(self.batch, entry.signature, draws, self.shares)
         return with_terms(calls, self.graph, draws) if self.plan.training else calls
 
-    def _both(self, draws: Draws, *, training: bool = False) -> _Both:
+    def _both(self, draws: Draws, *, training: bool = False) -> Both:
         """The micro-batches and the whole, without gradients and in 32 bits.
 
         Raises:
@@ -233,7 +233,7 @@ class _Work:
         entry = self._entry(training=training)
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, Precision.FP32)
-        found = _Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
+        found = Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
         for inner in (False, True) if len(parts) > 1 else ():
             call = all_at_once(self.batch, draws, calls[0], inner=inner)
             (whole,) = evaluate(entry, [call], Precision.FP32)
@@ -299,7 +299,7 @@ class _Work:
         """Whether two training steps are but for rounding. What is not finite tells nothing."""
         if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
             return True
-        rows = compare(_rounded(loop, self.rounded), _rounded(whole, self.rounded))
+        rows = compare(rounded(loop, self.rounded), rounded(whole, self.rounded))
         return all(row.passed for row in rows)
 
     def _in_double(self, check: Callable[[_Work], bool]) -> bool:
@@ -309,11 +309,11 @@ class _Work:
         allowed.
         """
         subject = dataclasses.replace(
-            self.subject.with_example(_double),
-            model=_doubled(self.subject.model),
-            loss_fn=_doubled(self.subject.loss_fn),
+            self.subject.with_example(double),
+            model=doubled(self.subject.model),
+            loss_fn=doubled(self.subject.loss_fn),
         )
-        batch = dataclasses.replace(self.batch, inputs=tuple(map(_double, self.batch.inputs)))
+        batch = dataclasses.replace(self.batch, inputs=tuple(map(double, self.batch.inputs)))
         own = lower_types(self.graph)
         try:
             with without_lower() if own else contextlib.nullcontext():
@@ -322,7 +322,7 @@ class _Work:
             coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps, default=None)
             return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
 
-    def _unlike(self, found: _Both, draws: Draws) -> ValidationError:
+    def _unlike(self, found: Both, draws: Draws) -> ValidationError:
         losses, outputs = found.losses, found.unlike
         if losses is not None and not losses.equal and (not outputs or cause_of(self.graph)):
             return explain(self.graph, losses)
@@ -355,87 +355,3 @@ class _Work:
             raise error
         what = "the package is held against the plain loop of micro-batches"
         return (f"accepted with --per-microbatch, and {what}: {error.problem}",)
-
-
-@dataclass(frozen=True, eq=False)
-class _Both:
-    """What the model gives for a mini-batch in one piece, and for its micro-batches."""
-
-    whole: Outputs
-    parts: Sequence[Outputs]
-    sizes: Sequence[int]
-    shares: Shares
-    rounded: torch.dtype | None
-
-    @property
-    def losses(self) -> Losses | None:
-        """The losses, where there are any."""
-        if self.whole.loss is None or not self.shares:
-            return None
-        terms = tuple(part.terms for part in self.parts)
-        return Losses(_to(self.whole.loss, self.rounded), terms, tuple(self.shares))
-
-    @property
-    def unlike(self) -> tuple[str, ...]:
-        """The names of the outputs that differ, beyond rounding."""
-        if len(self.parts) == 1:
-            return ()
-        made = _joined(self.parts, self.sizes, self.whole)
-        whole = {name: _to(tensor, self.rounded) for name, tensor in self.whole.outputs.items()}
-        rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
-        if all(row.passed for row in rows):
-            return ()
-        return tuple(
-            name
-            for name in whole
-            for row in compare(
-                {Kind.OUTPUT: {name: made[name]}}, {Kind.OUTPUT: {name: whole[name]}}
-            )
-            if not row.passed
-        )
-
-    @property
-    def alike(self) -> bool:
-        """Whether the one is the other put together, but for rounding."""
-        return not self.unlike and (self.losses is None or self.losses.equal)
-
-
-def _joined(
-    parts: Sequence[Outputs], sizes: Sequence[int], whole: Outputs
-) -> Mapping[str, torch.Tensor]:
-    """The outputs for micro-batches as one, along the dimension in which the whole is larger.
-
-    What has no such dimension is that of the whole.
-    """
-    if not all(whole.outputs.keys() == part.outputs.keys() for part in parts):
-        raise ValidationError("the model returns another structure for a micro-batch")
-    found = {}
-    for name, tensor in whole.outputs.items():
-        pieces = [part.outputs[name] for part in parts]
-        pairs = zip(tensor.shape, pieces[0].shape, strict=False)
-        grown = next((dim for dim, (more, few) in enumerate(pairs) if more != few), None)
-        found[name] = tensor if grown is None else join(Leaf("", batch_dim=grown), pieces, sizes)
-    return found
-
-
-def _rounded(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    return {
-        kind: {name: _to(tensor, dtype) for name, tensor in group.items()}
-        for kind, group in tensors.items()
-    }
-
-
-def _to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In a type that is rounded to, where there is one and the tensor has fractions."""
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _doubled(function: Any) -> Any:
-    """A module with its tensors in 64 bits; any other function as it is."""
-    if not isinstance(function, nn.Module):
-        return function
-    return isolated(function, share_parameters=False).double()

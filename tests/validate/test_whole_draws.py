@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.core.random import SeededRandom
-from gpipe_compiler.validate.draws import Draws
-from gpipe_compiler.validate.whole_draws import ApartError, DrawsOfAll, DrawsOfOne
+from gpipe_compiler.validate.draws import ApartError, Draws, DrawsOfAll, DrawsOfOne
 
 SIZES = (3, 2, 2)
 SEED = 7
