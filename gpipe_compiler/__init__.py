@@ -31,7 +31,7 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.frontend.subject import Subject
     from gpipe_compiler.graph_json.file import BareGraph, BareOp, parse_graph, read_graph
     from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
-    from gpipe_compiler.graph_json.setting import BareSetting
+    from gpipe_compiler.graph_json.stages import BareSetting
     from gpipe_compiler.ir import Graph
     from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
     from gpipe_compiler.options.constraints import Constraints
@@ -46,7 +46,7 @@ _HOMES = {
     "BareGraph": "graph_json.file",
     "BareOp": "graph_json.file",
     "BarePlan": "graph_json.plan",
-    "BareSetting": "graph_json.setting",
+    "BareSetting": "graph_json.stages",
     "BatchNorm": "runtime.spec",
     "CompileOptions": "compile_options",
     "Compiled": "compile",

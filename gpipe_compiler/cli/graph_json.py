@@ -12,7 +12,7 @@ from gpipe_compiler.cli.search import schedule_of
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_json.file import read_graph
 from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
-from gpipe_compiler.graph_json.setting import DEFAULT_LINK, BareSetting
+from gpipe_compiler.graph_json.stages import DEFAULT_LINK, BareSetting
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.options.policy import Auto
 from gpipe_compiler.runtime.core.typed import MOST_MICROBATCHES

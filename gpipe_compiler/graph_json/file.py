@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
@@ -76,20 +77,17 @@ class BareGraph:
     def order(self) -> tuple[str, ...]:
         """The names such that every op comes after those it reads from; else as in the file."""
         place = {op.name: index for index, op in enumerate(self.ops)}
-        waiting = dict.fromkeys(place, 0)
-        for after in self.users.values():
-            for name in after:
-                waiting[name] += 1
-        ready = [place[name] for name, count in waiting.items() if not count]
-        heapq.heapify(ready)
+        sorter = TopologicalSorter[str](dict.fromkeys(place, ()))
+        for before, after in self.edges:
+            sorter.add(after, before)
+        sorter.prepare()
+        ready: list[int] = []
         found = []
-        while ready:
-            name = self.ops[heapq.heappop(ready)].name
-            found.append(name)
-            for user in self.users[name]:
-                waiting[user] -= 1
-                if not waiting[user]:
-                    heapq.heappush(ready, place[user])
+        while sorter.is_active():
+            for name in sorter.get_ready():
+                heapq.heappush(ready, place[name])
+            found.append(self.ops[heapq.heappop(ready)].name)
+            sorter.done(found[-1])
         return tuple(found)
 
     def problem(self, *, training: bool) -> CutProblem:
@@ -152,16 +150,7 @@ def read_graph(path: Path) -> BareGraph:
         raise ModelError(f"{path} is no graph: lists within lists without end") from None
     except ValueError as error:  # such as a whole number of more digits than Python converts
         raise ModelError(f"{path} cannot be read: {error}") from None
-    return _graph(document, path.stem, str(path))
-
-
-def parse_graph(document: object, name: str = "graph") -> BareGraph:
-    """The graph of a JSON document that `json.loads` has read.
-
-    Raises:
-        ModelError: with everything that is wrong in it.
-    """
-    return _graph(document, name, name)
+    return parse_graph(document, path.stem, str(path))
 
 
 def check_graph(graph: BareGraph) -> BareGraph:
@@ -171,7 +160,7 @@ def check_graph(graph: BareGraph) -> BareGraph:
         ModelError: with everything that is wrong in it.
     """
     ops = [{key: getattr(op, key) for key in _FIELDS} for op in graph.ops]
-    _graph({"ops": ops, "edges": list(map(list, graph.edges))}, graph.name, graph.name)
+    parse_graph({"ops": ops, "edges": list(map(list, graph.edges))}, graph.name)
     return graph
 
 
@@ -185,7 +174,16 @@ class _Pairs(dict[str, object]):
         self.twice = sorted({key for key in keys if keys.count(key) > 1})
 
 
-def _graph(document: object, name: str, where: str) -> BareGraph:
+def parse_graph(document: object, name: str = "graph", where: str = "") -> BareGraph:
+    """The graph of a JSON document that `json.loads` has read.
+
+    Args:
+        where: what messages call it; its name unless given.
+
+    Raises:
+        ModelError: with everything that is wrong in it.
+    """
+    where = where or name
     faults: list[str] = []
     if not isinstance(document, Mapping):
         raise ModelError(
@@ -234,13 +232,18 @@ def _ops(listed: object, faults: list[str]) -> list[BareOp]:
         _fields(item, what, _FIELDS, [f for f in _FIELDS if f not in _OPTIONAL], faults)
         if "name" in item and not named:
             faults.append(f'{what}: "name" is to be a text that is not empty, not {_shown(name)}')
-        numbers = {key: _number(item[key], key, what, faults) for key in _NUMBERS if key in item}
-        if numbers.get("weight_s", 0) > numbers.get("backward_s", 0):
+        numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, 0.0)
+        for key in filter(item.__contains__, _NUMBERS):
+            if fault := _fault(item[key]):
+                faults.append(f"{what}: {key} {fault}")
+            else:
+                numbers[key] = item[key]
+        if numbers["weight_s"] > numbers["backward_s"]:
             faults.append(f"{what}: weight_s is a part of backward_s, and cannot be more")
         if isinstance(name, str) and name:
             if name in found:
                 repeated[name] = None
-            found[name] = BareOp(name, **(dict.fromkeys(_NUMBERS, 0.0) | numbers))
+            found[name] = BareOp(name, **numbers)
     faults.extend(f"several ops are named {name!r}: names tell them apart" for name in repeated)
     return list(found.values())
 
@@ -264,24 +267,15 @@ def _fields(
         faults.extend(f"{what} has the field {key!r} more than once" for key in item.twice)
 
 
-def _number(value: object, key: str, what: str, faults: list[str]) -> float:
-    """The number, or 0 for what is none."""
+def _fault(value: object) -> str:
+    """What is wrong with a value that is to be seconds or bytes; "" where nothing is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        faults.append(f"{what}: {key} is to be a number, not {_shown(value)}")
-        return 0.0
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        faults.append(f"{what}: {key} is too large a number")
-        return 0.0
-    if not math.isfinite(value):
-        faults.append(f"{what}: {key} is to be a finite number, not {value}")
-        return 0.0
-    if value < 0:
-        faults.append(f"{what}: {key} is {value}, but cannot be negative")
-        return 0.0
-    if value > _LARGEST:
-        faults.append(f"{what}: {key} is too large a number")
-        return 0.0
-    return value
+        return f"is to be a number, not {_shown(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is to be a finite number, not {value}"
+    if abs(value) > _LARGEST:
+        return "is too large a number"
+    return f"is {value}, but cannot be negative" if value < 0 else ""
 
 
 _LARGEST = 10**18
@@ -326,19 +320,11 @@ def _path(names: Sequence[str]) -> str:
 
 
 def _kind(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true or false"
-        case str():
-            return "a text"
-        case int() | float():
-            return "a number"
-        case Mapping():
-            return "an object"
-        case _:
-            return "a list"
+    """What JSON calls a value."""
+    if isinstance(value, Mapping):
+        return "an object"
+    kinds = {str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), "a list")
 
 
 def _shown(value: object) -> str:

@@ -11,9 +11,14 @@ import time
 from dataclasses import dataclass
 
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.graph_json.figures import BareStage, Found
 from gpipe_compiler.graph_json.file import BareGraph, check_graph
-from gpipe_compiler.graph_json.setting import BareSetting, setting_of, with_kinds
+from gpipe_compiler.graph_json.stages import (
+    BareCut,
+    BareSetting,
+    BareStage,
+    setting_of,
+    with_kinds,
+)
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.ground import Known
@@ -72,11 +77,6 @@ class BarePlan:
 
     def to_json(self) -> str:
         """All of it as JSON text."""
-        figures = []
-        for figure in self.figures:
-            fields = dataclasses.asdict(figure)
-            del fields["ops"]
-            figures.append(fields)
         document = {
             "graph": self.graph,
             "stages": self.stages,
@@ -90,10 +90,14 @@ class BarePlan:
             "schedule": self.schedule.value if self.schedule else None,
             "mode": "train" if self.schedule else "infer",
             "microbatches": self.microbatches,
-            "stage_figures": figures,
+            "stage_figures": [_without_ops(figure) for figure in self.figures],
             "device_bytes": self.device_bytes,
         }
         return json.dumps(document, indent=2) + "\n"
+
+
+def _without_ops(figure: BareStage) -> dict[str, object]:
+    return {key: value for key, value in dataclasses.asdict(figure).items() if key != "ops"}
 
 
 def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
@@ -111,21 +115,10 @@ def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
             raise UsageError(f"{count} {what}: at least one is needed")
     training = graph.has_backward if setting.training is None else setting.training
     problem = with_kinds(graph.problem(training=training), setting.cluster)
-    best, bound_s = _best(problem, setting, min(setting.stages, len(graph.ops)), training=training)
-    return _plan(graph, best, bound_s, time.perf_counter() - started, prove=setting.prove)
-
-
-def _best(
-    problem: CutProblem, asked: BareSetting, most: int, *, training: bool
-) -> tuple[Found, float]:
-    """The best cut found into at most so many stages, and a lower bound.
-
-    Raises:
-        PlanError: when there is no such cut.
-    """
-    search = _Search(problem, asked, training=training)
-    search.every_count(most)
-    return search.certified(), search.bound_s
+    search = _Search(problem, setting, training=training)
+    search.every_count(min(setting.stages, len(graph.ops)))
+    best = search.certified()
+    return _plan(graph, best, search.bound_s, time.perf_counter() - started, prove=setting.prove)
 
 
 class _Search:
@@ -133,7 +126,7 @@ class _Search:
 
     def __init__(self, problem: CutProblem, asked: BareSetting, *, training: bool) -> None:
         self.problem, self.asked, self.training = problem, asked, training
-        self.best: Found | None = None
+        self.best: BareCut | None = None
         self.bound_s = math.inf
         self._known = Known()
         self._settings: dict[int, Setting] = {}
@@ -182,14 +175,14 @@ class _Search:
         except PlanError as error:
             self._refusal = self._refusal or error
             return
-        found = Found(self.problem, setting, best)
+        found = BareCut(self.problem, setting, best)
         self._settings[stages] = setting
         self._take(found)
         # Where the proved best does not fit, no cut into so many stages does.
         if best.fits or not best.proved:
             self.bound_s = min(self.bound_s, best.lower_bound_s)
 
-    def _too_small(self, best: Found) -> PlanError:
+    def _too_small(self, best: BareCut) -> PlanError:
         excess = best.found.excess_bytes
         device = max(range(len(excess)), key=excess.__getitem__)
         return PlanError(
@@ -213,11 +206,11 @@ class _Search:
             return whole_s + (m - 1) * device
         return m * device
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: BareCut) -> None:
         if self.best is None or found.rank < self.best.rank:
             self.best = found
 
-    def certified(self) -> Found:
+    def certified(self) -> BareCut:
         """The best, with a bound by an integer program over all counts at once where none is."""
         assert self.best is not None
         best = self.best
@@ -232,7 +225,7 @@ class _Search:
         setting = self._settings.get(max(stage_of) + 1) if stage_of else None
         if stage_of and setting:
             better = cut(self.problem, setting, hint=stage_of, search=False)
-            self._take(Found(self.problem, setting, better))
+            self._take(BareCut(self.problem, setting, better))
         best = self.best
         if self.bound_s >= best.value_s * (1 - 4 * CLOSE):
             self.bound_s = best.value_s
@@ -249,7 +242,7 @@ def _spread(most: int) -> set[int]:
 
 
 def _plan(
-    graph: BareGraph, best: Found, bound_s: float, seconds: float, *, prove: bool
+    graph: BareGraph, best: BareCut, bound_s: float, seconds: float, *, prove: bool
 ) -> BarePlan:
     figures = best.figures(graph)
     bound_s = min(bound_s, best.value_s)
