@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from gpipe_compiler.codegen import loss_weight
@@ -53,24 +53,58 @@ def write_schedule(
     spec = _pipeline(plan, graph, stages, weight, imports)
     used = {"Leaf", "LossSpec", "LossTerm", "Reduction", "Crossing", "Input"}
     used |= {"Joined", "OutputClass", "Samples"}
-    text = "\n".join(lay_out(spec, prefix="SPEC = "))
-    orders, wrapped = _orders(plan)
-    names = [item for item in sorted(used) if f"{item}(" in text or f"{item}." in text]
-    from_spec = ["PipelineSpec", "ScheduleKind", "StageSpec", *_manner_enums(plan), *names]
     modules = [loss_weight.MODULE] if weight is not None else []
     modules += sorted(f"stage_{index}" for index in range(len(stages)))
+    return schedule_text(
+        plan,
+        spec,
+        {*_SPEC_TYPES, *_manner_enums(plan)},
+        home=".runtime.spec",
+        kind=plan.schedule.value,
+        imports=imports.lines(),
+        modules=from_lines(".", modules),
+    )
+
+
+_SPEC_TYPES = frozenset(
+    {"PipelineSpec", "ScheduleKind", "StageSpec", "Leaf", "LossSpec", "LossTerm", "Reduction"}
+    | {"Crossing", "Input", "Joined", "OutputClass", "Samples"}
+)
+
+
+def schedule_text(
+    plan: Plan,
+    spec: Expression,
+    types: Collection[str],
+    *,
+    home: str,
+    kind: str,
+    imports: Sequence[str] = (),
+    modules: Sequence[str] = (),
+) -> str:
+    """The source of a `schedule.py`: a drawing of the plan's orders, the orders, and a spec.
+
+    Args:
+        types: what a spec may be made of; what occurs in this one is imported.
+        home: the module of the package that has them.
+        kind: of the schedule, in words.
+        imports, modules: further lines of imports: before those of the package, and among them.
+    """
+    text = "\n".join(lay_out(spec, prefix="SPEC = "))
+    orders, wrapped = _orders(plan)
+    used = sorted(item for item in types if f"{item}(" in text or f"{item}." in text)
     return render(
         "schedule.py.jinja",
         name=plan.name,
-        stages=len(stages),
+        stages=len(plan.stages),
         microbatches=plan.microbatches,
-        kind=plan.schedule.value,
+        kind=kind,
         legend=_legend(plan),
         together=_together(plan),
         drawing=_drawing(plan),
-        imports=imports.lines(),
-        spec_import=from_lines(".runtime.spec", sorted(from_spec)),
-        modules=from_lines(".", modules),
+        imports=imports,
+        spec_import=from_lines(home, used),
+        modules=modules,
         orders=orders,
         wrapped=wrapped,
         spec=text.splitlines(),
@@ -113,11 +147,16 @@ def _together(plan: Plan) -> list[str]:
 def _legend(plan: Plan) -> list[str]:
     """How to read the drawing."""
     several = len(plan.orders) < len(plan.stages)
-    split = any(action.phase is Phase.WEIGHT for order in plan.orders for action in order)
+    phases = {action.phase for order in plan.orders for action in order}
+    split = Phase.WEIGHT in phases
     mark = "0" if several else ""
+    where = " in stage 0." if several else "."
+    if phases <= {Phase.FORWARD}:
+        text = "Time runs to the right, every forward drawn equally long; "
+        return textwrap.wrap(f"{text}{mark}F0 is the forward of micro-batch 0{where}", WIDTH)
     text = f"Time runs to the right, {'every part' if split else 'forward and backward'} drawn "
     text += f"equally long; {mark}F0 and {mark}B0 are the forward and the backward of micro-batch 0"
-    text += " in stage 0." if several else "."
+    text += where
     if split:
         text += (
             f" {mark}B0 makes only the gradients of what the stage received, {mark}W0 those of "
@@ -160,10 +199,10 @@ def _pipeline(
         _stage(stage, planned.remat) for stage, planned in zip(stages, plan.stages, strict=True)
     ]
     options = {
-        "name": _text(plan.name),
+        "name": quoted(plan.name),
         "stages": tuple_of(written, exploded=True),
-        "inputs": _all(inputs, lambda source: _input(source, imports)),
-        "crossings": _all(plan.crossings, lambda crossing: _crossing(crossing, imports)),
+        "inputs": one_a_line(inputs, lambda source: _input(source, imports)),
+        "crossings": one_a_line(plan.crossings, lambda crossing: _crossing(crossing, imports)),
         "outputs": _outputs(graph, imports),
         "loss": _loss(plan, graph, weight, imports),
         "schedule": name(f"ScheduleKind.{plan.schedule.name}"),
@@ -172,11 +211,11 @@ def _pipeline(
         "orders": name("ORDERS"),
     }
     if graph.classes:
-        options["classes"] = _all(graph.classes, _class)
+        options["classes"] = one_a_line(graph.classes, _class)
     if plan.placement and plan.placement != tuple(range(len(stages))):
-        options["placement"] = _numbers(plan.placement)
+        options["placement"] = number_tuple(plan.placement)
     if plan.seats and plan.seats != tuple(range(len(plan.orders))):
-        options["device_order"] = _numbers(plan.seats)
+        options["device_order"] = number_tuple(plan.seats)
     aliases = {
         alias: state.name
         for state in graph.state.values()
@@ -184,7 +223,7 @@ def _pipeline(
         for alias in state.aliases
     }
     if aliases:
-        pairs = [(_text(alias), _text(own)) for alias, own in aliases.items()]
+        pairs = [(quoted(alias), quoted(own)) for alias, own in aliases.items()]
         options["aliases"] = dict_of(pairs, exploded=True)
     if plan.batchnorm is not BatchNorm.MICRO:
         options["batchnorm"] = name(f"BatchNorm.{plan.batchnorm.name}")
@@ -194,32 +233,35 @@ def _pipeline(
         options["replicas"] = name(str(plan.replicas))
     if _unlike(plan):
         options["unlike"] = dict_of(
-            [(name(f"Precision.{other.name}"), _text(why)) for other, why in _unlike(plan).items()],
+            [
+                (name(f"Precision.{other.name}"), quoted(why))
+                for other, why in _unlike(plan).items()
+            ],
             exploded=True,
         )
     if graph.whole_batch:
-        options["whole_batch"] = _text(graph.whole_batch)
-    return _call("PipelineSpec", options, exploded=True)
+        options["whole_batch"] = quoted(graph.whole_batch)
+    return call_with("PipelineSpec", options, exploded=True)
 
 
 def _stage(stage: StageSource, remat: Remat) -> Expression:
     module = f"stage_{stage.index}"
     options = {
         "module": name(f"{module}.{stage.class_name}"),
-        "inputs": _texts(stage.inputs),
-        "outputs": _texts(stage.outputs),
+        "inputs": quoted_all(stage.inputs),
+        "outputs": quoted_all(stage.outputs),
     }
     if stage.renamed:
         options["renamed"] = name(f"{module}.RENAMED")
     if stage.loss_inputs:
-        options["loss_inputs"] = _texts(stage.loss_inputs)
+        options["loss_inputs"] = quoted_all(stage.loss_inputs)
     randoms = {
         "random_ops": stage.random_ops.numbers,
         "random_in_eval": stage.random_in_eval.numbers,
         "shared_random": stage.random_ops.shared,
         "shared_in_eval": stage.random_in_eval.shared,
     }
-    options |= {option: _numbers(numbers) for option, numbers in randoms.items() if numbers}
+    options |= {option: number_tuple(numbers) for option, numbers in randoms.items() if numbers}
     if stage.initial:
         options["initial"] = name(f"{module}.INITIAL")
     if stage.writes:
@@ -230,11 +272,11 @@ def _stage(stage: StageSource, remat: Remat) -> Expression:
         options["remat"] = name(f"Remat.{remat.name}")
     if stage.segments:
         options["segments"] = name(f"{module}.SEGMENTS")
-    return _call("StageSpec", options, exploded=True)
+    return call_with("StageSpec", options, exploded=True)
 
 
 def _input(source: Input, imports: Imports) -> Expression:
-    items = [_text(source.name), tuple_of([_path(item) for item in source.path])]
+    items = [quoted(source.name), tuple_of([_path(item) for item in source.path])]
     if source.batch_dim != 0:
         items.append(name(f"batch_dim={source.batch_dim}"))
     if source.shape is not None and source.dtype is not None:
@@ -244,21 +286,21 @@ def _input(source: Input, imports: Imports) -> Expression:
 
 
 def _path(item: str | int) -> Expression:
-    return _text(item) if isinstance(item, str) else name(str(item))
+    return quoted(item) if isinstance(item, str) else name(str(item))
 
 
 def _class(known: OutputClass) -> Expression:
-    items = [tuple_of([_path(key) for key in known.path]), _text(known.module), _text(known.name)]
+    items = [tuple_of([_path(key) for key in known.path]), quoted(known.module), quoted(known.name)]
     if known.fields:
-        items.append(_texts(known.fields))
+        items.append(quoted_all(known.fields))
     if known.factory:
-        items.append(_texts(known.factory).prefixed("factory="))
+        items.append(quoted_all(known.factory).prefixed("factory="))
     return call("OutputClass", items)
 
 
 def _crossing(crossing: Crossing, imports: Imports) -> Expression:
     items = [
-        _text(crossing.value),
+        quoted(crossing.value),
         name(str(crossing.source)),
         write_literal(crossing.targets, imports),
         write_literal(crossing.shape, imports),
@@ -284,7 +326,7 @@ def _outputs(graph: Graph, imports: Imports) -> Expression:
                 way = joined.get(value, Joined.SAME)
                 if way is not Joined.SAME:
                     options.append(name(f"joined=Joined.{way.name}"))
-                return call("Leaf", [_text(value), *options])
+                return call("Leaf", [quoted(value), *options])
             case Samples(factor=factor):
                 return call("Samples", [name(str(factor))])
             case ByMode():
@@ -305,7 +347,7 @@ def _loss(plan: Plan, graph: Graph, weight: WeightSource | None, imports: Import
     if graph.loss is None or not plan.training:
         return name("None")
     items = [
-        _text(graph.loss.value),
+        quoted(graph.loss.value),
         name(f"Reduction.{graph.loss.reduction.name}"),
         name(f"separate={has_separate_loss(plan, graph)}"),
     ]
@@ -338,17 +380,17 @@ def _guard(weight: LossWeight | None, imports: Imports) -> list[Expression]:
 def _weight(weight: WeightSource) -> Expression:
     options = {
         "module": name(f"{loss_weight.MODULE}.{loss_weight.CLASS}"),
-        "inputs": _texts(weight.inputs),
-        "outputs": _texts(weight.outputs),
+        "inputs": quoted_all(weight.inputs),
+        "outputs": quoted_all(weight.outputs),
     }
     if weight.renamed:
         options["renamed"] = name(f"{loss_weight.MODULE}.RENAMED")
     if weight.initial:
         options["initial"] = name(f"{loss_weight.MODULE}.INITIAL")
-    return _call("StageSpec", options, exploded=True)
+    return call_with("StageSpec", options, exploded=True)
 
 
-def _numbers(numbers: Sequence[int]) -> Expression:
+def number_tuple(numbers: Sequence[int]) -> Expression:
     """Numbers as a tuple, long runs of them as ranges."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -368,20 +410,23 @@ def _numbers(numbers: Sequence[int]) -> Expression:
     return tuple_of(parts)
 
 
-def _call(callee: str, options: dict[str, Expression], *, exploded: bool) -> Expression:
+def call_with(callee: str, options: dict[str, Expression], *, exploded: bool) -> Expression:
+    """A call with keyword arguments."""
     items = [value.prefixed(f"{key}=") for key, value in options.items()]
     return call(callee, items, exploded=exploded)
 
 
-def _all(items: Iterable[Item], write: Callable[[Item], Expression]) -> Expression:
+def one_a_line(items: Iterable[Item], write: Callable[[Item], Expression]) -> Expression:
     """A tuple with one item a line."""
     written = [write(item) for item in items]
     return tuple_of(written, exploded=len(written) > 1)
 
 
-def _text(text: str) -> Expression:
+def quoted(text: str) -> Expression:
+    """A text as a literal."""
     return name(quote(text))
 
 
-def _texts(texts: Iterable[str]) -> Expression:
-    return tuple_of([_text(text) for text in texts])
+def quoted_all(texts: Iterable[str]) -> Expression:
+    """A tuple of texts."""
+    return tuple_of([quoted(text) for text in texts])

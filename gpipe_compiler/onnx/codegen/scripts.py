@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.diagram import diagram
-from gpipe_compiler.codegen.layout import WIDTH, Expression, call, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import Expression, call, name, tuple_of
 from gpipe_compiler.codegen.names import identifier
+from gpipe_compiler.codegen.schedule import (
+    call_with,
+    number_tuple,
+    one_a_line,
+    quoted,
+    quoted_all,
+    schedule_text,
+)
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.staged import staged_file
@@ -21,8 +26,6 @@ from gpipe_compiler.onnx.codegen.stages import stage_file
 from gpipe_compiler.onnx.runtime.arrays import foreign
 from gpipe_compiler.onnx.runtime.check import Closeness
 from gpipe_compiler.plan import Plan, Stage
-from gpipe_compiler.runtime.schedule.actions import format_order
-from gpipe_compiler.runtime.schedule.clock import needs_of
 from gpipe_compiler.text.escaping import code_span
 
 QUANTISED = 2e-2
@@ -72,47 +75,27 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     """The source of `schedule.py`."""
     graph = plan.graph
     assert graph is not None
-    pipeline = _pipeline(plan, graph, traits)
-    text = lay_out(pipeline, prefix="SPEC = ")
-    used = ("Input", "Output", "PipelineSpec", "StageSpec")
-    found = [item for item in used if any(f"{item}(" in line for line in text)]
-    orders = [
-        textwrap.wrap(format_order(order), WIDTH - 4, break_long_words=False)
-        for order in plan.orders
-    ]
-    wrapped = any(len(lines) > 1 for lines in orders)
-    lines = list(itertools.chain.from_iterable([*lines, ""] for lines in orders))[:-1]
-    return render(
-        "onnx_schedule.py.jinja",
-        name=plan.name,
-        stages=len(plan.stages),
-        microbatches=plan.microbatches,
-        several=len(plan.orders) < len(plan.stages),
-        drawing=_drawing(plan),
-        spec_import=[f"from .runtime.onnx.spec import {', '.join(found)}"],
-        orders=lines if wrapped else [line for line in lines if line],
-        wrapped=wrapped,
-        spec=text,
+    types = {"Input", "Output", "PipelineSpec", "StageSpec"}
+    return schedule_text(
+        plan,
+        _pipeline(plan, graph, traits),
+        types,
+        home=".runtime.onnx.spec",
+        kind="forward only",
     )
-
-
-def _drawing(plan: Plan) -> list[str]:
-    room = WIDTH - 8
-    return [
-        f"{line[: room - 4]} ..." if len(line) > room else line
-        for line in diagram(plan.orders, needs_of(plan.crossings)).splitlines()
-    ]
 
 
 def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
     placement = plan.placement or tuple(range(len(plan.stages)))
     options = {
-        "name": _text(plan.name),
-        "stages": _all([_stage(stage) for stage in plan.stages]),
-        "inputs": _all([_input(source, traits) for source in graph.inputs]),
-        "outputs": _all([_output(graph.values[item], traits) for item in graph.output_values]),
-        "placement": _numbers(placement),
-        "devices": tuple_of([_text(device) for device in runtime_devices(plan)]),
+        "name": quoted(plan.name),
+        "stages": one_a_line(plan.stages, _stage),
+        "inputs": one_a_line(graph.inputs, lambda source: _input(source, traits)),
+        "outputs": one_a_line(
+            graph.output_values, lambda item: _output(graph.values[item], traits)
+        ),
+        "placement": number_tuple(placement),
+        "devices": quoted_all(runtime_devices(plan)),
         "orders": name("ORDERS"),
         "microbatches": name(str(plan.microbatches)),
         "microbatch_size": name(str(plan.microbatch_size)),
@@ -122,11 +105,10 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
     if traits.close.quantised:
         options["quantised"] = name("True")
     if graph.whole_batch:
-        options["whole_batch"] = _text(graph.whole_batch)
+        options["whole_batch"] = quoted(graph.whole_batch)
     if traits.close.tolerance != Closeness().tolerance:
         options["tolerance"] = name(f"{traits.close.tolerance:.3g}")
-    items = [value.prefixed(f"{key}=") for key, value in options.items()]
-    return call("PipelineSpec", items, exploded=True)
+    return call_with("PipelineSpec", options, exploded=True)
 
 
 def runtime_devices(plan: Plan) -> tuple[str, ...]:
@@ -143,9 +125,9 @@ def _is_processor(name_: str) -> bool:
 
 def _stage(stage: Stage) -> Expression:
     items = [
-        _text(stage_file(stage)),
-        tuple_of([_text(item) for item in stage.inputs]),
-        tuple_of([_text(item) for item in stage.outputs]),
+        quoted(stage_file(stage)),
+        quoted_all(stage.inputs),
+        quoted_all(stage.outputs),
     ]
     return call("StageSpec", items)
 
@@ -155,12 +137,12 @@ def _input(source: Input, traits: Traits) -> Expression:
     if source.batched and not traits.fixed:
         shape[0] = "None"
     sizes = tuple_of([name(size) for size in shape])
-    items = [_text(source.name), _text(_numpy(source.dtype)), sizes]
+    items = [quoted(source.name), quoted(_numpy(source.dtype)), sizes]
     if not source.batched:
         items.append(name("batched=False"))
     free = traits.free.get(source.name)
     if free:
-        items.append(_numbers(free).prefixed("free="))
+        items.append(number_tuple(free).prefixed("free="))
     return call("Input", items)
 
 
@@ -173,7 +155,7 @@ def _output(value: Value, traits: Traits) -> Expression:
     kind = traits.close.kinds.get(value.name)
     if kind:
         options.append(name(f"dtype={quote(kind)}"))
-    return call("Output", [_text(value.name), *options])
+    return call("Output", [quoted(value.name), *options])
 
 
 def write_onnx_init(plan: Plan) -> str:
@@ -235,15 +217,3 @@ def _row(graph: Graph, stage: Stage) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(code_span, names)) or "none"
-
-
-def _numbers(numbers: Iterable[int]) -> Expression:
-    return tuple_of([name(str(number)) for number in numbers])
-
-
-def _all(items: Sequence[Expression]) -> Expression:
-    return tuple_of(items, exploded=len(items) > 1)
-
-
-def _text(text: str) -> Expression:
-    return name(quote(text))
