@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 SEEN_BEFORE = {
@@ -62,11 +61,9 @@ def forked_checks() -> Iterator[None]:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `run.py check` run here, with modules of its own."""
 
-    def check(
-        directory: Path, options: Sequence[object], *, devices: Sequence[torch.device], **_: object
-    ) -> None:
+    def check(directory: Path, options: Sequence[object], **_: object) -> None:
         before = set(sys.modules)
-        words = [directory / "run.py", "check", *options, "--devices", ",".join(map(str, devices))]
+        words = [directory / "run.py", "check", *options]
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
             patch.setattr(sys, "argv", [str(word) for word in words])
             try:
@@ -81,4 +78,4 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not before SEEN_BEFORE is hidden: importing it imports the runtime.
     from gpipe_compiler.validate import package
 
-    monkeypatch.setattr(package, "_run_package", check)
+    monkeypatch.setattr(package, "run_check", check)

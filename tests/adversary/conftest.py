@@ -28,7 +28,7 @@ def judge():
 def validating(in_process, monkeypatch):
     """Lets validation run here, on the compiler's own runtime: importing copies takes long."""
     validate = importlib.import_module("gpipe_compiler.validate.package")
-    check = validate._run_package
+    check = validate.run_check
     runtime = "gpipe_compiler.runtime"
 
     def shared(directory: Path, *arguments, **options) -> None:
@@ -45,4 +45,4 @@ def validating(in_process, monkeypatch):
             for module in lent:
                 sys.modules.pop(module, None)
 
-    monkeypatch.setattr(validate, "_run_package", shared)
+    monkeypatch.setattr(validate, "run_check", shared)
