@@ -279,7 +279,7 @@ def _fault(value: object) -> str:
 
 
 _LARGEST = 10**18
-"""Seconds or bytes; above so many, sums lose what they are added up from."""
+"""Seconds or bytes; above this, sums lose their small summands."""
 
 
 def _edges(listed: object, names: set[str], faults: list[str]) -> list[tuple[str, str]]:

@@ -101,7 +101,7 @@ def _without_ops(figure: BareStage) -> dict[str, object]:
 
 
 def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
-    """The best plan found into at most so many stages.
+    """The best plan found, into at most `setting.stages` stages.
 
     Raises:
         ModelError: when the graph is none.

@@ -27,7 +27,7 @@ class BareSetting:
     """What a bare graph is to be planned for.
 
     Attributes:
-        stages: at most so many; fewer where that is better.
+        stages: the most there may be; fewer where that is better.
         training: None for what the graph has times for.
         link: between any two devices, unless there is a cluster.
         memory: bytes of every device, unless there is a cluster.
@@ -65,10 +65,10 @@ def with_kinds(problem: CutProblem, cluster: Cluster | None) -> CutProblem:
 
 
 def setting_of(asked: BareSetting, stages: int, *, training: bool) -> Setting:
-    """What a cut into exactly so many stages is for.
+    """The setting of a cut into exactly this number of stages.
 
     Raises:
-        PlanError: when the schedule cannot have so many stages.
+        PlanError: when the schedule cannot have this number of stages.
     """
     kind = asked.schedule if training else None
     try:

@@ -105,7 +105,7 @@ def _refuse_parts(plan: Plan) -> None:
 
 
 def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
-    """The error, which tells too what cannot be cut, where that may be why."""
+    """The error; with the nodes that cannot be cut apart, where these may be the cause."""
     nodes = unshaped(graph)
     if not nodes:
         return error

@@ -136,7 +136,7 @@ def _expected(
     """The outputs of the model for each micro-batch, put together.
 
     Args:
-        whole: those of the mini-batch, which they are held against where the model takes it.
+        whole: the outputs for the mini-batch, compared where the model takes it.
     """
     graph, size = plan.graph, plan.microbatch_size
     assert graph is not None
@@ -207,8 +207,8 @@ def held(
         notes: on what is left out.
 
     Raises:
-        ValidationError: when the package cannot be run. One with a single micro-batch is only told
-            to refuse another number of samples than planned.
+        ValidationError: when the package cannot be run. Where one with a single micro-batch
+            refuses another number of samples than planned, that is a note.
     """
     rows, more = [], []
     for samples, inputs in calls.items():

@@ -47,8 +47,8 @@ class TorchStages:
 
     Attributes:
         found: the model, its batch dimensions known.
-        optimizer: the one that counts, in words for the plan.
-        launch: runs the package where it is held against the model.
+        optimizer: the one whose memory and time count, as the plan shows it.
+        launch: runs the package for its comparison with the model.
     """
 
     options: CompileOptions
@@ -155,7 +155,7 @@ def on_meta(graph: Graph) -> bool:
 def _with_optimizer(
     options: CompileOptions, graph: Graph, subject: Subject
 ) -> tuple[CompileOptions, str]:
-    """The options with the optimizer that counts, and which it is, in words for the plan."""
+    """The options with the optimizer that counts, and its name for the plan."""
     make = subject.make_optimizer
     if graph.loss is None:
         return options, ""

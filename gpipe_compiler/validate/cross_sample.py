@@ -19,7 +19,7 @@ from gpipe_compiler.runtime.train.comparison import Kind, compare
 from gpipe_compiler.runtime.train.data import resized
 
 _SAMPLES, _PART = 4, (3, 0)
-"""How many the op at fault is looked for with, and which of them the others are held against."""
+"""Samples with which the op at fault is looked for, and those that run apart from the others."""
 
 
 def refuse_mixing(found: Found, plan: Plan) -> None:
@@ -116,7 +116,7 @@ def _wrong(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str,
     assert isinstance(other, torch.Tensor)
     rows, rest = divmod(one.shape[known.batch_dim], _SAMPLES)
     if rest:
-        return False  # one for several samples, which the next ones tell
+        return False  # one row for several samples: the next values show it
     chosen = [sample * rows + row for sample in _PART for row in range(rows)]
     return not _same(one.index_select(known.batch_dim, torch.tensor(chosen)), other)
 

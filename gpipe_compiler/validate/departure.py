@@ -102,7 +102,7 @@ def departure(
     what = "a training step" if entry.training else f"the output {' and '.join(outputs)}"
     try:
         op = _where(graph, entry, batch, draws, outputs)
-    except Exception:  # the graph may call anything, and need not run on so many samples
+    except Exception:  # the graph may call anything, and need not run on another number of samples
         op = None
     cause = "it takes the samples of a batch together"
     if op is not None:
@@ -161,7 +161,7 @@ def _where(
 def _root(graph: Graph, parted: Collection[str], pending: list[str]) -> Op | None:
     """The first of the parted ops, among those that values depend on, none of whose inputs is.
 
-    One that makes a scalar is told last: it may be a mean that is put together by its weight.
+    One that makes a scalar comes last: it may be a mean that is put together by its weight.
     """
     roots, seen = set(), set()
     while pending:

@@ -73,7 +73,7 @@ class ApartError(Exception):
 
     Attributes:
         op: the name of the op in the graph.
-        reason: what it draws, in words.
+        reason: what it draws, for the message.
         inside: whether a kernel draws in its inside, and keeps for its backward what it drew.
     """
 

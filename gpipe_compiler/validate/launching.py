@@ -42,7 +42,7 @@ class Ended:
 
 
 class Launch(Protocol):
-    """Runs a script with its words, where this compiler cannot be imported.
+    """Runs a script with its arguments where this compiler cannot be imported.
 
     Args:
         threads: intra-op threads of the process.
@@ -132,7 +132,7 @@ class _Spare:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A script to run, its words behind it; and the file that stderr goes to."""
+    """A script and its arguments, how to run it, and the file that stderr goes to."""
 
     words: list[str]
     threads: int
@@ -150,7 +150,7 @@ def _serve(asking: int) -> None:
         with os.fdopen(asking, encoding="utf-8") as pipe:
             text = pipe.readline()
         code = _obey(_Asked(*json.loads(text))) if text else 0
-    except BaseException:  # noqa: BLE001  # this process has nobody else to tell
+    except BaseException:  # noqa: BLE001  # nobody else could report it
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):

@@ -85,7 +85,7 @@ class Losses:
 
     @property
     def together(self) -> float:
-        """What the micro-batches come to; a term in which nothing counts may be nan."""
+        """The weighted sum over the micro-batches; a term in which nothing counts may be nan."""
         return math.fsum(self._weighted)
 
     @property

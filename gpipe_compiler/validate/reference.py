@@ -1,4 +1,4 @@
-"""What the package of a plan must come to: the plain model on the whole mini-batch.
+"""The expected results of a package: the plain model on the whole mini-batch.
 
 Outputs, loss, gradients, buffers and weights are those of the mini-batch in one piece. Where the
 user chose otherwise they are those of the plain loop of micro-batches: BatchNorm over micro-batches
@@ -62,13 +62,13 @@ def reference_of(
     inputs: Sequence[torch.Tensor] | None = None,
     per_microbatch: bool = False,
 ) -> tuple[Tensors, tuple[str, ...]]:
-    """What the package of a plan must come to, by the model in plain PyTorch; and notes on it.
+    """The expected results of a plan's package, by the model in plain PyTorch; and notes on them.
 
     Args:
         inputs: a tensor for each input of the subject's signature; the example by default.
 
     Raises:
-        ValidationError: when micro-batches do not come to what the model makes of the mini-batch,
+        ValidationError: when micro-batches do not give the model's results for the mini-batch,
             unless that is accepted.
     """
     entry = make_entry(subject, training=False)
@@ -95,11 +95,11 @@ def _shares(entry: Entry, plan: Plan, batch: Batch) -> Shares:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """A plan and a mini-batch that its package is held against.
+    """A plan, and a mini-batch on which its package is compared with the model.
 
     Attributes:
         shares: the weights of the micro-batches' losses.
-        accepted: whether micro-batches need not come to what the mini-batch does.
+        accepted: whether micro-batches may give other results than the mini-batch.
         frozen: whether BatchNorm normalises by its running statistics in training, too.
         rounded: a type to whose rounding they may differ; None for that of each tensor's own.
     """
@@ -246,7 +246,7 @@ class _Work:
         return self._both(Draws.of(self.graph, self.seed, training=False)).alike
 
     def _forwards_alike(self) -> bool:
-        """Whether a forward in training is. What is not finite tells nothing."""
+        """Whether the results of a forward in training agree. Without finite ones, it is so."""
         found = self._both(Draws.of(self.graph, self.seed, training=True), training=True)
         tensors = [*found.whole.outputs.values(), *found.whole.terms]
         return found.alike or not all(bool(dense(t).isfinite().all()) for t in tensors)
@@ -280,7 +280,7 @@ class _Work:
     def _departs_later(self, draws: Draws) -> ValidationError | None:
         """The error for a step that is that of its micro-batches with the first weights alone.
 
-        Such as where a power iteration, which goes on with every call, has come to its end.
+        Such as where a power iteration, which goes on with every call, has converged.
         """
         moved = with_other_weights(self.subject.model)
         if self.accepted or moved is None:
@@ -296,7 +296,7 @@ class _Work:
         return any(self._steps_alike(loop, whole) for whole, _ in self._wholes(draws))
 
     def _steps_alike(self, loop: Tensors, whole: Tensors) -> bool:
-        """Whether two training steps are but for rounding. What is not finite tells nothing."""
+        """Whether two training steps agree but for rounding; without a finite loss, they do."""
         if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
             return True
         rows = compare(rounded(loop, self.rounded), rounded(whole, self.rounded))

@@ -1,7 +1,7 @@
 """Holds the package of a model too large to be given numbers against the model, shortened.
 
 Most models of that size repeat one block. The same model with fewer repetitions is compiled with
-the same schedule into as many stages, and that package is held against it.
+the same schedule into as many stages, and that package is compared with it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ micro-batches, forward and backward, on two batches, here and in the package, ta
 
 
 Repackage = Callable[[Subject, int, Path], Plan]
-"""Writes the package of a subject, of so many micro-batches, to a folder; returns its plan."""
+"""Writes the package of a subject, with a number of micro-batches, to a folder; gives its plan."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shorter:
-    """A subject with fewer repetitions, and how many, in words."""
+    """A subject with fewer repetitions, and a description of how many."""
 
     subject: Subject
     what: str
@@ -111,7 +111,7 @@ def validate_shortened(
 
 
 def _with_samples(subject: Subject, count: int) -> Subject:
-    """The subject with so many samples in its example."""
+    """The subject with this number of samples in its example."""
     real = with_real_example(subject)
     signature = read_signature(real, on_meta=False)
     args, kwargs, target = signature.rebuild(signature.samples(count))

@@ -159,7 +159,7 @@ def _example(graph: Graph, stage: Stage) -> tuple[tuple[torch.Tensor, ...], tupl
 def _refused(
     graph: Graph, stage: Stage, source: StageSource, file: Path, error: Exception
 ) -> EmitError:
-    """The error in the words of one who knows the model and not its stages."""
+    """The error, in terms of the model and not of the emitted stage."""
     op = _culprit(graph, stage, source.text, file, error)
     what = f": {_shown(op)}" if op is not None else ""
     return EmitError(
@@ -218,18 +218,18 @@ def _culprit(graph: Graph, stage: Stage, text: str, file: Path, error: Exception
 
 
 def _within(op: Op, span: re.Match[str]) -> bool:
-    """Whether the user's line is among those that a comment tells."""
+    """Whether the user's line of an op is in the range of a comment."""
     assert op.source is not None
     first, last = int(span[2]), int(span[3] or span[2])
     return Path(op.source.file).name == span[1] and first <= op.source.line <= last
 
 
 _SPAN = re.compile(r"^\s*#.*?([\w.-]+\.py):(\d+)(?:-(\d+))?")
-"""The comment over a part of a stage that tells the lines of the user's file."""
+"""The comment over a part of a stage, with its lines in the user's file."""
 
 
 def _traces(error: BaseException) -> Iterator[str]:
-    """What an error and its causes tell of lines; of a node that was being translated, its own."""
+    """Tracebacks of an error and its causes, and of the fx node that was being translated."""
     cause: BaseException | None = error
     while cause is not None:
         yield str(cause)

@@ -37,7 +37,7 @@ _STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a plan does not tell.
+    """Facts of a model that its plan does not have.
 
     Attributes:
         close: how close the outputs are to those of the whole model.
@@ -51,7 +51,7 @@ class Traits:
 
 
 def closeness(graph: Graph, *, quantised: bool) -> Closeness:
-    """How close the outputs of stages come to those of the whole model.
+    """The tolerance for the outputs of stages, against those of the whole model.
 
     ONNX Runtime computes floats of 16 bits in 32 where it has no kernel for them, and rounds where
     stages end: there, last places differ.

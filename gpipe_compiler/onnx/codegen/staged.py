@@ -1,7 +1,7 @@
-"""The whole model, put together from its stages, in which every node tells its stage and device.
+"""The whole model, put together from its stages, with the stage and device of every node.
 
 For Netron, which shows the metadata of each node (`gpipe.stage`, `gpipe.device`), as multi-device
-annotations of the IR version 11, and as what the package is held against. A value has one name in
+annotations of the IR version 11, and as the reference of `run.py check`. A value has one name in
 all stages, so their graphs need only be written one after another.
 """
 

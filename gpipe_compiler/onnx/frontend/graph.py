@@ -36,7 +36,7 @@ _STACK = "pkg.torch.onnx.stack_trace"
 
 
 def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
-    """The graph of a model for inference, with every value described for so many samples.
+    """The graph of a model for inference, with every value described for a number of samples.
 
     Values whose shape is not known, or that are no tensors, are of `ValueKind.OTHER`: they stay
     within a stage.
@@ -216,7 +216,7 @@ def _module(node: NodeProto) -> str:
 
 
 def unshaped(graph: Graph) -> tuple[str, ...]:
-    """The nodes at which shapes are lost, in words: all they read is known, what they make not."""
+    """Descriptions of the nodes whose inputs have known shapes, and whose outputs do not."""
     known = {name for name, value in graph.values.items() if value.kind is ValueKind.TENSOR}
     return tuple(
         str(op.call.function)

@@ -45,7 +45,7 @@ def operator_of(node: NodeProto) -> str:
 
 
 def title(node: NodeProto) -> str:
-    """A node, in words: `Conv /layer1/conv` or, without a name, `Conv that makes y`."""
+    """A node in a message: `Conv /layer1/conv` or, without a name, `Conv that makes y`."""
     kind = operator_of(node)
     if node.name:
         return f"{kind} {node.name}"

@@ -99,7 +99,7 @@ def _check_opset(model: OnnxModel) -> None:
 
 
 def _check_weights(model: OnnxModel) -> None:
-    """Raises ModelError for names of several weights, and with all whose files are not as told."""
+    """Raises ModelError for weights of one name, and for all whose external files are not right."""
     times = Counter(tensor.name for tensor in model.proto.graph.initializer)
     double = [name for name, count in times.items() if count > 1]
     if double:

@@ -191,7 +191,7 @@ def _by_runtime(light: ModelProto, custom_ops: Sequence[Path]) -> Iterator[tuple
         session = onnxruntime.InferenceSession(
             asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-    except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; told elsewhere
+    except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; reported elsewhere
         return
     for output in session.get_outputs():
         element = _ELEMENTS.get(output.type)

@@ -53,7 +53,7 @@ class InputSizes:
     dtypes: Mapping[str, torch.dtype]
 
     def at(self, samples: int) -> dict[str, tuple[int, ...]]:
-        """The shapes for so many samples."""
+        """The shapes for a number of samples."""
         return {
             name: (samples, *shape[1:]) if name in self.batched else shape
             for name, shape in self.shapes.items()

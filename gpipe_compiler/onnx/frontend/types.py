@@ -36,7 +36,7 @@ def torch_dtype(element: int) -> torch.dtype | None:
 
 
 def element_name(element: int) -> str:
-    """An element type in words, such as `FLOAT`."""
+    """The name of an element type, such as `FLOAT`."""
     return TensorProto.DataType.Name(element) if element in TensorProto.DataType.values() else "?"
 
 

@@ -141,7 +141,7 @@ def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
 
 
 def random_arrays(spec: PipelineSpec, samples: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Arrays of the planned shapes, for so many samples.
+    """Random arrays of the planned shapes, for a number of samples.
 
     Raises:
         UsageError: for more than this machine could hold.

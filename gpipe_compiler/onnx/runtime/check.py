@@ -1,4 +1,4 @@
-"""The pipeline held against the whole model, which ONNX Runtime runs in one piece.
+"""The pipeline compared with the whole model, which ONNX Runtime runs in one piece.
 
 Both run the same nodes, but the optimiser of ONNX Runtime sees other neighbours at a cut, and a
 convolution of a micro-batch may take another kernel than that of the mini-batch: floats differ in
@@ -52,7 +52,7 @@ class Row:
 def compare(
     expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], close: Closeness
 ) -> list[Row]:
-    """Every output in the reference, held against it."""
+    """A row for every output of the reference."""
     return [_row(name, array, found.get(name), close) for name, array in expected.items()]
 
 

@@ -60,7 +60,7 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
 
 
 def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> int:
-    """Does what is asked; every error that is the user's to mend is one message."""
+    """Does what is asked; errors become one message on stderr."""
     pipe: Pipeline | None = None
     try:
         pipe = Pipeline(

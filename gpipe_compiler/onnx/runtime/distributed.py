@@ -102,7 +102,7 @@ class RankEndpoint:
         """Gloo holds back who is far ahead."""
 
     def end(self, microbatch: int) -> None:
-        """Nobody is told."""
+        """Nothing: no other rank waits for it."""
 
     def take(self, name: str, microbatch: int, source: int) -> OrtValue:
         """A value from another rank; waits for it."""

@@ -120,7 +120,7 @@ def run_local(
             results[device] = engine.run(orders[device], inputs, LocalEndpoint(exchange, device))
         except StoppedError:
             pass
-        except BaseException as error:  # noqa: BLE001  # told by the caller's thread
+        except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
             errors.append(error)
             exchange.stop()
 

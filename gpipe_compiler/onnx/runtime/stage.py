@@ -41,7 +41,7 @@ class SessionChoice:
     def options(self) -> onnxruntime.SessionOptions:
         """What a session is made with."""
         options = onnxruntime.SessionOptions()
-        if self.device.kind == "cpu":  # other providers tell in the log why they are not there
+        if self.device.kind == "cpu":  # other providers log why they are not available
             options.log_severity_level = _SILENT
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
