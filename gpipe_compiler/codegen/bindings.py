@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_compiler.codegen.comments import shape_text
 from gpipe_compiler.codegen.expressions import Writer, runs_again
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY
 from gpipe_compiler.codegen.layout import Binding, Expression, name
-from gpipe_compiler.codegen.letting_go import LettingGo
+from gpipe_compiler.codegen.releases import LettingGo
 from gpipe_compiler.codegen.sources import statement_at
+from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.uses import Uses, is_in_place
 from gpipe_compiler.codegen.variables import (
     Run,

@@ -11,8 +11,11 @@ from functools import cached_property
 
 from torch import nn
 
-from gpipe_compiler.codegen.block_text import (
+from gpipe_compiler.codegen.body import write_body
+from gpipe_compiler.codegen.calls import Calls
+from gpipe_compiler.codegen.construction import (
     Arguments,
+    Construction,
     SourceFile,
     WrittenBlock,
     buffer_types,
@@ -21,21 +24,17 @@ from gpipe_compiler.codegen.block_text import (
     init_lines,
     relative,
 )
-from gpipe_compiler.codegen.body import write_body
-from gpipe_compiler.codegen.calls import Calls
-from gpipe_compiler.codegen.construction import Construction
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import OwnAttribute, Writer, outer_argument
 from gpipe_compiler.codegen.facts import Facts
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
 from gpipe_compiler.codegen.method_text import is_tensor, method_text, returned_type, types_of
-from gpipe_compiler.codegen.methods import Given, Method
+from gpipe_compiler.codegen.methods import Given, Method, contains_batch, tells_batch
 from gpipe_compiler.codegen.names import RESERVED, Names, class_name
 from gpipe_compiler.codegen.nested import Holder
-from gpipe_compiler.codegen.parameters import parameter_names
 from gpipe_compiler.codegen.peaks import Content, Peaks
-from gpipe_compiler.codegen.templates import contains_batch, tells_batch
+from gpipe_compiler.codegen.sources import parameter_names
 from gpipe_compiler.ir import Graph, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import BlockClass, Body, Parameter, calls_in

@@ -8,20 +8,16 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
-from gpipe_compiler.codegen.contexts import context_of
-from gpipe_compiler.codegen.expressions import Writer, reads_in_order, repeat
+from gpipe_compiler.codegen.expressions import Writer, context_of, reads_in_order, repeat
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
-from gpipe_compiler.codegen.inlined import with_callers
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
-from gpipe_compiler.codegen.letting_go import LettingGo
-from gpipe_compiler.codegen.methods import Given, Method, drop_dead
+from gpipe_compiler.codegen.method_text import Body, with_type
+from gpipe_compiler.codegen.methods import Given, Method, contains_batch, drop_dead, write_template
 from gpipe_compiler.codegen.names import Names
-from gpipe_compiler.codegen.releases import Releases
-from gpipe_compiler.codegen.returning import Body, with_type
+from gpipe_compiler.codegen.releases import LettingGo, Releases
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.templates import contains_batch, write_template
-from gpipe_compiler.codegen.uses import Uses, is_attribute, is_in_place
+from gpipe_compiler.codegen.uses import Uses, is_attribute, is_in_place, with_callers
 from gpipe_compiler.codegen.variables import Variables, argument_name, find_runs, plain_name
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (

@@ -16,6 +16,7 @@ from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding, Expression, call, method_call, name
 from gpipe_compiler.ir import (
     Argument,
+    Autocast,
     ByMode,
     Call,
     FunctionCall,
@@ -25,6 +26,7 @@ from gpipe_compiler.ir import (
     RegionCall,
     StateRef,
 )
+from gpipe_compiler.ir.ops import Context
 
 _FACTORIES = frozenset(
     {
@@ -277,3 +279,18 @@ def _describe(function: object) -> str:
     module = getattr(function, "__module__", None)
     own = getattr(function, "__qualname__", None) or str(function)
     return f"{module}.{own}" if module else own
+
+
+def context_of(context: Context, writer: Writer) -> Expression:
+    """`torch.no_grad()` and the like; autocast on the device of the method's first tensor."""
+    writer.imports.torch()
+    if not isinstance(context, Autocast):
+        return name("torch.enable_grad()" if context.enabled else "torch.no_grad()")
+    device = context.device_type
+    followed = device in ("cpu", "meta") and bool(writer.anchor)
+    options = [name(f"{writer.anchor}.device.type" if followed else f'"{device}"')]
+    if context.dtype is not None:
+        options.append(name(f"dtype={context.dtype}"))
+    if not context.enabled:
+        options.append(name("enabled=False"))
+    return call("torch.autocast", options)

@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.codegen.block_text import buffer_types
 from gpipe_compiler.codegen.body import write_body
-from gpipe_compiler.codegen.comments import call_path, value_text
+from gpipe_compiler.codegen.construction import buffer_types
 from gpipe_compiler.codegen.constructors import construct, renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.imports import Imports
@@ -16,6 +15,7 @@ from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.statements import call_path, value_text
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, LossTerm
 from gpipe_compiler.plan import Plan

@@ -9,11 +9,14 @@ deletes the rest.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.layout import name
+from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import is_attribute
-from gpipe_compiler.codegen.variables import END
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.codegen.variables import END, Variables
+from gpipe_compiler.ir import Graph, Mode, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +68,78 @@ class Releases:
     def done(self, values: Iterable[str], position: int) -> bool:
         """Whether something worth it has ended with the op at a position or before."""
         return any(self.ends.get(value, END) <= position for value in values)
+
+
+_DELETE = "del "
+
+
+@dataclass
+class LettingGo:
+    """Deletes the variables of a method that hold what nobody reads any more.
+
+    Attributes:
+        modes: of the ops that make the values; arguments are there in both.
+        idle: variables to be deleted as soon as a statement is one of both modes.
+    """
+
+    variables: Variables
+    releases: Releases
+    writer: Writer
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+
+    def ending(self, position: int) -> list[str]:
+        """The variables that nobody reads from here on and whose memory is worth letting go of."""
+        found = []
+        for variable, held in tuple(self.variables.dead(position)):
+            if self.releases.done(held, position):
+                found.append(variable)
+            elif not self.releases.worth(held):
+                self.variables.forget(variable)
+        return found
+
+    def before(self, op: Op, statements: list[Statement]) -> None:
+        """Deletes before the statement of an op what has waited for one of both modes."""
+        if self.idle and op.mode is Mode.ALWAYS:
+            _delete(self.idle, op, Mode.ALWAYS, statements)
+            self.idle.clear()
+
+    def bound(self, variable: str) -> None:
+        """A variable has just been bound anew."""
+        if variable in self.idle:
+            self.idle.remove(variable)
+
+    def after(self, op: Op, position: int, statements: list[Statement]) -> None:
+        """Deletes after the statement of an op what has ended with it."""
+        for variable in self.ending(position):
+            if variable == self.writer.anchor and not self._other_anchor():
+                self.variables.forget(variable)
+                continue
+            made = {
+                self.modes.get(value, Mode.ALWAYS) for value in self.variables.release(variable)
+            }
+            if made == {op.mode} or (len(made) == 1 and op.mode is Mode.ALWAYS):
+                _delete((variable,), op, made.pop(), statements)
+            else:
+                self.idle.append(variable)
+
+    def _other_anchor(self) -> bool:
+        """Lets the device be read off another tensor, if one is there in both modes."""
+        for variable, held in self.variables.tensors():
+            modes = {self.modes.get(value, Mode.ALWAYS) for value in held}
+            if variable != self.writer.anchor and modes == {Mode.ALWAYS}:
+                self.writer.follow(variable)
+                return True
+        return False
+
+
+def _delete(variables: Sequence[str], op: Op, mode: Mode, statements: list[Statement]) -> None:
+    """Adds `del a, b`, or the variables to such a statement that stands there."""
+    listed = ", ".join(variables)
+    before = statements[-1]
+    if before.expression.flat.startswith(_DELETE) and before.mode is mode:
+        statements.pop()
+        text = f"{before.expression.flat}, {listed}"
+    else:
+        text = _DELETE + listed
+    statements.append(Statement("", name(text), mode, op.module))

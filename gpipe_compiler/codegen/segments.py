@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpipe_compiler.codegen.expressions import OwnMethod, again
 from gpipe_compiler.codegen.facts import Facts
-from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.methods import Method, contains_batch
 from gpipe_compiler.codegen.names import Names
-from gpipe_compiler.codegen.templates import contains_batch
 from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref, ValueKind
 from gpipe_compiler.plan import Stage
 

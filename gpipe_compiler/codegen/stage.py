@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from gpipe_compiler.codegen.block_text import buffer_types
 from gpipe_compiler.codegen.blocks import FoundBlocks, StageBlocks, StageMethods, write_blocks
 from gpipe_compiler.codegen.body import write_body
-from gpipe_compiler.codegen.comments import call_path, value_text, where
 from gpipe_compiler.codegen.constants import quote
+from gpipe_compiler.codegen.construction import buffer_types
 from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import Writer
 from gpipe_compiler.codegen.facts import Facts, Randoms
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
+    Body,
     docstring,
     is_tensor,
     method_text,
@@ -27,8 +27,8 @@ from gpipe_compiler.codegen.method_text import (
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.peaks import Content
-from gpipe_compiler.codegen.returning import Body
 from gpipe_compiler.codegen.segments import buffers_of, modules_run_again, path_of, split_off
+from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Op, StateKind
 from gpipe_compiler.ir.contents import prefixes
