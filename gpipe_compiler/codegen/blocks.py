@@ -33,11 +33,11 @@ from gpipe_compiler.codegen.method_text import is_tensor, method_text, returned_
 from gpipe_compiler.codegen.methods import Given, Method, contains_batch, tells_batch
 from gpipe_compiler.codegen.names import RESERVED, Names, class_name
 from gpipe_compiler.codegen.nested import Holder
-from gpipe_compiler.codegen.peaks import Content, Peaks
+from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.codegen.sources import parameter_names
 from gpipe_compiler.ir import Graph, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.blocks import BlockClass, Body, Parameter, calls_in
+from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, calls_in
 from gpipe_compiler.ir.classes import Blocks, Methods, find_blocks, is_chain, outer_states
 from gpipe_compiler.ir.contents import Contents, is_under, prefixes
 from gpipe_compiler.ir.forms import Slot
@@ -198,7 +198,7 @@ class StageBlocks:
             first.outputs,
             frozenset(value for value, item in templates.items() if item == BatchMultiple(1)),
             tuple(
-                Given(value, templates[value], graph.producer[value])
+                Given(value, templates[value], relative(graph.producer[value], first.path))
                 for value in given
                 if value in read
             ),
@@ -330,7 +330,7 @@ def _methods(graph: Graph, own: StageMethods) -> Methods:
 def _peaks(facts: Facts, own: StageMethods, blocks: Blocks, worth: set[int]) -> Peaks:
     """What the methods of a stage have to let go of, added to what is worth it."""
     first, *others = (
-        Content(method.arguments, parts, method.returns)
+        BlockCall("", parts, method.arguments, method.returns)
         for method, parts in zip(own.methods.values(), blocks.bodies, strict=True)
     )
     segments = dict(zip(list(own.methods)[1:], others, strict=True))

@@ -147,15 +147,21 @@ class _Scribe:
                 )
             if contains_batch(item.template):
                 if expression.flat not in made:
-                    statement = statement_at(item.op.source)
-                    targets = statement.targets if statement else ()
-                    asked = targets[0] if len(targets) == 1 else None
-                    wish = self.bindings.named(item.op, item.value, asked) or item.value
+                    wish = self._size_name(item)
                     variable = self.variables.assign(item.value, wish, -1)
                     self._append(item.op, f"{variable} = ", expression)
                     made[expression.flat] = name(variable)
                 expression = made[expression.flat]
             self.writer.variables[item.value] = expression
+
+    def _size_name(self, item: Given) -> str:
+        """The user's name for a size that a method reads off its arguments, else what it counts."""
+        statement = statement_at(item.op.source)
+        if statement is not None and statement.names_size and len(statement.targets) == 1:
+            return statement.targets[0]
+        if isinstance(item.template, tuple):
+            return "shape"
+        return "batch" if item.value in self.batch_sizes else "rows"
 
     def write(self, ops: Sequence[Op]) -> None:
         """Writes all ops."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 
 import torch
@@ -24,17 +24,9 @@ from gpipe_compiler.codegen.layout import (
 )
 from gpipe_compiler.codegen.nested import Holder, nested
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, RegionCall, State, StateKind
-from gpipe_compiler.ir.arguments import state_names
+from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
 from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, arguments_of
-from gpipe_compiler.ir.forms import Slot
-
-
-@dataclass(frozen=True, slots=True)
-class ModulePath:
-    """A module of the model, by where the model keeps it."""
-
-    path: str
+from gpipe_compiler.ir.forms import Slot, states_read
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class StageState:
 
 def state_of(
     graph: Graph,
-    ops: Iterable[Op],
+    ops: Sequence[Op],
     also: Iterable[str] = (),
     methods: Collection[str] = (),
 ) -> StageState:
@@ -87,52 +79,13 @@ def state_of(
         also: names of further tensors to keep, which come last.
         methods: what the class has beside an nn.Module's methods.
     """
-    used: dict[ModulePath | str, None] = {}
-
-    def visit(op: Op) -> None:
-        made = op.call
-        if isinstance(made, ModuleCall):
-            used.setdefault(ModulePath(made.module))
-        used.update(dict.fromkeys(state_names((made.args, dict(made.kwargs)))))
-        if isinstance(made, RegionCall):
-            for inner in made.body.ops:
-                visit(inner)
-            used.update(dict.fromkeys(state_names(made.body.outputs)))
-
-    for op in ops:
-        visit(op)
-    used.update(dict.fromkeys(also))
-    return nested_state(graph, used, methods)
-
-
-def renamed_table(state: StageState) -> list[str]:
-    """`RENAMED = {...}`: own names of state that are no names of the model, and the model's."""
-    if not state.renamed:
-        return []
-    pairs = [(name(quote(own)), name(quote(model))) for own, model in state.renamed.items()]
-    return lay_out(dict_of(pairs, exploded=True), prefix="RENAMED = ")
-
-
-def nested_state(
-    graph: Graph, used: Iterable[ModulePath | str], methods: Collection[str] = ()
-) -> StageState:
-    """The state of a stage.
-
-    Args:
-        used: the modules that the stage calls and the states it reads by itself, in the order in
-            which they are to stand.
-    """
-    used = tuple(used)
-    specs = [graph.modules[item.path] for item in used if isinstance(item, ModulePath)]
+    inner = [found.call for op in ops for found in ops_within(op)]
+    called = dict.fromkeys(made.module for made in inner if isinstance(made, ModuleCall))
+    specs = [graph.modules[path] for path in called]
     in_modules = {canonical for spec in specs for canonical in spec.state.values()}
-    bare = (item for item in used if isinstance(item, str) and item not in in_modules)
-    root = nested(
-        (
-            *((spec.path, spec) for spec in specs),
-            *((item, graph.state[item]) for item in bare),
-        ),
-        frozenset(methods),
-    )
+    read = dict.fromkeys(chain((name for op in ops for name in states_read(op)), also))
+    bare = ((item, graph.state[item]) for item in read if item not in in_modules)
+    root = nested((*((spec.path, spec) for spec in specs), *bare), frozenset(methods))
     modules = {item.spec.path: item.place for item in root.all() if item.spec is not None}
     places: dict[str, str] = {}
     originals: dict[str, str] = {}
@@ -156,6 +109,14 @@ def nested_state(
         originals=originals,
         renamed={own: model for own, model in originals.items() if names.get(own, own) != model},
     )
+
+
+def renamed_table(state: StageState) -> list[str]:
+    """`RENAMED = {...}`: own names of state that are no names of the model, and the model's."""
+    if not state.renamed:
+        return []
+    pairs = [(name(quote(own)), name(quote(model))) for own, model in state.renamed.items()]
+    return lay_out(dict_of(pairs, exploded=True), prefix="RENAMED = ")
 
 
 NO_BLOCKS: Mapping[str, Expression] = MappingProxyType({})

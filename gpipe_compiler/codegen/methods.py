@@ -76,6 +76,8 @@ def _multiple(size: str, times: int, factor: int) -> Expression:
         return Expression(size)
     if factor % times == 0:
         return Expression(f"{size} * {factor // times}", Binding.PRODUCT)
+    if times % factor == 0:
+        return Expression(f"{size} // {times // factor}", Binding.PRODUCT)
     return Expression(f"{size} * {factor} // {times}", Binding.PRODUCT)
 
 

@@ -8,7 +8,7 @@ the room below this peak; a block has the room that its calls leave it. The rest
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -23,15 +23,6 @@ NO_OTHERS: Mapping[int, int] = MappingProxyType({})
 
 SMALL = 1000
 """One part in so many of a peak is not worth a line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a method or a call runs: values that its caller holds, parts, values it gives back."""
-
-    inputs: tuple[str, ...]
-    parts: Sequence[Part]
-    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +76,7 @@ class Peaks:
     graph: Graph
     runs: Mapping[str, OpRun]
     blocks: Blocks
-    segments: Mapping[str, Content]
+    segments: Mapping[str, BlockCall]
     worth: set[int]
     _known: dict[tuple[int, bool], _Need] = field(default_factory=dict)
 
@@ -106,7 +97,7 @@ class Peaks:
     def _storages(self, values: Iterable[str]) -> frozenset[int]:
         return frozenset(map(self._storage, values)) - {-1}
 
-    def method(self, content: Content, first: Mapping[int, int] = NO_OTHERS) -> None:
+    def method(self, content: BlockCall, first: Mapping[int, int] = NO_OTHERS) -> None:
         """Takes note of what a method and the blocks in it have to let go of.
 
         Args:
@@ -115,7 +106,9 @@ class Peaks:
         peak = self._curve(content, saves=True).peak
         self._fill(content, peak + peak // SMALL, first, saves=True)
 
-    def _fill(self, content: Content, limit: int, first: Mapping[int, int], *, saves: bool) -> None:
+    def _fill(
+        self, content: BlockCall, limit: int, first: Mapping[int, int], *, saves: bool
+    ) -> None:
         """Fills the room below a limit; what does not fit is worth letting go of.
 
         Args:
@@ -148,12 +141,12 @@ class Peaks:
             self._fill(again, limit, first, saves=False)
             self.method(again, first)
         elif isinstance(part, BlockCall):
-            self._fill(_content(part), limit, first, saves=saves)
+            self._fill(part, limit, first, saves=saves)
 
-    def _again(self, part: Part) -> Content | None:
+    def _again(self, part: Part) -> BlockCall | None:
         """What runs again in the backward, of a call that does."""
         if isinstance(part, BlockCall):
-            return _content(part) if part.again else None
+            return part if part.again else None
         # An op inside may have the name of its segment.
         return self.segments.get(part.name) if runs_again(part.call) else None
 
@@ -169,9 +162,8 @@ class Peaks:
             peak = self._curve(again, saves=False).peak
             return _Need(peak, 0, self._storages(part.inputs))
         if isinstance(part, BlockCall):
-            content = _content(part)
             made = self._storages(part.outputs) - self._storages(part.inputs)
-            curve = self._curve(content, saves=saves)
+            curve = self._curve(part, saves=saves)
             saved = (self._need(inner, saves=saves).saved for inner in part.parts)
             kept = curve.after - sum(self._bytes.get(storage, 0) for storage in made)
             return _Need(curve.peak, kept, frozenset().union(*saved))
@@ -182,7 +174,7 @@ class Peaks:
             return _Need(run.peak)
         return _Need(run.peak, run.kept, self._storages(run.saved))
 
-    def _curve(self, content: Content, *, saves: bool) -> _Curve:
+    def _curve(self, content: BlockCall, *, saves: bool) -> _Curve:
         needs = [self._need(part, saves=saves) for part in content.parts]
         last: dict[int, int] = {}
         for place, part in enumerate(content.parts):
@@ -204,10 +196,6 @@ class Peaks:
                     ending[last[storage]].append((storage, size))
             now -= sum(size for _, size in ending[place])
         return _Curve(before, needs, ending, now)
-
-
-def _content(call: BlockCall) -> Content:
-    return Content(call.inputs, call.parts, call.outputs)
 
 
 def _outputs(call: BlockCall) -> tuple[str, ...]:

@@ -26,11 +26,11 @@ from gpipe_compiler.codegen.method_text import (
 )
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
-from gpipe_compiler.codegen.peaks import Content
 from gpipe_compiler.codegen.segments import buffers_of, modules_run_again, path_of, split_off
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Op, StateKind
+from gpipe_compiler.ir.blocks import BlockCall
 from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
@@ -227,7 +227,7 @@ def _bodies(
         for index, (label, method) in enumerate(methods.items())
     }
     for method in losses:
-        blocks.peaks.method(Content(method.arguments, method.ops, method.returns))
+        blocks.peaks.method(BlockCall("", method.ops, method.arguments, method.returns))
         called[LOSS] = method
     imports, state = blocks.file.imports, blocks.own.state
     if any(method.arguments or method.returns for method in called.values()):

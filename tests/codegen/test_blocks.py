@@ -104,6 +104,21 @@ def test_a_stage_is_as_long_for_two_layers_as_for_eight(planned: Callable[..., P
     assert "for layer in self.layers.values():" in plain[1]
 
 
+def test_what_several_stages_have_is_written_once(planned: Callable[..., Plan]) -> None:
+    """Layers that differ in numbers included; a stage that is written alone imports nothing."""
+    plan = planned(Layers(4, differ=True), torch.rand(2, 3, 4), count=2)
+    assert plan.graph is not None
+    facts = Facts.of(plan.graph)
+
+    sources = write_stages(plan, facts)
+    (alone,) = write_stages(plan, facts, plan.stages[1:]).stages
+
+    assert sources.layers.count("class Layer(nn.Module)") == 1
+    assert not any("class Layer(nn.Module)" in stage.text for stage in sources.stages)
+    assert "from .layers" not in alone.text
+    assert "class Layer(nn.Module)" in alone.text
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_layers_are_exact(planned: Callable[..., Plan], differ: bool) -> None:
     """Whether they are equal or differ in sizes and numbers, which their constructors are given."""

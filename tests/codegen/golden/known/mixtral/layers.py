@@ -100,8 +100,8 @@ class MixtralExperts(nn.Module):
 
     def forward(self, top_k_weights: Tensor, top_k_index: Tensor, hidden_states: Tensor) -> Tensor:
         # model.layers.0.mlp.experts (moe.py:528-535)
-        mul_13 = top_k_weights.shape[0] * 2
-        final_hidden_states = top_k_weights.shape[0]
+        rows = top_k_weights.shape[0] * 2
+        rows_2 = top_k_weights.shape[0]
 
         # moe.py:383-579, activations.py:103
         sample_weights = top_k_weights.reshape(-1)  # (32*B,)
@@ -131,11 +131,11 @@ class MixtralExperts(nn.Module):
         del offsets
         weighted_out = grouped_mm_out * sample_weights_g.unsqueeze(-1)
         inv_perm = torch.empty_like(perm)  # (32*B,)
-        inv_perm.index_put_([perm], torch.arange(mul_13, device=top_k_weights.device))
+        inv_perm.index_put_([perm], torch.arange(rows, device=top_k_weights.device))
         weighted_out = weighted_out[inv_perm]  # (32*B, 32)
-        final_hidden_states_2: Tensor = weighted_out.view(final_hidden_states, 2, 32).sum(1)
-        final_hidden_states_2 = final_hidden_states_2.to(torch.float32)
-        return final_hidden_states_2
+        final_hidden_states: Tensor = weighted_out.view(rows_2, 2, 32).sum(1)  # (16*B, 32)
+        final_hidden_states = final_hidden_states.to(torch.float32)
+        return final_hidden_states
 
 
 class MixtralSparseMoeBlock(nn.Module):

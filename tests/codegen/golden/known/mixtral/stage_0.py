@@ -40,7 +40,7 @@ class MixtralExperts2(nn.Module):
 
     def forward(self, top_k_weights: Tensor, top_k_index: Tensor, hidden_states: Tensor) -> Tensor:
         # masking_utils.py:880, moe.py:383-579, activations.py:103
-        batch = top_k_weights.shape[0] * 1 // 16
+        batch = top_k_weights.shape[0] // 16
         sample_weights = top_k_weights.reshape(-1)  # (32*B,)
         expert_ids = top_k_index.reshape(-1)
         expert_ids_g, perm = expert_ids.sort()

@@ -44,7 +44,7 @@ class SwinAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] * 1 // 64
+        batch = hidden_states.shape[0] // 64
         q_proj_out = self.q_proj(hidden_states)  # (64*B, 16, 16)
         mul = 64 * batch
         view = q_proj_out.view(mul, 16, -1, 8)  # (64*B, 16, 2, 8)

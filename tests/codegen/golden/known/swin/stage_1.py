@@ -32,13 +32,13 @@ class SwinAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # swin.encoder.layers.0.blocks.0.attention (modeling_swin.py:428)
-        query_states = hidden_states.shape[0]
+        rows = hidden_states.shape[0]
 
         # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] * 1 // 64
-        query_states_2 = self.q_proj(hidden_states).view(query_states, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(query_states, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(query_states, 16, -1, 8).transpose(1, 2)
+        batch = hidden_states.shape[0] // 64
+        query_states = self.q_proj(hidden_states).view(rows, 16, -1, 8).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(rows, 16, -1, 8).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(rows, 16, -1, 8).transpose(1, 2)
 
         # relative_position_bias (modeling_swin.py:368-370)
         relative_position_bias = self.relative_position_bias.relative_position_bias_table[
@@ -55,15 +55,15 @@ class SwinAttention(nn.Module):
         )
         combined_mask = relative_position_bias_out + attention_mask  # (64*B, 2, 16, 16)
         attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states_2,
+            query_states,
             key_states,
             value_states,
             attn_mask=combined_mask,
             scale=0.3535533905932738,
         )
-        attn_output = attn_output.reshape(query_states, -1, 16, 8)
+        attn_output = attn_output.reshape(rows, -1, 16, 8)
         attn_output = attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
-        attn_output = attn_output.reshape(query_states, 16, -1)  # (64*B, 16, 16)
+        attn_output = attn_output.reshape(rows, 16, -1)  # (64*B, 16, 16)
         attn_output = self.o_proj(attn_output)
         return attn_output
 
@@ -79,7 +79,7 @@ class SwinAttention2(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] * 1 // 16
+        batch = hidden_states.shape[0] // 16
         q_proj_out = self.q_proj(hidden_states)  # (16*B, 16, 32)
         mul = 16 * batch
         view = q_proj_out.view(mul, 16, -1, 16)  # (16*B, 16, 2, 16)

@@ -32,13 +32,13 @@ class SwinAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # swin.encoder.layers.1.blocks.0.attention (modeling_swin.py:428)
-        query_states = hidden_states.shape[0]
+        rows = hidden_states.shape[0]
 
         # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] * 1 // 16
-        query_states_2 = self.q_proj(hidden_states).view(query_states, 16, -1, 16).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(query_states, 16, -1, 16).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(query_states, 16, -1, 16).transpose(1, 2)
+        batch = hidden_states.shape[0] // 16
+        query_states = self.q_proj(hidden_states).view(rows, 16, -1, 16).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(rows, 16, -1, 16).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(rows, 16, -1, 16).transpose(1, 2)
 
         # relative_position_bias (modeling_swin.py:368-370)
         relative_position_bias = self.relative_position_bias.relative_position_bias_table[
@@ -55,11 +55,11 @@ class SwinAttention(nn.Module):
         )
         combined_mask = relative_position_bias_out + attention_mask  # (16*B, 2, 16, 16)
         attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states_2, key_states, value_states, attn_mask=combined_mask
+            query_states, key_states, value_states, attn_mask=combined_mask
         )
-        attn_output = attn_output.reshape(query_states, -1, 16, 16)
+        attn_output = attn_output.reshape(rows, -1, 16, 16)
         attn_output = attn_output.transpose(1, 2).contiguous()  # (16*B, 16, 2, 16)
-        attn_output = attn_output.reshape(query_states, 16, -1)  # (16*B, 16, 32)
+        attn_output = attn_output.reshape(rows, 16, -1)  # (16*B, 16, 32)
         attn_output = self.o_proj(attn_output)
         return attn_output
 
@@ -86,7 +86,7 @@ class SwinAttention2(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] * 1 // 4
+        batch = hidden_states.shape[0] // 4
         q_proj_out = self.q_proj(hidden_states)  # (4*B, 16, 64)
         mul = 4 * batch
         view = q_proj_out.view(mul, 16, -1, 16)  # (4*B, 16, 4, 16)
