@@ -27,11 +27,11 @@ class Known:
     """
 
     model: nn.Module
+    most: int
     args: tuple[Tensor, ...] = ()
     kwargs: dict[str, Tensor] | None = None
     target: Tensor | None = None
     loss_fn: Callable[[Any, Any], Tensor] | None = None
-    most: int
 
 
 def _example(name: str) -> ModuleType:
@@ -63,7 +63,7 @@ def _hugging_face(kind: str, inputs: dict[str, Tensor], most: int, **sizes: Any)
 
     config, _, head = kind.partition("For")
     made = getattr(transformers, f"{config}Config")(**sizes)
-    return Known(getattr(transformers, f"{config}For{head}")(made), kwargs=inputs, most=most)
+    return Known(getattr(transformers, f"{config}For{head}")(made), most, kwargs=inputs)
 
 
 def _language(kind: str, layers: int, most: int, **sizes: Any) -> Known:
@@ -89,20 +89,20 @@ def _swin() -> Known:
 def _resnet() -> Known:
     model = _example("resnet50").ResNet((3, 4, 6, 3), 10, 8)
     images, target = torch.randn(BATCH, 3, 64, 64), torch.randint(10, (BATCH,))
-    return Known(model, (images,), target=target, loss_fn=F.cross_entropy, most=60)
+    return Known(model, 60, (images,), target=target, loss_fn=F.cross_entropy)
 
 
 def _inception() -> Known:
     made = _example("inception")
     images, target = made.example_inputs(BATCH), made.example_target(BATCH)
     model = made.build_model(width=8, blocks=6)
-    return Known(model, (images,), target=target, loss_fn=made.loss_fn, most=65)
+    return Known(model, 65, (images,), target=target, loss_fn=made.loss_fn)
 
 
 def _unet() -> Known:
     made = _example("unet")
     images, target = torch.randn(BATCH, 3, 32, 32), torch.rand(BATCH, 1, 32, 32).round()
-    return Known(made.UNet(4, 8, 2), (images,), target=target, loss_fn=made.loss_fn, most=55)
+    return Known(made.UNet(4, 8, 2), 55, (images,), target=target, loss_fn=made.loss_fn)
 
 
 QUICK: dict[str, Callable[[], Known]] = {
