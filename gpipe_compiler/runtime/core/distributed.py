@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import pickle
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,27 +19,14 @@ from ..schedule.actions import SharedSum, Transfer
 from ..spec import Crossing
 from .same_host import Peers, join_peers
 
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-"""What may travel, by the number that announces it."""
-
-MAX_DIMENSIONS = 12
+T = TypeVar("T")
 
 _SUM_TAG = 1 << 20
 
 _RESULT_TAG = 1 << 21
+
+_PACKET = 1024
+"""Bytes of the first message of an object, which most objects fit into."""
 
 
 def launched() -> bool:
@@ -180,60 +168,66 @@ class Network:
             for rank, started in sent:
                 self.finish(started, f"sending {what} to rank {self.members[rank]}")
             return tensor
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.carrier)
-        started = self.receive(buffer, source, _RESULT_TAG)
-        self.finish(started, f"at {what} from rank {self.members[source]}")
-        return buffer.to(self.device)
+        return self._received(tensor, source, _RESULT_TAG, what)
 
-    def share_row(
-        self, row: torch.Tensor | None, length: int, source: int, what: str
-    ) -> torch.Tensor:
-        """A row of numbers of one rank on all ranks, in its own dtype."""
-        facts = torch.zeros(length + 1, dtype=torch.float64)
-        if row is not None:
-            facts = torch.tensor([*row.tolist(), DTYPES.index(row.dtype)], dtype=torch.float64)
-        *_, dtype = facts = self.broadcast(facts, source, what)
-        return facts[:-1].to(self.device, DTYPES[int(dtype)])
+    def broadcast_object(self, value: T | None, source: int, what: str) -> T:
+        """Rank `source`'s object on all ranks, by pickle: for what its user's program makes."""
+        if self.rank != source:
+            return cast(T, self._receive_object(source, what))
+        for rank in range(self.size):
+            if rank != source:
+                self._send_object(value, rank, what)
+        return cast(T, value)
+
+    def gather_objects(self, value: T, what: str) -> list[T]:
+        """The objects of all ranks, in their order, on rank 0; none on the others."""
+        if self.rank != 0:
+            self._send_object(value, 0, what)
+            return []
+        return [value, *(self._receive_object(rank, what) for rank in range(1, self.size))]
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name, on rank 0's CPU; nothing on the others."""
         if self.rank != 0:
-            names = json.dumps(list(tensors)).encode()
-            self.pass_on(torch.tensor(list(names), dtype=torch.uint8), self.rank, "names")
+            self._send_object(list(tensors), 0, "names")
             for name, tensor in tensors.items():
                 self.pass_on(tensor, self.rank, name)
             return {}
         result = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         for source in range(1, self.size):
-            names = bytes(self.pass_on(None, source, "names").tolist())
-            for name in json.loads(names):
+            names: list[str] = self._receive_object(source, "names")
+            for name in names:
                 result.setdefault(name, self.pass_on(None, source, name).cpu())
         return result
 
     def pass_on(self, tensor: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
         """A tensor of unknown shape from `source` to rank 0; called on these two ranks only."""
-        header = torch.zeros(2 + MAX_DIMENSIONS, dtype=torch.int64, device=self.carrier)
         if tensor is not None:
-            facts = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-            header[: len(facts)] = torch.tensor(facts)
-            self.finish(
-                self.send(header, 0, _RESULT_TAG), f"sending {what} to rank {self.members[0]}"
-            )
-            self.finish(
-                self.send(tensor, 0, _RESULT_TAG), f"sending {what} to rank {self.members[0]}"
-            )
+            self._send_object((tensor.dtype, tuple(tensor.shape)), 0, what)
+            self._sent(tensor, 0, _RESULT_TAG, what)
             return tensor
-        self.finish(
-            self.receive(header, source, _RESULT_TAG),
-            f"receiving {what} from rank {self.members[source]}",
+        dtype, shape = self._receive_object(source, what)
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return self._received(like, source, _RESULT_TAG, what)
+
+    def _send_object(self, value: object, rank: int, what: str) -> None:
+        data = pickle.dumps(value)
+        row = torch.zeros(max(_PACKET, 8 + len(data)), dtype=torch.uint8)
+        row[: 8 + len(data)] = torch.frombuffer(
+            bytearray(struct.pack("<q", len(data)) + data), dtype=torch.uint8
         )
-        number, dimensions, *sizes = header.tolist()
-        buffer = torch.empty(sizes[:dimensions], dtype=DTYPES[number], device=self.carrier)
-        self.finish(
-            self.receive(buffer, source, _RESULT_TAG),
-            f"receiving {what} from rank {self.members[source]}",
-        )
-        return buffer.to(self.device)
+        self._sent(row[:_PACKET], rank, _RESULT_TAG, what)
+        self._sent(row[_PACKET:], rank, _RESULT_TAG, what)
+
+    def _receive_object(self, rank: int, what: str) -> Any:
+        def received(length: int) -> bytes:
+            like = torch.empty(length, dtype=torch.uint8, device="meta")
+            return bytes(self._received(like, rank, _RESULT_TAG, what).tolist())
+
+        first = received(_PACKET)
+        (length,) = struct.unpack_from("<q", first)
+        rest = received(max(0, 8 + length - _PACKET))
+        return pickle.loads((first + rest)[8 : 8 + length])
 
     def finish(self, started: Any, what: str) -> None:
         """Wait for what `send` or `receive` has started."""
@@ -271,21 +265,22 @@ class Network:
         """Point to point, by way of the first, so that the order is always the same."""
         first, *others = numbers
         if self.rank != first:
-            self.finish(
-                self.send(tensor, first, _SUM_TAG), f"sending {what} to rank {self.members[first]}"
-            )
-            return self._received(tensor, first, what)
+            self._sent(tensor, first, _SUM_TAG, what)
+            return self._received(tensor, first, _SUM_TAG, what)
         for rank in others:
-            tensor = reduce(tensor, self._received(tensor, rank, what).to(tensor.device))
+            found = self._received(tensor, rank, _SUM_TAG, what)
+            tensor = reduce(tensor, found.to(tensor.device))
         for rank in others:
-            self.finish(
-                self.send(tensor, rank, _SUM_TAG), f"sending {what} to rank {self.members[rank]}"
-            )
+            self._sent(tensor, rank, _SUM_TAG, what)
         return tensor
 
-    def _received(self, like: torch.Tensor, source: int, what: str) -> torch.Tensor:
+    def _sent(self, tensor: torch.Tensor, rank: int, tag: int, what: str) -> None:
+        started = self.send(tensor, rank, tag)
+        self.finish(started, f"sending {what} to rank {self.members[rank]}")
+
+    def _received(self, like: torch.Tensor, source: int, tag: int, what: str) -> torch.Tensor:
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self.carrier)
-        started = self.receive(buffer, source, _SUM_TAG)
+        started = self.receive(buffer, source, tag)
         self.finish(started, f"receiving {what} from rank {self.members[source]}")
         return buffer.to(self.device)
 

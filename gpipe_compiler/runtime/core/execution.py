@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,9 +19,6 @@ from .request import RandomKey, StepRequest, Values, Work
 from .runners import Runner
 from .topology import Replicas, Topology
 from .wiring import inputs_for, output_leaves
-
-_MOST_WANTED = 50
-"""Inputs that can have gradients: as many bits are exact in a floating-point number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,6 @@ class CallArgs:
     read: int = 0
 
 
-_WORKS = tuple(Work)
-
-_NUMBERS = 7
-"""In the header before sizes and weights: work, mode, micro-batches, the bytes of a refusal, the
-wanted gradients, and the halves of a checksum."""
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a call of the pipeline is about, in this replica of it.
@@ -62,8 +53,8 @@ class Call:
             replica's share of the mini-batch is empty.
         loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
             loss.
-        refusal: what is wrong with the inputs.
-        wanted: the inputs whose gradients the caller wants: bit i for input i.
+        refusal: the problem and the hint, where the inputs are wrong.
+        wanted: the inputs whose gradients the caller wants.
         read: a checksum of the whole mini-batches that this replica has taken its share of since
             the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.
@@ -74,21 +65,24 @@ class Call:
     training: bool
     sizes: tuple[int, ...] = ()
     loss_weights: tuple[Counts, ...] = ()
-    refusal: UsageError | None = None
-    wanted: int = 0
+    refusal: tuple[str, str] | None = None
+    wanted: frozenset[str] = frozenset()
     read: int = 0
     first: int = 0
     total: Counts = ()
 
+    def packed(self) -> dict[str, object]:
+        """Its fields, of Python's own types: ranks may have the package under different names."""
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return {**own, "work": self.work.value}
 
-def agree(replicas: Replicas | None, call: Call, most: int, terms: int, number: int) -> Call:
+
+def agree(replicas: Replicas | None, call: Call, number: int) -> Call:
     """The call of this rank's replica, on every rank, with what it needs to know of the others'.
 
     Args:
         call: what this rank knows of it; all ranks but the first of each replica know no more
             than the work and the mode.
-        most: micro-batches that a replica has at most.
-        terms: of the loss.
         number: of the mini-batch, from 1, for messages.
 
     Raises:
@@ -98,49 +92,37 @@ def agree(replicas: Replicas | None, call: Call, most: int, terms: int, number: 
     """
     if replicas is None:
         if call.refusal is not None:
-            raise call.refusal
+            raise _refused(call.refusal)
         return dataclasses.replace(call, total=summed(call.loss_weights))
-    calls = _exchange(replicas, call, most, terms)
+    calls = _exchange(replicas, call)
     firsts = range(0, replicas.world.size, replicas.pipeline.size)
-    for rank, (other, _) in zip(firsts, calls, strict=True):
+    for rank, other in zip(firsts, calls, strict=True):
         _check_same(replicas.world.rank, call, rank, other)
-    for rank, (_, refused) in zip(firsts, calls, strict=True):
-        if refused:
-            _refuse(replicas, call.refusal, rank, refused)
-    for rank, (other, _) in zip(firsts, calls, strict=True):
-        if other.read and calls[0][0].read and other.read != calls[0][0].read:
+    for rank, other in zip(firsts, calls, strict=True):
+        if other.refusal is not None:
+            raise _refused(call.refusal or other.refusal, None if call.refusal else rank)
+    for rank, other in zip(firsts, calls, strict=True):
+        if other.read and calls[0].read and other.read != calls[0].read:
             raise _other_data(rank, number)
-    if not all(other.sizes for other, _ in calls):
-        samples = sum(sum(other.sizes) for other, _ in calls)
+    if not all(other.sizes for other in calls):
+        samples = sum(sum(other.sizes) for other in calls)
         raise UsageError(f"a batch of {samples} is too small for {replicas.count} replicas")
-    before = [other for other, _ in calls[: replicas.number]]
     return dataclasses.replace(
-        calls[replicas.number][0],
-        first=sum(len(other.sizes) for other in before),
-        total=summed([counts for other, _ in calls for counts in other.loss_weights]),
+        calls[replicas.number],
+        first=sum(len(other.sizes) for other in calls[: replicas.number]),
+        total=summed([counts for other in calls for counts in other.loss_weights]),
     )
 
 
-def _exchange(replicas: Replicas, call: Call, most: int, terms: int) -> list[tuple[Call, int]]:
-    """The calls of all replicas, with the length of their refusals, on every rank."""
-    length = _NUMBERS + most + terms * most
-    rows = torch.zeros(replicas.count, length, dtype=torch.float64)
+def _exchange(replicas: Replicas, call: Call) -> list[Call]:
+    """The calls of all replicas, on every rank."""
+    calls: list[dict[str, Any]] | None = None
     if replicas.pipeline.rank == 0:
-        rows = torch.stack(
-            replicas.peers.gathered(_header(call, most, length), "the calls of the replicas")
-        )
-    rows = replicas.pipeline.broadcast(rows, 0, "the call")
-    found = []
-    for work, training, count, refused, wanted, upper, lower, *numbers in rows.tolist():
-        kind = _WORKS[int(work)]
-        sizes = tuple(map(int, numbers[: int(count)]))
-        counts: list[Counts] = []
-        if kind.makes_loss:
-            counts = [tuple(numbers[most + terms * m :][:terms]) for m in range(int(count))]
-        read = int(upper) << 32 | int(lower)
-        own = Call(kind, bool(training), sizes, tuple(counts), wanted=int(wanted), read=read)
-        found.append((own, int(refused)))
-    return found
+        what = "the calls of the replicas"
+        gathered = replicas.peers.gather_objects(call.packed(), what)
+        calls = replicas.peers.broadcast_object(gathered, 0, what)
+    calls = replicas.pipeline.broadcast_object(calls, 0, "the call")
+    return [Call(**{**found, "work": Work(found["work"])}) for found in calls]
 
 
 def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
@@ -159,6 +141,14 @@ def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
         )
 
 
+def _refused(refusal: tuple[str, str], rank: int | None = None) -> UsageError:
+    """The error of what this process refuses, or another rank."""
+    problem, hint = refusal
+    return UsageError(
+        problem if rank is None else f"rank {rank} refused its inputs: {problem}", hint=hint
+    )
+
+
 def _other_data(rank: int, number: int) -> AgreedError:
     return AgreedError(
         f"mini-batch {number}, as rank {rank} has read it, is not that of rank 0",
@@ -166,38 +156,6 @@ def _other_data(rank: int, number: int) -> AgreedError:
         "the same seed on every rank and a sampler that does not know the rank; samples that only "
         "one replica reads are passed to step() without shard()",
     )
-
-
-def _header(call: Call, most: int, length: int) -> torch.Tensor:
-    header = torch.zeros(length, dtype=torch.float64)
-    count = len(call.sizes)
-    halves = call.read >> 32, call.read & 0xFFFFFFFF  # each is exact in 64 bits of floating point
-    refused = len(_text(call.refusal))
-    _put(header, 0, (_WORKS.index(call.work), call.training, count, refused, call.wanted))
-    _put(header, _NUMBERS - len(halves), halves)
-    _put(header, _NUMBERS, call.sizes)
-    _put(header, _NUMBERS + most, [count for counts in call.loss_weights for count in counts])
-    return header
-
-
-def _put(header: torch.Tensor, start: int, numbers: Sequence[float]) -> None:
-    header[start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-
-
-def _refuse(replicas: Replicas, own: UsageError | None, rank: int, length: int) -> None:
-    """Raise the refusal of a rank, on every rank; one that has refused too raises its own."""
-    text = torch.zeros(length, dtype=torch.uint8)
-    if replicas.world.rank == rank:
-        text = torch.tensor(list(_text(own)), dtype=torch.uint8)
-    text = replicas.world.broadcast(text, rank, f"what rank {rank} refuses")
-    if own is not None:
-        raise own
-    problem, hint = bytes(text.tolist()).decode().split("\0")
-    raise UsageError(f"rank {rank} refused its inputs: {problem}", hint=hint)
-
-
-def _text(refusal: UsageError | None) -> bytes:
-    return b"" if refusal is None else f"{refusal.problem}\0{refusal.hint}".encode()
 
 
 class Execution:
@@ -243,13 +201,9 @@ class Execution:
             call, bound, parts = self._offered(args)
         if args.read:
             call = dataclasses.replace(call, read=args.read)
-        terms, number = len(self._weigher.terms), args.key.step + 1
-        call = agree(self._topology.members, call, self._microbatches, terms, number)
-        wanted = frozenset(
-            source.name for i, source in enumerate(self._spec.inputs) if call.wanted >> i & 1
-        )
+        call = agree(self._topology.members, call, args.key.step + 1)
         prepared = self._programs.of(
-            args.work, len(call.sizes), training=args.training, wanted=wanted
+            args.work, len(call.sizes), training=args.training, wanted=call.wanted
         )
         shares = prepared.loss_weights(self._weigher.shares(call.loss_weights, call.total))
         request = StepRequest(
@@ -265,7 +219,7 @@ class Execution:
             loss_scale=args.loss_scale,
         )
         result = self._runner.run(prepared, request)
-        if wanted and self._topology.feeds:
+        if call.wanted and self._topology.feeds:
             self._give_back(args, bound, result.gradients, call.sizes)
         if args.work.makes_loss and result.loss is None:
             raise UsageError(f"{self._spec.name} made no loss")
@@ -307,29 +261,15 @@ class Execution:
             weights = self._weigher.weigh(parts, sizes) if work.makes_loss else ()
             wanted = self._wanted(args)
         except UsageError as error:
-            return Call(work, training, refusal=error), {}, []
+            return Call(work, training, refusal=(error.problem, error.hint)), {}, []
         return Call(work, training, sizes, weights, wanted=wanted), bound, parts
 
-    def _wanted(self, args: CallArgs) -> int:
-        """The inputs whose gradients the caller wants, as the bits of a number.
-
-        Raises:
-            UsageError: where ranks cannot tell each other so many.
-        """
+    def _wanted(self, args: CallArgs) -> frozenset[str]:
+        """The inputs whose gradients the caller wants."""
         if args.work is not Work.TRAIN:
-            return 0
+            return frozenset()
         passed = passed_to(self._spec, args.inputs, args.target)
-        places = [
-            place
-            for place, source in enumerate(self._spec.inputs)
-            if source.name in passed and passed[source.name].requires_grad
-        ]
-        if places and places[-1] >= _MOST_WANTED:
-            raise UsageError(
-                f"{self._spec.inputs[places[-1]].name} requires a gradient, which only the first "
-                f"{_MOST_WANTED} inputs can have"
-            )
-        return sum(1 << place for place in places)
+        return frozenset(name for name, tensor in passed.items() if tensor.requires_grad)
 
     def _give_back(
         self,

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import AgreedError, UsageError
 from ..spec import PipelineSpec, Precision
-from .distributed import DTYPES, OverRanks, alone
+from .distributed import OverRanks, alone
 from .local_stages import LocalStages
 from .options import ExecutionOptions
 from .topology import Topology
@@ -89,6 +89,9 @@ def check_weights(modules: Mapping[int, nn.Module]) -> None:
                     hint="keep the weights in fp32 under --precision fp16, or train in fp32",
                 )
 
+
+_REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""What a norm may be of, by the number that tells it."""
 
 _SPARSE = -1.0
 
@@ -170,7 +173,7 @@ class NormClipping:
                 hint="make the embedding with sparse=False, or do not clip",
             )
         known = codes.nonzero().flatten()
-        kinds = [DTYPES[int(code) - 1] for code in set(codes[known].tolist())]
+        kinds = [_REAL[int(code) - 1] for code in set(codes[known].tolist())]
         dtype = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
         total = torch.zeros((), dtype=dtype)
         if self.first and kinds:
@@ -198,5 +201,5 @@ class NormClipping:
             places = torch.tensor([place for place, _ in group])
             norms = torch.stack(torch._foreach_norm([grad for _, grad in group], norm_type))
             table[0, places] = norms.to("cpu", torch.float64)
-            table[1, places] = 1.0 + DTYPES.index(norms.dtype)
+            table[1, places] = 1.0 + _REAL.index(norms.dtype)
         return table

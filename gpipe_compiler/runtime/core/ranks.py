@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-
 from ..errors import CheckpointError, PipelineError
 from .distributed import Network
 
@@ -73,7 +71,7 @@ class Ranks:
             TransportError: when another rank is gone.
         """
         mine, cause = _attempt(action)
-        outcomes = self._gather(mine, what)
+        outcomes = [mine] if self.network is None else self.network.gather_objects(mine, what)
         answer: _Outcome[R] = _Outcome()
         if self.rank == 0:
             bad = [(rank, found) for rank, found in enumerate(outcomes) if found.problem]
@@ -82,7 +80,8 @@ class Ranks:
             else:
                 results = [outcome.value for outcome in outcomes]
                 answer, cause = _attempt(lambda: conclude(results))  # type: ignore[arg-type]  # no problem: a value
-        answer = self._share(answer, what)
+        if self.network is not None:
+            answer = self.network.broadcast_object(answer, 0, what)
         if answer.problem:
             raise CheckpointError(answer.problem, hint=answer.hint) from cause
         return answer.value  # type: ignore[return-value]  # as above
@@ -93,25 +92,6 @@ class Ranks:
             f"rank {rank}: {found.problem}" if several else found.problem for rank, found in bad
         ]
         return _Outcome(problem="; ".join(texts), hint=bad[0][1].hint)
-
-    def _gather(self, mine: T, what: str) -> list[T]:
-        if self.network is None:
-            return [mine]
-        if self.network.rank != 0:
-            self.network.pass_on(_packed(mine), self.network.rank, what)
-            return []
-        others = range(1, self.network.size)
-        return [mine, *(_unpacked(self.network.pass_on(None, rank, what)) for rank in others)]
-
-    def _share(self, answer: T, what: str) -> T:
-        """Rank 0's object on every rank."""
-        if self.network is None:
-            return answer
-        payload = _packed(answer)
-        length = self.network.broadcast(torch.tensor([payload.numel()]), 0, what)
-        if self.network.rank != 0:
-            payload = torch.empty(int(length.item()), dtype=torch.uint8)
-        return _unpacked(self.network.broadcast(payload, 0, what))
 
 
 def described(error: BaseException) -> str:
@@ -130,11 +110,3 @@ def _attempt(action: Callable[[], T]) -> tuple[_Outcome[T], BaseException | None
     except FAILURES as error:
         hint = error.hint if isinstance(error, PipelineError) else ""
         return _Outcome(problem=described(error), hint=hint), error
-
-
-def _packed(value: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpacked(payload: torch.Tensor) -> T:  # type: ignore[type-var]  # as it was packed
-    return pickle.loads(bytes(payload.cpu().tolist()))  # type: ignore[no-any-return]

@@ -183,9 +183,10 @@ class DistributedRunner:
         loss = None
         if request.work.makes_loss and self.spec.loss is not None:
             source = prepared.placement[self.makers[self.spec.loss.value]]
-            terms = len(self.spec.loss.summands)
             mine = self._loss(result.losses, request)
-            loss = self.network.share_row(mine, terms, source, "the loss")
+            told = None if mine is None else (mine.tolist(), mine.dtype)
+            terms, dtype = self.network.broadcast_object(told, source, "the loss")
+            loss = torch.tensor(terms, dtype=dtype, device=self.network.device)
         return Result(loss, self._gather(prepared, request, result), result.gradients)
 
     def _loss(

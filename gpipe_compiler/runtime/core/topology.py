@@ -255,8 +255,7 @@ class Topology:
         """
         if self.world is None:
             return tuple(numbers)
-        row = torch.tensor(list(numbers), dtype=torch.float64)
-        return tuple(self.world.broadcast(row, 0, what).tolist())
+        return self.world.broadcast_object(tuple(numbers), 0, what)
 
     def __str__(self) -> str:
         if self.pipeline is None:
