@@ -71,6 +71,18 @@ _FILLED = frozenset(
 def never_additive(graph: Graph) -> Bent | None:
     """Why micro-batches cannot give the loss of an annotated graph; None where that is open."""
     assert graph.loss is not None
+    last = _dependences(graph).get(graph.loss.value)
+    return last if isinstance(last, Bent) else None
+
+
+def first_bent(graph: Graph) -> Bent | None:
+    """What in a loss is no sum over samples, though what follows may make one of it."""
+    return next((item for item in _dependences(graph).values() if isinstance(item, Bent)), None)
+
+
+def _dependences(graph: Graph) -> dict[str, Dependence]:
+    """How what the loss is made of depends on the samples."""
+    assert graph.loss is not None
     found: dict[str, Dependence] = {
         source.name: Kind.ROWS for source in graph.inputs if source.batched
     }
@@ -82,8 +94,7 @@ def never_additive(graph: Graph) -> Bent | None:
             dependence = _of(graph, op, name, found)
             if dependence is not None:
                 found[name] = dependence
-    last = found.get(graph.loss.value)
-    return last if isinstance(last, Bent) else None
+    return found
 
 
 def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dependence | None:

@@ -52,7 +52,9 @@ class Holder:
         strange = [item for own, item in self.members.items() if not _is_attribute(own)]
         if any(isinstance(item, Holder) for item in strange):
             return nn.ModuleDict
-        if any(item.kind is StateKind.PARAMETER for item in strange if isinstance(item, State)):
+        parameters = (item for item in strange if isinstance(item, State))
+        # A stage is called, which an nn.ParameterDict refuses.
+        if self.prefix and any(item.kind is StateKind.PARAMETER for item in parameters):
             return nn.ParameterDict
         return nn.Module
 

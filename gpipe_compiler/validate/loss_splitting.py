@@ -17,7 +17,7 @@ from gpipe_compiler.errors import SourceLocation, ValidationError
 from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
-from gpipe_compiler.passes.loss_additivity import never_additive
+from gpipe_compiler.passes.loss_additivity import first_bent, never_additive
 from gpipe_compiler.passes.loss_weight import different_means
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
@@ -169,6 +169,9 @@ def cause_of(graph: Graph) -> tuple[str, SourceLocation | None] | None:
 
 def _unknown(graph: Graph) -> tuple[str, SourceLocation | None]:
     assert graph.loss is not None
+    bent = first_bent(graph)
+    if bent is not None:
+        return bent.what, bent.op.source
     kind = "sum" if graph.loss.reduction is Reduction.SUM else "mean"
     maker = graph.producer.get(graph.loss.value)
     return f"it is no {kind} over samples", maker.source if maker is not None else None
