@@ -52,8 +52,10 @@ class Both:
         """The names of the outputs that differ, beyond rounding."""
         if len(self.parts) == 1:
             return ()
-        made = joined(self.parts, self.sizes, self.whole)
-        whole = {name: to_type(tensor, self.rounded) for name, tensor in self.whole.outputs.items()}
+        made, whole = (
+            {name: to_type(tensor, self.rounded) for name, tensor in outputs.items()}
+            for outputs in (joined(self.parts, self.sizes, self.whole), self.whole.outputs)
+        )
         rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
         if all(row.passed for row in rows):
             return ()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from gpipe_compiler.runtime.train import check
 from gpipe_compiler.runtime.train.comparison import Kind, compare, flat_tensors, pack, unpack
 
 
@@ -108,3 +109,30 @@ def test_tensors_of_a_nest_are_named_by_the_way_to_them():
 
     assert list(flat_tensors(nest)) == ["logits", "states.0", "states.2.0"]
     assert list(flat_tensors(torch.ones(1))) == ["output"]
+
+
+def test_another_type_with_equal_numbers_is_a_fault():
+    """But for the loss, and for 32 bits where torch computes in 16 under autocast."""
+    ones = torch.ones(3)
+    assert "is of torch.float64, not torch.float32" in row(ones.double(), ones).faults[0]
+    assert not row(ones.int(), ones, Kind.OUTPUT).passed
+    assert not row(ones, ones.bfloat16(), Kind.OUTPUT).passed
+    assert row(ones, ones.bfloat16(), Kind.LOSS).passed
+    wide, narrow = {Kind.OUTPUT: {"w": ones}}, {Kind.OUTPUT: {"w": ones.bfloat16()}}
+    assert compare(wide, narrow, {})[0].passed
+    assert not compare(narrow, wide, {})[0].passed
+
+
+@pytest.mark.parametrize(("far", "passes"), [(0.004, True), (0.3, False)])
+def test_under_autocast_one_batch_proves_where_gradients_round(far: float, passes: bool):
+    """On another, where the model goes another way by its values, roundings may differ."""
+    bias = {Kind.GRADIENT: {"bias": torch.ones(3)}}
+    other = {Kind.GRADIENT: {"bias": torch.full((3,), 1 + far)}}
+
+    def passed(batches, lower):
+        found = check._compared(batches, {}, lower)
+        return all(each.passed for rows in found for each in rows)
+
+    assert passed([(other, bias), (bias, bias)], torch.bfloat16) == passes
+    assert not passed([(other, bias), (other, bias)], torch.bfloat16)
+    assert not passed([(other, bias), (bias, bias)], None)

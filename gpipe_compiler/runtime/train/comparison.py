@@ -16,7 +16,12 @@ but for a parameter of several stages: the plain model casts it once and sums th
 uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. With exact BatchNorm the
 plain model sums over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches.
 So do outputs that are means or sums over the batch: rounded once, or once a micro-batch.
-Integers and booleans must be equal.
+A model may choose between formulas by the values of a batch: T5 of Hugging Face leaves out a mask
+of all ones, and then torch sums the gradient of its biases over the samples before it rounds it,
+not after. A gradient that is close on one batch proves where the stages round, and may differ by
+`ROUNDINGS` units of 16 bits on another.
+Integers and booleans must be equal, and types the same; that of the loss apart, and but for what
+torch computes in 16 bits under autocast and the pipeline in 32 (see docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -85,7 +90,8 @@ def compare(
     """A row for every kind of tensor in the reference.
 
     Args:
-        summed_in: for tensors that are sums, the type of these where it is coarser than their own.
+        summed_in: under autocast, for tensors that are sums, the type of these where it is coarser
+            than their own; None without autocast.
     """
     actual, expected = _all_dense(actual), _all_dense(expected)
     coarse = summed_in or {}
@@ -100,9 +106,29 @@ def compare(
             expected[kind],
             _scales(kind, expected[kind], sizes),
             {name: _tolerance(dtype) for name, dtype in coarse.get(kind, {}).items()},
+            may_widen=summed_in is not None,
         )
         for kind in Kind
         if expected.get(kind)
+    )
+
+
+def close_names(kind: Kind, actual: Tensors, expected: Tensors) -> frozenset[str]:
+    """The tensors of a kind that are as close as their own type asks for."""
+    one, other = _all_dense(actual).get(kind, {}), _all_dense(expected)
+    sizes = {
+        group: {name: _magnitude(tensor) for name, tensor in tensors.items()}
+        for group, tensors in other.items()
+        if group in (kind, Kind.GRADIENT)
+    }
+    known = other.get(kind, {})
+    scales = _scales(kind, known, sizes) if known else {}
+    return frozenset(
+        name
+        for name in known.keys() & one.keys()
+        if one[name].shape == known[name].shape
+        and _share(_difference(one[name], known[name]), scales[name])
+        <= _tolerance(known[name].dtype)
     )
 
 
@@ -235,6 +261,8 @@ def _row(
     expected: Mapping[str, torch.Tensor],
     scales: Mapping[str, float],
     coarse: Mapping[str, float],
+    *,
+    may_widen: bool,
 ) -> Row:
     allowed = {
         name: max(_tolerance(tensor.dtype), coarse.get(name, 0.0))
@@ -245,6 +273,8 @@ def _row(
     for name in expected.keys() & actual.keys():
         if actual[name].shape != expected[name].shape:
             continue
+        if kind is not Kind.LOSS and _retyped(actual[name], expected[name], may_widen):
+            faults.append(f"{name} is of {actual[name].dtype}, not {expected[name].dtype}")
         difference = _difference(actual[name], expected[name])
         share = _share(difference, scales[name])
         largest = max(largest, difference)
@@ -282,6 +312,13 @@ def _mismatches(
     for name in sorted(expected.keys() & actual.keys()):
         if actual[name].shape != expected[name].shape:
             yield f"{name} has shape {tuple(actual[name].shape)}, not {tuple(expected[name].shape)}"
+
+
+def _retyped(actual: torch.Tensor, expected: torch.Tensor, may_widen: bool) -> bool:
+    """Whether a tensor is of another type, 32 bits instead of 16 apart where that may be."""
+    widened = expected.dtype.itemsize == 2 and actual.dtype is torch.float32
+    fractions = expected.is_floating_point() and widened
+    return actual.dtype != expected.dtype and not (may_widen and fractions)
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
