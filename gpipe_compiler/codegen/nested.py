@@ -168,6 +168,7 @@ def _modules_around(name: str) -> Iterator[str]:
 
 
 def _is_attribute(own: str) -> bool:
-    """Whether a name can be written after a dot."""
-    readable = own.isidentifier() and not keyword.iskeyword(own)
+    """Whether a name can be written after a dot, in a class too, where Python changes `__x`."""
+    private = own.startswith("__") and not own.endswith("__")
+    readable = own.isidentifier() and not keyword.iskeyword(own) and not private
     return readable and unicodedata.normalize("NFKC", own) == own

@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import EvenDraws, generator_states, with_other_weights
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.train.comparison import Kind, Row, compare
 
@@ -88,6 +90,7 @@ class Proof:
         answer = self._answer(examples, dims)
         if answer is None:
             return Verdict.FAILS
+        self._refuse_types(answer.tensors[0])
         verdict = self._verdict(answer, examples, dims)
         if verdict is Verdict.MIXES or time.monotonic() - started > _SLOW_S:
             return verdict
@@ -100,6 +103,18 @@ class Proof:
         if other is None or not all(map(_finite, other.tensors[0])):
             return verdict
         return min(verdict, self._verdict(other, others, dims))
+
+    def _refuse_types(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises a ModelError for outputs of types that torch has hardly any ops for."""
+        for tensor in tensors:
+            if tensor.is_quantized or (tensor.is_floating_point() and tensor.itemsize == 1):
+                raise ModelError(
+                    f"the model returns a tensor of {tensor.dtype}, which cannot be put together "
+                    "from micro-batches, nor held against the model's",
+                    location=definition(type(self.subject.model).forward),
+                    hint="return it as torch.float32 (.dequantize(), .float()), or its integers "
+                    "(.int_repr(), .view(torch.uint8)), and convert it after the call",
+                )
 
     def judge_losses(self, choices: Sequence[Dims]) -> list[Verdict]:
         """Whether the loss of a batch is the mean or the sum of its parts', by choice.

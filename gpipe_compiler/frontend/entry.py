@@ -271,7 +271,18 @@ class Entry(nn.Module):
             check_scalar(value, "loss_fn returns")
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
 
-        return reduction_of(loss, count)
+        try:
+            return reduction_of(loss, count)
+        except ModelError as error:
+            _, unknown = describe(output)
+            if not unknown:
+                raise
+            raise ModelError(
+                f"the model returns {unknown[0]}, which is no tensor, tuple, dict or dataclass: "
+                "what is in it cannot be taken apart into micro-batches",
+                location=definition(type(self.model).forward),
+                hint=f"make {unknown[0]} a dataclass (@dataclasses.dataclass), or return a dict",
+            ) from error
 
     def _flattened(self) -> str:
         """The way out for a target whose samples lie in one dimension with something else."""

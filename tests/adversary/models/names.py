@@ -111,7 +111,7 @@ CASES = (
     keyed("keywords", "class", "def", "None", "lambda", "import"),
     keyed("unicode", "größe", "名前", "😀", "é", "é"),  # the last two look alike
     keyed("alike", "a_b", "a b", "a-b", "a/b", "A_B"),
-    keyed("dunder", "_0", "__doc", "__all__", "0", "1"),
+    keyed("dunder", "_0", "__doc", "__all__", "0", "1", quick=True),
     keyed("long", "x" * 300, "y" * 300),
     keyed("percent", "%s", "%(x)s", "{0}", "{}"),
     Case("shadowing", Shadowing, rows, F.cross_entropy, classes),
