@@ -277,6 +277,7 @@ class Entry(nn.Module):
             _, unknown = describe(output)
             if not unknown:
                 raise
+            loss(0, count)  # raises what is wrong with the whole, too
             raise ModelError(
                 f"the model returns {unknown[0]}, which is no tensor, tuple, dict or dataclass: "
                 "what is in it cannot be taken apart into micro-batches",

@@ -107,7 +107,7 @@ def check_pipeline(
         actual = run_pipeline(pipe, batch.inputs, batch.target)
         actual = _without_constants(actual, batch.results)
         pairs.append((_copied(actual), _held(batch.results, pipe)))
-    return worst_of(_compared(pairs, _summed_in(pipe), lower_dtype(pipe.manner.precision)))
+    return worst_of(_compared(pairs, _summed_in(pipe), lower_dtype(pipe.options.precision)))
 
 
 def _copied(tensors: Tensors) -> Tensors:

@@ -137,7 +137,7 @@ def padded(samples: int) -> dict[str, Tensor]:
 
 
 CASES = (
-    Case("own_loss", Llama, whole, later_inputs=padded, quick=True),
+    Case("own_loss", Llama, whole, later_inputs=padded),
     Case(
         "own_loss_in_bf16",
         Llama,
