@@ -210,7 +210,10 @@ def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
     if run.statement.listed and len(targets) == len(run.last) and op.name in run.last:
         return (targets[run.last.index(op.name)],)
     match op.call:
-        case FunctionCall(function=operator.getitem, args=(_, int(index))):
+        case (
+            FunctionCall(function=operator.getitem, args=(_, int(index)))
+            | MethodCall(method="size", args=(_, int(index)))
+        ):
             if op.name in run.last and 0 <= index < len(targets):
                 return (targets[index],)
     return nothing

@@ -134,4 +134,4 @@ def test_a_package_that_only_infers_has_none(emit_of: Callable[..., Any]) -> Non
 
     assert not (directory / "loss_weight.py").exists()
     assert package.SPEC.loss is None or package.SPEC.loss.weight is None
-    assert "loss_weight" not in (directory / "README.md").read_text()
+    assert "`loss_weight.py`" not in (directory / "README.md").read_text()

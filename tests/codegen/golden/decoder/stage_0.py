@@ -16,7 +16,9 @@ class AttentionPart(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # models.py:58-65
-        batch, length, dim = x.shape
+        batch = x.size(0)
+        length = x.size(1)
+        dim = x.size(2)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         floor_div = dim // 2
         q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)

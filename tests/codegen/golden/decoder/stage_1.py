@@ -11,7 +11,9 @@ class AttentionPart(nn.Module):
 
     def forward(self, x: Tensor, softmax: Tensor, v: Tensor) -> Tensor:
         # models.py:58-66
-        batch, length, dim = x.shape
+        batch = x.size(0)
+        length = x.size(1)
+        dim = x.size(2)
         mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
         return out
@@ -24,7 +26,9 @@ class AttentionPart2(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # models.py:58-63
-        batch, length, dim = x.shape
+        batch = x.size(0)
+        length = x.size(1)
+        dim = x.size(2)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         floor_div = dim // 2
         q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)

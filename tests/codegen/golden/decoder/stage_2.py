@@ -17,7 +17,9 @@ class AttentionPart(nn.Module):
 
     def forward(self, x: Tensor, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
         # models.py:58-66
-        batch, length, dim = x.shape
+        batch = x.size(0)
+        length = x.size(1)
+        dim = x.size(2)
         floor_div = dim // 2
         scores = q @ transpose / floor_div**0.5  # (B, 2, 6, 6)
         scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
