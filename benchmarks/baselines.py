@@ -25,7 +25,7 @@ from gpipe_compiler.passes.cut.classic import block_ends, cut_at, equal_ends
 from gpipe_compiler.passes.cut.contract import Contracted, contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.simulate.in_flight import loads
 from gpipe_compiler.simulate.step import StageTimes, recomputed, simulate
 
@@ -47,7 +47,7 @@ class Score:
         return self.step_s if objective is Objective.STEP else self.bottleneck_s
 
 
-def score(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> Score:
+def score(problem: CutProblem, stage_of: Sequence[int], setting: CutSetting) -> Score:
     """A cut on equal devices and links, added up value by value: the definitions, and no search."""
     stages = range(setting.stages)
     asked = setting.recompute or (False,) * setting.stages
@@ -84,7 +84,7 @@ def score(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> Sco
     )
 
 
-def memory(problem: CutProblem, stage_of: Sequence[int], setting: Setting) -> tuple[float, ...]:
+def memory(problem: CutProblem, stage_of: Sequence[int], setting: CutSetting) -> tuple[float, ...]:
     """Bytes that each device needs for a cut, as `simulate/in_flight.py` counts them."""
     state, saved, taken = ([0.0] * setting.stages for _ in range(3))
     for kept in problem.kept:
@@ -169,7 +169,7 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
     return best[len(weights)][1]
 
 
-def best_in_a_row(problem: CutProblem, setting: Setting) -> Cut:
+def best_in_a_row(problem: CutProblem, setting: CutSetting) -> Cut:
     """The best cut along any of the topological orders in `cut.orders`; each search is complete."""
     graph = contract(problem, setting.stages)
     found = [cut(in_a_row(problem, graph, row), setting) for row in topological_orders(graph)]

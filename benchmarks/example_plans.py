@@ -38,9 +38,9 @@ from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.loss_weight import weigh_loss
-from gpipe_compiler.planner.cut_problem import Facts, problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, problem_of
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -93,7 +93,7 @@ def problem(name: str) -> CutProblem:
     """An example as a cut problem, on a V100 at the example's batch."""
     graph, _ = trace_subject(load(str(EXAMPLES / f"{name}.py")))
     graph = weigh_loss(graph)
-    return problem_of(Facts.of(graph, roofline(graph, DEVICE)))
+    return problem_of(CutFacts.of(graph, roofline(graph, DEVICE)))
 
 
 def cases(name: str, counts: Sequence[int]) -> list[Case]:
@@ -118,7 +118,7 @@ def case(asked: CutProblem, name: str, link: str, aim: str, stages: int) -> Case
     """
     objective, kind = AIMS[aim]
     setting = dataclasses.replace(
-        Setting.equal(kind, stages, 4 * stages, LINKS[link]), objective=objective
+        CutSetting.equal(kind, stages, 4 * stages, LINKS[link]), objective=objective
     )
     started = time.process_time()
     ours = cut(asked, setting)

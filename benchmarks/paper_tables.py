@@ -37,9 +37,9 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.planner.cut_problem import Facts, problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, problem_of
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
@@ -98,7 +98,7 @@ def price(table: Table) -> dict[int, Priced]:
     found = {}
     for size in sorted({row.size for row in table.rows}):
         described = annotate(graph, size)
-        problem = problem_of(Facts.of(described, roofline(described, table.device)))
+        problem = problem_of(CutFacts.of(described, roofline(described, table.device)))
         found[size] = Priced(problem, units_of(described, problem, table.depth))
     return found
 
@@ -118,13 +118,13 @@ def units_of(graph: Graph, problem: CutProblem, depth: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def setting_of(table: Table, row: Row) -> Setting:
+def setting_of(table: Table, row: Row) -> CutSetting:
     """GPipe's schedule on equal devices, all of whose stages recompute."""
-    setting = Setting.equal(ScheduleKind.GPIPE, row.devices, row.microbatches, table.link)
+    setting = CutSetting.equal(ScheduleKind.GPIPE, row.devices, row.microbatches, table.link)
     return dataclasses.replace(setting, recompute=(True,) * row.devices)
 
 
-def as_run(setting: Setting, times: Sequence[StageTimes], how: Recompute) -> Simulation:
+def as_run(setting: CutSetting, times: Sequence[StageTimes], how: Recompute) -> Simulation:
     """The step of stages that recompute as the published ones did.
 
     Args:

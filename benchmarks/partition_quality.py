@@ -36,7 +36,7 @@ from gpipe_compiler.graph_json.file import BareGraph
 from gpipe_compiler.graph_json.plan import plan_graph
 from gpipe_compiler.graph_json.stages import BareSetting
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 LINKS = {"12 GB/s": Link(12e9, 0.0), "1 GB/s": Link(1e9, 0.0), "compute only": Link(1e18, 0.0)}
@@ -86,7 +86,7 @@ def _baselines(
     graph: BareGraph, link: Link, stages: int, objective: Objective, schedule: ScheduleKind
 ) -> Iterator[float]:
     problem = graph.problem(training=True)
-    setting = Setting.equal(schedule, stages, MICROBATCHES, link)
+    setting = CutSetting.equal(schedule, stages, MICROBATCHES, link)
     setting = dataclasses.replace(setting, objective=objective)
     row = Row(problem, stages)
     for stage_of in (row.equal_parameters(), row.equal_ops(), row.blocks()):

@@ -39,7 +39,7 @@ from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.own_optimizer import own_optimizer
-from gpipe_compiler.passes.pipeline import Pipeline
+from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -200,7 +200,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
             `directory`, named `<directory>.failed`.
         GPipeCompilerError: whatever else is wrong; nothing has been written then.
     """
-    Pipeline().asked(options.print_after, options.pass_options)  # refuses unknown names at once
+    PassPipeline().asked(options.print_after, options.pass_options)  # refuses unknown names at once
     open_target = load(options.target)
     if directory is not None:
         refuse_taken(directory, force=options.force)

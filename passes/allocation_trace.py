@@ -39,7 +39,7 @@ class BlockKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StorageLife:
     """A storage.
 
     Attributes:
@@ -57,7 +57,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class StorageEvent:
     """A block is allocated (`alive`) or freed while the op at position `op` runs.
 
     In a backward that is the op whose part of it runs.
@@ -77,7 +77,7 @@ class AllocationTrace:
             was received, what is sent on) are freed by the last of them.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[StorageEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class StageTraces:
     """
 
     ops: tuple[str, ...]
-    blocks: Mapping[int, Block]
+    blocks: Mapping[int, StorageLife]
     received: Mapping[str, int]
     returned: Mapping[str, int]
     arriving: Mapping[str, int]
@@ -143,11 +143,11 @@ class StageTraces:
 
 
 def forward_alone(
-    forward: AllocationTrace, kept: Iterable[int], blocks: Mapping[int, Block]
+    forward: AllocationTrace, kept: Iterable[int], blocks: Mapping[int, StorageLife]
 ) -> AllocationTrace:
     """A forward of which nothing is kept, from one of which something is."""
     again = [
-        Event(number, False, NO_OP)
+        StorageEvent(number, False, NO_OP)
         for number in sorted(kept)
         if blocks[number].kind is BlockKind.ACTIVATION
     ]

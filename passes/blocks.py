@@ -34,7 +34,7 @@ _MIDDLE = 2
 """The kept block that stands for those that are left out."""
 
 
-class Kind(IntEnum):
+class NameKind(IntEnum):
     """What a name is of."""
 
     STATE = 0
@@ -45,7 +45,7 @@ class Kind(IntEnum):
 class Name(NamedTuple):
     """A name in a graph; an op and a value may have the same."""
 
-    kind: Kind
+    kind: NameKind
     name: str
 
 
@@ -54,13 +54,13 @@ class IrregularError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class ShortenedGraph:
     """A graph with stretches, and how what is known of its short form carries over."""
 
     graph: Graph
 
     @classmethod
-    def of(cls, graph: Graph) -> Blocks | None:
+    def of(cls, graph: Graph) -> ShortenedGraph | None:
         """None for a graph in which no block is known to repeat."""
         if not graph.repeats:
             return None
@@ -193,8 +193,8 @@ class BlockNames:
     def made(self, block: int) -> Iterator[Name]:
         """The ops of a block and the values that they make."""
         for op in self.ops(block):
-            yield Name(Kind.OP, op.name)
-            yield from (Name(Kind.VALUE, value) for value in op.outputs)
+            yield Name(NameKind.OP, op.name)
+            yield from (Name(NameKind.VALUE, value) for value in op.outputs)
 
     def states(self, block: int) -> Sequence[Name]:
         """The states that a block names, as often as it does."""
@@ -204,7 +204,7 @@ class BlockNames:
     def _states(self) -> Sequence[Sequence[Name]]:
         return [
             [
-                Name(Kind.STATE, state)
+                Name(NameKind.STATE, state)
                 for op in self.ops(block)
                 for state in op.states(self.graph.modules)
             ]
@@ -241,7 +241,9 @@ class Meaning:
         meant: by kept blocks that what is known may speak of, the blocks that those stand for.
     """
 
-    def __init__(self, blocks: Blocks, names: BlockNames | None, meant: Mapping[int, int]) -> None:
+    def __init__(
+        self, blocks: ShortenedGraph, names: BlockNames | None, meant: Mapping[int, int]
+    ) -> None:
         self._blocks = blocks
         self._names = names
         self._meant = meant
@@ -252,7 +254,7 @@ class Meaning:
         Raises:
             IrregularError: where that is not known.
         """
-        if name.kind is Kind.STATE:
+        if name.kind is NameKind.STATE:
             return self._states.get(name, name)
         place = self._blocks.place.get(name)
         if place is None:
@@ -282,5 +284,5 @@ class Meaning:
 
 def shortest(graph: Graph) -> Graph:
     """The short graph where a block repeats, else the graph itself."""
-    blocks = Blocks.of(graph)
+    blocks = ShortenedGraph.of(graph)
     return graph if blocks is None else blocks.short

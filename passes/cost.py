@@ -141,7 +141,7 @@ def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelCost:
     """What one kernel does: floating-point operations, bytes read and written."""
 
     flops: int
@@ -155,7 +155,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpKernels:
     """The kernels of one op.
 
     Attributes:
@@ -163,9 +163,9 @@ class Work:
         trains: whether the op has parameters that train.
     """
 
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
-    of_inputs: tuple[Kernel, ...]
+    forward: tuple[KernelCost, ...]
+    backward: tuple[KernelCost, ...]
+    of_inputs: tuple[KernelCost, ...]
     trains: bool
 
     def on(self, device: Device) -> OpCost:
@@ -185,7 +185,7 @@ class Work:
         )
 
 
-def work_of(lone: Lone) -> Work:
+def work_of(lone: Lone) -> OpKernels:
     """The kernels that one op runs."""
     run = lone.run
     forward, backward, of_inputs = (KernelCount() for _ in range(3))
@@ -203,7 +203,7 @@ def work_of(lone: Lone) -> Work:
                     differentiate(results, arguments.leaves, gradients, again=True)
             with backward:
                 differentiate(results, leaves, gradients)
-    return Work(
+    return OpKernels(
         tuple(forward.kernels),
         tuple(backward.kernels),
         tuple(of_inputs.kernels),
@@ -231,7 +231,7 @@ class KernelCount(DispatchWatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: list[Kernel] = []
+        self.kernels: list[KernelCost] = []
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
@@ -240,7 +240,7 @@ class KernelCount(DispatchWatch):
         if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS or _is_view(func):
             return
         self.kernels.append(
-            Kernel(
+            KernelCost(
                 _flops(func.overloadpacket, args, kwargs, returned),
                 _traffic(func, args, kwargs, returned),
                 _arithmetic(func.overloadpacket, tensors_in((args, returned))),

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op
 from gpipe_compiler.passes.observe import observed
-from gpipe_compiler.passes.op_watch import Kernel
+from gpipe_compiler.passes.op_watch import KernelRun
 
 
 def mixing_ops(graph: Graph) -> frozenset[str]:
@@ -31,7 +31,7 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     return frozenset(found) - graph.loss_only
 
 
-def _mix(once: Sequence[Kernel], twice: Sequence[Kernel]) -> bool:
+def _mix(once: Sequence[KernelRun], twice: Sequence[KernelRun]) -> bool:
     return len(once) == len(twice) and any(map(_mixes, once, twice))
 
 
@@ -66,7 +66,7 @@ def _paths(op: Op) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def _mixes(once: Kernel, twice: Kernel) -> bool:
+def _mixes(once: KernelRun, twice: KernelRun) -> bool:
     if once.name != twice.name or once.name.startswith("new_"):  # only asks for dtype and device
         return False
     grows = any(more > few for few, more in zip(once.read, twice.read, strict=False))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.forms import OpForms
-from gpipe_compiler.passes.blocks import Blocks
+from gpipe_compiler.passes.blocks import ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
 from gpipe_compiler.passes.repeats import refs_of
 
@@ -52,7 +52,7 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
             groups.setdefault(_signature(forms, run, op, environment), []).append(op)
     told: dict[str, list[str]] = {}
     if len(run.graph.ops) < len(graph.ops):
-        blocks = Blocks(graph)
+        blocks = ShortenedGraph(graph)
         for op, name, _ in blocks.known():
             told.setdefault(name, []).append(op.name)
     for ops in groups.values():

@@ -15,9 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import choices
-from gpipe_compiler.passes.blocks import Kind
+from gpipe_compiler.passes.blocks import NameKind
 from gpipe_compiler.passes.dry_run import modes
-from gpipe_compiler.passes.observe import Observed, Storage, in_all_modes, observed
+from gpipe_compiler.passes.observe import ObservedRun, Storage, in_all_modes, observed
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -122,11 +122,11 @@ class _Collected:
     aliases: dict[str, set[str]] = field(default_factory=dict)
     state_aliases: dict[str, set[str]] = field(default_factory=dict)
 
-    def add(self, graph: Graph, run: Observed) -> None:
+    def add(self, graph: Graph, run: ObservedRun) -> None:
         """Adds what one mode of the graph shows."""
         for name, _, storage in run.tensors:
             self.aliases.setdefault(name, set()).update(run.sharing[storage])
-            if storage.name.kind is Kind.STATE:
+            if storage.name.kind is NameKind.STATE:
                 self.state_aliases.setdefault(name, set()).add(storage.name.name)
         made: dict[Storage, set[str]] = {}
         for source in graph.inputs:
@@ -138,7 +138,7 @@ class _Collected:
             for storage in seen.written:
                 if storage in made:
                     self.writes.setdefault(op.name, set()).update(made[storage])
-                if storage.name.kind is Kind.STATE:
+                if storage.name.kind is NameKind.STATE:
                     self.state_writes.setdefault(op.name, set()).add(storage.name.name)
             for name in op.outputs:
                 value = run.values[name]

@@ -17,7 +17,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.blocks import Kind, shortest
+from gpipe_compiler.passes.blocks import NameKind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.inplace_variants import (
@@ -28,7 +28,7 @@ from gpipe_compiler.passes.inplace_variants import (
     may_return_its_argument,
     variants,
 )
-from gpipe_compiler.passes.observe import Observed, SeenValue, observed
+from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
 from gpipe_compiler.passes.precedence import written_memory
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.quiet import quiet
@@ -173,7 +173,7 @@ class _Legal:
     """Says what may be written over."""
 
     graph: Graph
-    runs: tuple[Observed, ...]
+    runs: tuple[ObservedRun, ...]
     readers: _Readers
     half: frozenset[str]
 
@@ -217,7 +217,7 @@ class _Legal:
         names = {variant.operand, getattr(other, "name", "")}
         return names <= self.half
 
-    def _in_run(self, run: Observed, op: Op, variant: Variant, chain: frozenset[str]) -> bool:
+    def _in_run(self, run: ObservedRun, op: Op, variant: Variant, chain: frozenset[str]) -> bool:
         assert isinstance(op.result, str)
         operand, result = run.values[variant.operand], run.values[op.result]
         (memory,), form = operand.storages, operand.form
@@ -226,13 +226,13 @@ class _Legal:
             _layout(operand) == _layout(result)
             and memory not in result.storages
             and run.sharing[memory] <= chain
-            and memory.name.kind is not Kind.STATE
+            and memory.name.kind is not NameKind.STATE
             and run.savers.get(memory, _NOBODY) <= {op.name}
             and not (form.requires_grad and form.viewed)
         )
 
 
-def _are_tensors(run: Observed, names: Iterable[str]) -> bool:
+def _are_tensors(run: ObservedRun, names: Iterable[str]) -> bool:
     return all(name in run.values and run.values[name].form is not None for name in names)
 
 
@@ -287,11 +287,11 @@ def _tried(graph: Graph, chosen: Chosen) -> tuple[Graph | None, frozenset[str]]:
     return None if copying else changed, copying
 
 
-def _keeps_a_copy(run: Observed, op: Op) -> bool:
+def _keeps_a_copy(run: ObservedRun, op: Op) -> bool:
     names = (name for name in (*op.inputs, *op.outputs) if name in run.values)
     seen = {storage for name in names for storage in run.values[name].storages}
     saved = (item.storage for item in run.ops[op.name].saved)
-    return any(s not in seen and s.name.kind is not Kind.STATE for s in saved)
+    return any(s not in seen and s.name.kind is not NameKind.STATE for s in saved)
 
 
 def _prove(graph: Graph) -> None:

@@ -19,7 +19,7 @@ from gpipe_compiler.passes.loss_functions import mean_over_targets, reduction_of
 from gpipe_compiler.passes.loss_terms import verb
 
 
-class Kind(Enum):
+class SampleUse(Enum):
     """How a tensor depends on the samples."""
 
     ROWS = "rows"
@@ -37,7 +37,7 @@ class Bent:
     what: str
 
 
-Dependence = Kind | Bent
+Dependence = SampleUse | Bent
 
 _CURVED = frozenset(
     {
@@ -84,7 +84,7 @@ def _dependences(graph: Graph) -> dict[str, Dependence]:
     """How what the loss is made of depends on the samples."""
     assert graph.loss is not None
     found: dict[str, Dependence] = {
-        source.name: Kind.ROWS for source in graph.inputs if source.batched
+        source.name: SampleUse.ROWS for source in graph.inputs if source.batched
     }
     needed = graph.ancestors((graph.loss.value,))
     for op in graph.ops:
@@ -105,8 +105,8 @@ def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dep
     if known.kind is not ValueKind.TENSOR or name_of_call in _FILLED or not read:
         return None
     if known.batch_dim is not None or not known.splittable:
-        return Kind.ROWS if all(item is Kind.ROWS for item in read) else Kind.UNKNOWN
-    if all(item is Kind.ROWS for item in read):
+        return SampleUse.ROWS if all(item is SampleUse.ROWS for item in read) else SampleUse.UNKNOWN
+    if all(item is SampleUse.ROWS for item in read):
         return _reduced(graph, op, name_of_call)
     return _combined(op, name_of_call, read, found)
 
@@ -122,15 +122,15 @@ def _name(op: Op) -> str:
 def _reduced(graph: Graph, op: Op, name: str) -> Dependence:
     """What is left of rows in which no sample has a part of its own."""
     if name in ("sum", "mean"):
-        return Kind.LINEAR
+        return SampleUse.LINEAR
     if mean_over_targets(graph, op) is not None:
-        return Kind.UNKNOWN
+        return SampleUse.UNKNOWN
     if reduction_of(graph, op) in (Reduction.SUM, Reduction.MEAN):
-        return Kind.LINEAR
+        return SampleUse.LINEAR
     alone = name in ("max", "min") and len(op.call.args) == 1 and not op.call.kwargs
     if name in _EXTREMES or alone:
         return Bent(op, f"it takes the {name} over the batch")
-    return Kind.UNKNOWN
+    return SampleUse.UNKNOWN
 
 
 def _combined(
@@ -140,9 +140,9 @@ def _combined(
     bent = next((item for item in read if isinstance(item, Bent)), None)
     if bent is not None and name in ("add", "sub"):
         return bent
-    if Kind.UNKNOWN in read or Kind.ROWS in read:
-        return Kind.UNKNOWN
-    straight: Dependence = bent or Kind.LINEAR
+    if SampleUse.UNKNOWN in read or SampleUse.ROWS in read:
+        return SampleUse.UNKNOWN
+    straight: Dependence = bent or SampleUse.LINEAR
     args = op.call.args
     factors = [item for item in args if isinstance(item, Ref) and item.name in found]
     match name:
@@ -161,7 +161,7 @@ def _combined(
         case _ if bent is None and name in _CURVED:
             return Bent(op, f"it takes the {name} of a mean over the batch")
         case _:
-            return Kind.UNKNOWN
+            return SampleUse.UNKNOWN
 
 
 def _is_bent_by(exponents: tuple[object, ...]) -> bool:

@@ -88,7 +88,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantTerm:
     """What depends on no sample, such as the size of the weights: it counts once."""
 
 
@@ -104,7 +104,7 @@ class Other:
     kind: Reduction | None
 
 
-Term = Targets | Division | Constant | Other
+Term = Targets | Division | ConstantTerm | Other
 
 Step = FunctionCall | MethodCall
 LAST = Ref("")
@@ -237,7 +237,7 @@ class Terms:
 
     def _summands(self, value: str) -> Iterator[Summand]:
         if value not in self.batched:
-            yield Summand(Constant(), value)
+            yield Summand(ConstantTerm(), value)
             return
         op = self.graph.producer.get(value)
         if op is None or op.result != value:
@@ -286,7 +286,7 @@ class Terms:
         if isinstance(argument, Ref):
             yield from self._summands(argument.name)
         elif argument:
-            yield Summand(Constant(), argument)
+            yield Summand(ConstantTerm(), argument)
 
     def _scaled(self, op: Op, factor: Argument) -> Iterator[Summand]:
         if not self.is_scalar(factor):

@@ -33,7 +33,7 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_functions import Targets
 from gpipe_compiler.passes.loss_terms import (
     LAST,
-    Constant,
+    ConstantTerm,
     Division,
     Other,
     Step,
@@ -45,7 +45,7 @@ from gpipe_compiler.passes.loss_terms import (
     verb,
 )
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.split_loss import Group, with_terms
+from gpipe_compiler.passes.split_loss import TermGroup, with_terms
 
 
 def weigh_loss(graph: Graph) -> Graph:
@@ -83,12 +83,12 @@ def different_means(graph: Graph) -> tuple[Op, ...]:
         summand.term.op
         for group in groups
         for summand in group.summands[:1]
-        if not isinstance(summand.term, Constant) and summand.term.op is not None
+        if not isinstance(summand.term, ConstantTerm) and summand.term.op is not None
     ]
     return tuple(ops) if len(ops) > 1 else ()
 
 
-def _groups(graph: Graph) -> tuple[list[Group], tuple[Op, ...]]:
+def _groups(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
     """The terms of the loss, those together that are means over the same; and what adds them up.
 
     Recognised are torch's losses of class numbers with reduction "mean", and divisions by sums of
@@ -96,11 +96,11 @@ def _groups(graph: Graph) -> tuple[list[Group], tuple[Op, ...]]:
     known to be a sum.
     """
     terms, numbers = Terms(graph), _Numbers(graph)
-    found: dict[object, Group] = {}
+    found: dict[object, TermGroup] = {}
     constants = []
     taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
     for summand in terms.summands:
-        if isinstance(summand.term, Constant):
+        if isinstance(summand.term, ConstantTerm):
             constants.append(summand)
             continue
         count = _count(terms, summand.term)
@@ -112,7 +112,7 @@ def _groups(graph: Graph) -> tuple[list[Group], tuple[Op, ...]]:
         if weight is None:
             kind = summand.term.kind if isinstance(summand.term, Other) else None
             key = kind if kind is Reduction.SUM else None
-        known = found.get(key, Group(kind, weight, ()))
+        known = found.get(key, TermGroup(kind, weight, ()))
         found[key] = dataclasses.replace(
             known,
             reduction=known.reduction if known.reduction is kind else None,
@@ -123,10 +123,10 @@ def _groups(graph: Graph) -> tuple[list[Group], tuple[Op, ...]]:
     return list(found.values()), tuple(terms.adding)
 
 
-def _put_in(groups: dict[object, Group], constants: tuple[Summand, ...]) -> None:
+def _put_in(groups: dict[object, TermGroup], constants: tuple[Summand, ...]) -> None:
     """Adds the constant terms to a mean whose shares add up to one, so that they count once."""
     key = next((key for key, group in groups.items() if group.adds_up), None)
-    known = groups.get(key, Group(Reduction.MEAN, None, ()))
+    known = groups.get(key, TermGroup(Reduction.MEAN, None, ()))
     groups[key] = dataclasses.replace(known, summands=(*known.summands, *constants))
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.passes.blocks import Blocks, IrregularError, Kind, Meaning, Name
+from gpipe_compiler.passes.blocks import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
-from gpipe_compiler.passes.op_watch import Kernel, OpNotes, OpWatch
+from gpipe_compiler.passes.op_watch import KernelRun, OpNotes, OpWatch
 
 
 class Storage(NamedTuple):
@@ -74,7 +74,7 @@ class SeenValue:
         return self.storages[0] if self.form is not None else None
 
 
-class Saved(NamedTuple):
+class SavedForBackward(NamedTuple):
     """A tensor that autograd keeps of an op for its backward."""
 
     storage: Storage
@@ -98,16 +98,16 @@ class SeenOp:
     """
 
     written: frozenset[Storage]
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedForBackward, ...]
     early: bool
     peak: int
     kept: int
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelRun, ...]
     drawn: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedRun:
     """A run of a graph in one mode.
 
     Attributes:
@@ -145,7 +145,9 @@ class Observed:
         return {storage: frozenset(names) for storage, names in found.items()}
 
 
-def observed(graph: Graph, samples: int | None = None, *, training: bool | None = None) -> Observed:
+def observed(
+    graph: Graph, samples: int | None = None, *, training: bool | None = None
+) -> ObservedRun:
     """The observed run of the graph at a batch size, kept with the graph.
 
     Args:
@@ -160,13 +162,13 @@ def observed(graph: Graph, samples: int | None = None, *, training: bool | None 
     return graph.once(("observed", size, mode), lambda: _observed(graph, size, training=mode))
 
 
-def in_all_modes(graph: Graph, samples: int | None = None) -> list[Observed]:
+def in_all_modes(graph: Graph, samples: int | None = None) -> list[ObservedRun]:
     """The runs in which every op is seen: in the graph's own mode first."""
     return [observed(graph, samples, training=training) for training in modes(graph)]
 
 
-def _observed(graph: Graph, samples: int, *, training: bool) -> Observed:
-    blocks = Blocks.of(graph)
+def _observed(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
+    blocks = ShortenedGraph.of(graph)
     if blocks is not None:
         with contextlib.suppress(IrregularError):
             return _told(blocks, _seen(blocks.short, samples, training=training))
@@ -176,7 +178,7 @@ def _observed(graph: Graph, samples: int, *, training: bool) -> Observed:
 # --- one run ---------------------------------------------------------------------------------
 
 
-def _seen(graph: Graph, samples: int, *, training: bool) -> Observed:
+def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
     run = DryRun.of(graph, training=training)
     watch = OpWatch(run.states.values())
     notes: dict[str, OpNotes] = {}
@@ -203,7 +205,9 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> Observed:
             continue
         ops[op.name] = SeenOp(
             frozenset(s for s in map(names.get, found.written) if s in before),
-            tuple(Saved(names.of(key), shape, dtype) for key, shape, dtype in found.saved),
+            tuple(
+                SavedForBackward(names.of(key), shape, dtype) for key, shape, dtype in found.saved
+            ),
             bool(found.saved) and not found.kernels_before,
             found.most,
             found.kept,
@@ -211,7 +215,7 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> Observed:
             tuple(found.drawn),
         )
         before.update(s for name in op.outputs if name in values for s in values[name].storages)
-    return Observed(values, ops)
+    return ObservedRun(values, ops)
 
 
 def _value(value: Any, storage: Callable[[int], Storage]) -> SeenValue:
@@ -244,15 +248,15 @@ class _Storages:
         self._found: dict[int, Storage] = {}
         self._watch = watch
         for name, tensor in run.states.items():
-            self._add(Name(Kind.STATE, name), [tensor.untyped_storage()])
+            self._add(Name(NameKind.STATE, name), [tensor.untyped_storage()])
         self.states = set(self._found.values())
         self.values = [source.name for source in graph.inputs]
         self.values.extend(name for op in graph.ops for name in op.outputs)
         for name in self.values:
             tensors = tensors_in(environment.get(name))
-            self._add(Name(Kind.VALUE, name), [tensor.untyped_storage() for tensor in tensors])
+            self._add(Name(NameKind.VALUE, name), [tensor.untyped_storage() for tensor in tensors])
         for op, storages in watch.alive.items():
-            self._add(Name(Kind.OP, op), storages)
+            self._add(Name(NameKind.OP, op), storages)
 
     def of(self, key: int) -> Storage:
         return self._found[key]
@@ -277,7 +281,7 @@ def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
 # --- from the short graph to the whole --------------------------------------------------------
 
 
-def _told(blocks: Blocks, known: Observed) -> Observed:
+def _told(blocks: ShortenedGraph, known: ObservedRun) -> ObservedRun:
     """The run of the whole graph, from that of its short form.
 
     Raises:
@@ -293,10 +297,10 @@ def _told(blocks: Blocks, known: Observed) -> Observed:
         for name, old in zip(op.outputs, blocks.short.op_of[told].outputs, strict=True):
             if old in known.values:
                 values[name] = _value_as(known.values[old], meaning)
-    return Observed(values, ops, by_blocks=True)
+    return ObservedRun(values, ops, by_blocks=True)
 
 
-def _hold_alike(blocks: Blocks, known: Observed) -> None:
+def _hold_alike(blocks: ShortenedGraph, known: ObservedRun) -> None:
     """Holds the second block against the third, and that against the last but one.
 
     What the third is given is then like what the second is, and so it goes on: fake tensors of
@@ -341,5 +345,7 @@ def _op_as(op: SeenOp, meaning: Meaning) -> SeenOp:
     return replace(
         op,
         written=frozenset(_storage_as(s, meaning) for s in op.written),
-        saved=tuple(Saved(_storage_as(s, meaning), shape, dtype) for s, shape, dtype in op.saved),
+        saved=tuple(
+            SavedForBackward(_storage_as(s, meaning), shape, dtype) for s, shape, dtype in op.saved
+        ),
     )

@@ -23,7 +23,7 @@ of the flag (training) with which they do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelRun:
     """An aten op that ran: how many elements it read and returned, tensor by tensor.
 
     Attributes:
@@ -49,7 +49,7 @@ class OpNotes:
     before: int
     written: set[int] = field(default_factory=set)
     saved: dict[tuple[int, tuple[int, ...], torch.dtype], None] = field(default_factory=dict)
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[KernelRun] = field(default_factory=list)
     drawn: list[tuple[int, ...]] = field(default_factory=list)
     ran: int = 0
     kernels_before: int = 0
@@ -112,7 +112,7 @@ class OpWatch(DispatchWatch):
             notes.drawn.append(tuple(results[0].shape))
         meant = [t for t in results if t is results[0] or t.dtype.is_floating_point]
         read = _numbers(tensors_in((args, kwargs)))
-        notes.kernels.append(Kernel(func.overloadpacket.__name__, read, _numbers(meant)))
+        notes.kernels.append(KernelRun(func.overloadpacket.__name__, read, _numbers(meant)))
         if func is not torch.ops.aten._to_copy.default:
             notes.ran += not func.is_view
         elif storage_key(args[0]) in self.own:

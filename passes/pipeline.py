@@ -39,7 +39,7 @@ INPLACE = "inplace"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PassSetting:
     """What a graph is transformed for.
 
     Attributes:
@@ -66,7 +66,7 @@ class Pass:
     """
 
     name: str
-    run: Callable[[Graph, Setting], Graph]
+    run: Callable[[Graph, PassSetting], Graph]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def to_stderr(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PassPipeline:
     """Transformations in order, and what is printed of them.
 
     Attributes:
@@ -122,7 +122,7 @@ class Pipeline:
     printed: frozenset[str] = frozenset()
     write: Callable[[str], None] = to_stderr
 
-    def asked(self, print_after: Sequence[str] = (), options: Sequence[str] = ()) -> Pipeline:
+    def asked(self, print_after: Sequence[str] = (), options: Sequence[str] = ()) -> PassPipeline:
         """The same, as the command line asks for it.
 
         Args:
@@ -146,7 +146,7 @@ class Pipeline:
         printed = frozenset(names if ALL in print_after else ()).union(print_after)
         return dataclasses.replace(self, passes=passes, printed=printed)
 
-    def run(self, graph: Graph, at: Setting) -> Iterator[tuple[str, Graph]]:
+    def run(self, graph: Graph, at: PassSetting) -> Iterator[tuple[str, Graph]]:
         """After each transformation its name and the graph, annotated and legal.
 
         Raises:
@@ -165,13 +165,13 @@ class Pipeline:
                 table = "\n".join(_lines(analysis.run(graph)))
                 self.write(f"{self._title(analysis.name, at)}\n{table}\n")
 
-    def _title(self, name: str, at: Setting) -> str:
+    def _title(self, name: str, at: PassSetting) -> str:
         return f"# after {name}: {counted(at.samples, 'sample')}, {at.precision.value}"
 
 
-def transform(graph: Graph, setting: Setting, pipeline: Pipeline | None = None) -> Graph:
-    """The graph after every pass, annotated; see `Pipeline.run`."""
-    for _, made in (pipeline or Pipeline()).run(graph, setting):
+def transform(graph: Graph, setting: PassSetting, pipeline: PassPipeline | None = None) -> Graph:
+    """The graph after every pass, annotated; see `PassPipeline.run`."""
+    for _, made in (pipeline or PassPipeline()).run(graph, setting):
         graph = made
     return graph
 
@@ -204,7 +204,7 @@ def options_of(step: Pass) -> Mapping[str, object]:
 
 def _with_value(
     step: Pass, option: str, value: str, text: str
-) -> Callable[[Graph, Setting], Graph]:
+) -> Callable[[Graph, PassSetting], Graph]:
     """What a pass runs, with an option parsed as the type of its value."""
     before = options_of(step)[option]
     words = {"true": True, "false": False}

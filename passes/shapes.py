@@ -21,7 +21,7 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.observe import Observed, SeenValue, in_all_modes
+from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
 from gpipe_compiler.passes.precedence import must_run_in_place
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision
@@ -61,7 +61,7 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
 
 
 def _described(
-    once: Sequence[Observed], twice: Sequence[Observed], batch_size: int
+    once: Sequence[ObservedRun], twice: Sequence[ObservedRun], batch_size: int
 ) -> dict[str, Value]:
     """All values, those that are made in one mode alone after the others."""
     values: dict[str, Value] = {}
@@ -82,7 +82,7 @@ class _StorageNumbers:
         self.of: dict[str, int] = {}
         self._count = 0
 
-    def add(self, run: Observed) -> None:
+    def add(self, run: ObservedRun) -> None:
         """Numbers the values of one run; those that are known keep the numbers they have."""
         number = {storage: self.of[name] for name, _, storage in run.tensors if name in self.of}
         for name, _, storage in run.tensors:

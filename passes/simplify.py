@@ -24,13 +24,13 @@ from torch.nn import functional as F
 
 from gpipe_compiler.ir import (
     Argument,
-    Block,
     Call,
     FunctionCall,
     Graph,
     MethodCall,
     Op,
     Ref,
+    RegionBody,
     RegionCall,
     Result,
     Value,
@@ -368,7 +368,7 @@ def _with_body(op: Op) -> Op:
     return _replaced(op, body, ops, tuple(map_argument(leaf, body.outputs)))
 
 
-def _replaced(op: Op, body: Block, ops: Sequence[Op], outputs: tuple[Argument, ...]) -> Op:
+def _replaced(op: Op, body: RegionBody, ops: Sequence[Op], outputs: tuple[Argument, ...]) -> Op:
     assert isinstance(op.call, RegionCall)
     changed = dataclasses.replace(body, ops=tuple(ops), outputs=outputs)
     return dataclasses.replace(op, call=dataclasses.replace(op.call, body=changed))

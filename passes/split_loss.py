@@ -25,7 +25,7 @@ from gpipe_compiler.passes.loss_terms import Summand, put
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TermGroup:
     """Terms of the loss that are means over the same.
 
     Attributes:
@@ -44,7 +44,7 @@ class Group:
         return self.reduction is not Reduction.SUM and guard in (None, (-math.inf, 0.0))
 
 
-def with_terms(graph: Graph, groups: Sequence[Group], added: Sequence[Op]) -> Graph | None:
+def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -> Graph | None:
     """The graph with these terms of its loss; None where that cannot be.
 
     The ops that added them up are dropped where nothing else reads what they make: they may write

@@ -31,7 +31,7 @@ from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
-from gpipe_compiler.report.terminal import Progress, terminal
+from gpipe_compiler.report.terminal import Spinner, terminal
 from gpipe_compiler.report.text import (
     boundary_table,
     show_plan,
@@ -83,7 +83,7 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         print_after=tuple(arguments.print_after),
         pass_options=tuple(arguments.pass_option),
     )
-    with _stdout_for_the_document(arguments.json), Progress(Console(stderr=True)) as progress:
+    with _stdout_for_the_document(arguments.json), Spinner(Console(stderr=True)) as progress:
         progress(f"loading {arguments.model}")
         of_onnx = of_file(arguments.model) is not None
         model = onnx_file(arguments, compile_parser()) if of_onnx else _subject(arguments)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeGuard, TypeVar
 
 from gpipe_compiler.cluster.catalogue import LINKS, Card, built_in, known_devices, plain
-from gpipe_compiler.cluster.hosts import LOCAL, Group, Host, cluster_of
+from gpipe_compiler.cluster.hosts import LOCAL, DeviceGroup, Host, cluster_of
 from gpipe_compiler.cluster.machines import MOST_DEVICES, Arithmetic, Cluster, Device, Link
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, SPEED, TIME, Quantity
 from gpipe_compiler.errors import UsageError
@@ -159,7 +159,7 @@ class _Reader:
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(f"{written!r} names no devices: write {_DEVICES}")
         try:
-            groups = [Group.parse(part) for text in texts for part in str(text).split(",")]
+            groups = [DeviceGroup.parse(part) for text in texts for part in str(text).split(",")]
         except UsageError as error:
             raise ValueError(f"{error.problem}: {error.hint}") from error
         cards: list[Card] = []

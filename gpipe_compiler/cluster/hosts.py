@@ -105,14 +105,14 @@ def _usual_link(hosts: Sequence[Host], network: Link | None) -> Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DeviceGroup:
     """So many equal devices; None for as many as needed."""
 
     count: int | None
     name: str
 
     @classmethod
-    def parse(cls, text: str) -> Group:
+    def parse(cls, text: str) -> DeviceGroup:
         """From `4xH200` or `H200`.
 
         Raises:
@@ -139,7 +139,7 @@ def devices_named(text: str) -> Cluster:
     Raises:
         UsageError: for a name that is not known, or what does not go together.
     """
-    groups = [Group.parse(part) for part in text.split(",")]
+    groups = [DeviceGroup.parse(part) for part in text.split(",")]
     here = [group for group in groups if plain(group.name) in (LOCAL, _MEASURED)]
     if here and len(groups) > 1:
         raise UsageError(
@@ -153,7 +153,7 @@ def devices_named(text: str) -> Cluster:
     return _joined([(group.count, built_in(group.name)) for group in groups])
 
 
-def _this_machine(group: Group) -> Cluster:
+def _this_machine(group: DeviceGroup) -> Cluster:
     # Here, as they need torch, which takes seconds to import.
     from gpipe_compiler.cluster.local import local_cluster, timed_link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_compiler.codegen.expressions import Writer, runs_again
+from gpipe_compiler.codegen.expressions import ExpressionWriter, runs_again
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.releases import LettingGo
@@ -13,7 +13,7 @@ from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.uses import Uses, is_in_place
 from gpipe_compiler.codegen.variables import (
-    Run,
+    StatementRun,
     Variables,
     argument_name,
     cast_by,
@@ -60,7 +60,7 @@ class Bindings:
     """
 
     graph: Graph
-    writer: Writer
+    writer: ExpressionWriter
     variables: Variables
     uses: Uses
     letting_go: LettingGo
@@ -68,7 +68,7 @@ class Bindings:
     unnoted: Collection[str] = ()
     shape: str = ""
 
-    def of(self, op: Op, run: Run, expression: Expression, position: int) -> Bound:
+    def of(self, op: Op, run: StatementRun, expression: Expression, position: int) -> Bound:
         """The statement of an op, whose variables are known from here on."""
         read = [value for value in op.outputs if value in self.uses.count]
         here = op.name in self.graph.op_of
@@ -91,7 +91,9 @@ class Bindings:
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
 
-    def nests(self, op: Op, position: int, ops: Sequence[Op], runs: Mapping[str, Run]) -> bool:
+    def nests(
+        self, op: Op, position: int, ops: Sequence[Op], runs: Mapping[str, StatementRun]
+    ) -> bool:
         """Whether the result of an op has no name, as its only reader spells what makes it.
 
         So it is where the user wrote it so, and for calls of blocks as `_is_part` has it.
@@ -198,7 +200,7 @@ class Bindings:
         return text
 
 
-def returned(writer: Writer, uses: Uses, makers: Mapping[str, Op], value: str) -> str:
+def returned(writer: ExpressionWriter, uses: Uses, makers: Mapping[str, Op], value: str) -> str:
     """What is returned for a value: in a mode that does not make it, nothing to look at.
 
     Args:
@@ -215,6 +217,6 @@ def returned(writer: Writer, uses: Uses, makers: Mapping[str, Op], value: str) -
     return f"{variable} if {condition} else torch.empty(0)"
 
 
-def _one(writer: Writer, values: Collection[str]) -> bool:
+def _one(writer: ExpressionWriter, values: Collection[str]) -> bool:
     """Whether one variable holds all of some values."""
     return len({writer.variables[value].flat for value in values}) == 1

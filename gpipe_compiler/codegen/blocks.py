@@ -25,22 +25,22 @@ from gpipe_compiler.codegen.construction import (
     relative,
 )
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
-from gpipe_compiler.codegen.expressions import OwnAttribute, Writer, outer_argument
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.expressions import ExpressionWriter, OwnAttribute, outer_argument
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
 from gpipe_compiler.codegen.method_text import is_tensor, method_text, returned_type, types_of
-from gpipe_compiler.codegen.methods import Given, Method, contains_batch, tells_batch
-from gpipe_compiler.codegen.names import RESERVED, Names, class_name
-from gpipe_compiler.codegen.nested import Holder
+from gpipe_compiler.codegen.methods import Method, ReadSize, contains_batch, tells_batch
+from gpipe_compiler.codegen.names import RESERVED, Identifiers, class_name
+from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.codegen.sources import parameter_names
 from gpipe_compiler.ir import Graph, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, calls_in
-from gpipe_compiler.ir.classes import Blocks, Methods, find_blocks, is_chain, outer_states
+from gpipe_compiler.ir.classes import MethodBlocks, Methods, find_blocks, is_chain, outer_states
 from gpipe_compiler.ir.contents import Contents, is_under, prefixes
-from gpipe_compiler.ir.forms import Slot
+from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.passes.duplicate import BatchMultiple
 from gpipe_compiler.plan import Stage
 
@@ -73,10 +73,10 @@ class StageBlocks:
         file: that of the stage.
     """
 
-    facts: Facts
+    facts: CodeFacts
     own: StageMethods
     searched: Methods
-    blocks: Blocks
+    blocks: MethodBlocks
     peaks: Peaks
     written: dict[int, WrittenBlock]
     file: SourceFile
@@ -87,7 +87,7 @@ class StageBlocks:
         return self.searched.contents
 
     @cached_property
-    def holders(self) -> Mapping[str, Holder]:
+    def holders(self) -> Mapping[str, ModuleNode]:
         """The modules of the stage by their paths."""
         return {holder.prefix[:-1]: holder for holder in self.own.state.root.all()}
 
@@ -167,12 +167,12 @@ class StageBlocks:
     def _parameters(self, block: BlockClass) -> dict[str, Parameter]:
         """The parameters of a constructor by name, in order: sizes first."""
         members = self.holders[block.first.path].members
-        names = Names((*RESERVED, *dir(nn.Module()), *members))
+        names = Identifiers((*RESERVED, *dir(nn.Module()), *members))
         found = {names.take(parameter.name): parameter for parameter in block.parameters}
         return dict(sorted(found.items(), key=lambda item: not by_position(item[0])))
 
     def _method(
-        self, block: BlockClass, ops: Sequence[Op], attributes: Mapping[Slot, str]
+        self, block: BlockClass, ops: Sequence[Op], attributes: Mapping[ConstantSlot, str]
     ) -> tuple[Method, tuple[int, ...]]:
         """What a call computes, and the inputs that it is passed."""
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
@@ -198,7 +198,7 @@ class StageBlocks:
             first.outputs,
             frozenset(value for value, item in templates.items() if item == BatchMultiple(1)),
             tuple(
-                Given(value, templates[value], relative(graph.producer[value], first.path))
+                ReadSize(value, templates[value], relative(graph.producer[value], first.path))
                 for value in given
                 if value in read
             ),
@@ -207,14 +207,14 @@ class StageBlocks:
         return method, passed
 
     @staticmethod
-    def _local(op: Op, root: str, attributes: Mapping[Slot, str]) -> Op:
+    def _local(op: Op, root: str, attributes: Mapping[ConstantSlot, str]) -> Op:
         """An op as the block has it: paths in comments from its module on, numbers by name."""
         made = op.call
         if not isinstance(made, RegionCall) and any(s.owner == op.name for s in attributes):
             numbers = itertools.count()
 
             def leaf(item: object) -> object:
-                own = attributes.get(Slot(op.name, next(numbers)))
+                own = attributes.get(ConstantSlot(op.name, next(numbers)))
                 return item if own is None else OwnAttribute(own)
 
             args, kwargs = map_argument(leaf, (made.args, dict(made.kwargs)))
@@ -248,7 +248,7 @@ class StageBlocks:
             if is_under(path, root)
         }
         imports.from_torch("Tensor")
-        writer = Writer(imports, states, modules)
+        writer = ExpressionWriter(imports, states, modules)
         unlike = self._unlike(block)
         body = write_body(graph, method, writer, self.peaks.worth, unlike, direct=True)
         returned = returned_type([is_tensor(graph, value) for value in method.returns])
@@ -262,10 +262,10 @@ class FoundBlocks:
 
     stages: tuple[StageMethods, ...]
     methods: tuple[Methods, ...]
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[MethodBlocks, ...]
 
     @classmethod
-    def of(cls, facts: Facts, stages: Iterable[StageMethods]) -> FoundBlocks:
+    def of(cls, facts: CodeFacts, stages: Iterable[StageMethods]) -> FoundBlocks:
         """Looks for them."""
         known = tuple(stages)
         methods = tuple(_methods(facts.graph, own) for own in known)
@@ -282,11 +282,13 @@ class FoundBlocks:
         return frozenset(path for path, count in counts.items() if count == 1)
 
 
-def write_blocks(facts: Facts, found: FoundBlocks) -> tuple[tuple[StageBlocks, ...], SourceFile]:
+def write_blocks(
+    facts: CodeFacts, found: FoundBlocks
+) -> tuple[tuple[StageBlocks, ...], SourceFile]:
     """The blocks of some stages, written, and the file of those that several of them call."""
     classes = found.blocks[0].classes
     reserved = (*RESERVED, *(own.class_name for own in found.stages))
-    layers = SourceFile(Names(reserved), shared=True)
+    layers = SourceFile(Identifiers(reserved), shared=True)
     written: dict[int, WrittenBlock] = {}
     worth: set[int] = set()
     made: dict[int, StageBlocks] = {}
@@ -304,7 +306,7 @@ def write_blocks(facts: Facts, found: FoundBlocks) -> tuple[tuple[StageBlocks, .
     for block in (block for block in classes if len(block.stages) > 1):
         written[id(block)] = made[block.first.stage].write(block, wanted[id(block)], layers)
     for stage in made.values():
-        stage.file.names = Names(layers.names.taken)
+        stage.file.names = Identifiers(layers.names.taken)
     for block in (block for block in classes if len(block.stages) == 1):
         stage = made[block.first.stage]
         written[id(block)] = stage.write(block, wanted[id(block)], stage.file)
@@ -327,7 +329,7 @@ def _methods(graph: Graph, own: StageMethods) -> Methods:
     )
 
 
-def _peaks(facts: Facts, own: StageMethods, blocks: Blocks, worth: set[int]) -> Peaks:
+def _peaks(facts: CodeFacts, own: StageMethods, blocks: MethodBlocks, worth: set[int]) -> Peaks:
     """What the methods of a stage have to let go of, added to what is worth it."""
     first, *others = (
         BlockCall("", parts, method.arguments, method.returns)

@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
-from gpipe_compiler.codegen.expressions import Writer, context_of, reads_in_order, repeat
+from gpipe_compiler.codegen.expressions import ExpressionWriter, context_of, reads_in_order, repeat
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
-from gpipe_compiler.codegen.method_text import Body, with_type
-from gpipe_compiler.codegen.methods import Given, Method, contains_batch, drop_dead, write_template
-from gpipe_compiler.codegen.names import Names
+from gpipe_compiler.codegen.method_text import MethodBody, with_type
+from gpipe_compiler.codegen.methods import (
+    Method,
+    ReadSize,
+    contains_batch,
+    drop_dead,
+    write_template,
+)
+from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.releases import LettingGo, Releases
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
@@ -45,12 +51,12 @@ _LONGEST_SUM = WIDTH - 24
 def write_body(
     graph: Graph,
     method: Method,
-    writer: Writer,
+    writer: ExpressionWriter,
     worth: Collection[int] = (),
     unnoted: Collection[str] = (),
     *,
     direct: bool = False,
-) -> Body:
+) -> MethodBody:
     """The statements of a method.
 
     Args:
@@ -62,7 +68,7 @@ def write_body(
         EmitError: naming the user's line, for an op that has no spelling.
     """
     ops = with_callers(method.ops)
-    names = Names()
+    names = Identifiers()
     releases = Releases.of(graph, ops, method.returns, worth)
     uses = Uses.of(ops, method.returns, releases.asked)
     variables = Variables(names, uses.last, lambda value: _kind(graph, value))
@@ -78,7 +84,7 @@ def write_body(
     scribe.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
     returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
-    body = Body(arguments, tuple(scribe.statements), returns)
+    body = MethodBody(arguments, tuple(scribe.statements), returns)
     if len(returns) > 1 or not all(_kind(graph, v) is ValueKind.TENSOR for v in method.returns):
         return body
     return with_type(body, tuple(writer.modules.values()), direct=direct)
@@ -113,9 +119,9 @@ class _Scribe:
     """
 
     graph: Graph
-    writer: Writer
+    writer: ExpressionWriter
     variables: Variables
-    names: Names
+    names: Identifiers
     uses: Uses
     releases: Releases
     batch_sizes: frozenset[str] = frozenset()
@@ -135,7 +141,7 @@ class _Scribe:
             self.unnoted,
         )
 
-    def give(self, given: Sequence[Given], arguments: Sequence[str]) -> None:
+    def give(self, given: Sequence[ReadSize], arguments: Sequence[str]) -> None:
         """Reads batch sizes off the arguments; what they do not change is written as it is."""
         made: dict[str, Expression] = {}
         for item in given:
@@ -154,7 +160,7 @@ class _Scribe:
                 expression = made[expression.flat]
             self.writer.variables[item.value] = expression
 
-    def _size_name(self, item: Given) -> str:
+    def _size_name(self, item: ReadSize) -> str:
         """The user's name for a size that a method reads off its arguments, else what it counts."""
         statement = statement_at(item.op.source)
         if statement is not None and statement.names_size and len(statement.targets) == 1:
@@ -354,7 +360,7 @@ class _Scribe:
         block = made.body
         results = op.result if isinstance(op.result, tuple) else (op.result,) * len(block.outputs)
         bound = [self.writer.argument(argument) for argument in made.args]
-        inner = Writer(
+        inner = ExpressionWriter(
             self.writer.imports, self.writer.states, self.writer.modules, self.writer.anchor
         )
         inner.variables.update(zip(block.inputs, bound, strict=True))

@@ -10,12 +10,12 @@ from torch import nn
 
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.expressions import Layers, OwnModule, again, repeat
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.layout import consecutive
-from gpipe_compiler.codegen.nested import Holder
+from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part
-from gpipe_compiler.ir.classes import Blocks, outer_states
+from gpipe_compiler.ir.classes import MethodBlocks, outer_states
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.ops import Result
 
@@ -105,10 +105,10 @@ class Calls:
         written: the blocks that may be called, by their ids.
     """
 
-    facts: Facts
+    facts: CodeFacts
     contents: Contents
-    blocks: Blocks
-    holders: Mapping[str, Holder]
+    blocks: MethodBlocks
+    holders: Mapping[str, ModuleNode]
     written: Mapping[int, WrittenBlock]
 
     def ops(self, parts: Sequence[Part], returns: Sequence[str], root: str) -> tuple[Op, ...]:

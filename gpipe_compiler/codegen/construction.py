@@ -14,12 +14,12 @@ from gpipe_compiler.codegen.constants import write_literal
 from gpipe_compiler.codegen.constructors import StageState, construct, construct_member
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, lay_out, name
-from gpipe_compiler.codegen.names import Names, class_name
-from gpipe_compiler.codegen.nested import Holder
+from gpipe_compiler.codegen.names import Identifiers, class_name
+from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.ir import Graph, Op, RegionCall, StateKind
 from gpipe_compiler.ir.blocks import BlockClass, Parameter
 from gpipe_compiler.ir.contents import is_under
-from gpipe_compiler.ir.forms import Slot
+from gpipe_compiler.ir.forms import ConstantSlot
 
 _BY_POSITION = ("in_", "out_", "num_", "normalized_")
 """How parameters begin that people pass by position."""
@@ -53,7 +53,7 @@ class SourceFile:
         containers: by their lines, the names of those that only hold modules.
     """
 
-    names: Names
+    names: Identifiers
     shared: bool = False
     imports: Imports = field(default_factory=Imports)
     classes: list[tuple[str, ...]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Arguments:
         types: their annotations, by their names.
     """
 
-    names: Mapping[Slot, str] = field(default_factory=dict)
+    names: Mapping[ConstantSlot, str] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -90,7 +90,7 @@ def class_lines(
     return (f"class {header}:", *spaced[1:])
 
 
-def buffer_types(holder: Holder, imports: Imports) -> list[str]:
+def buffer_types(holder: ModuleNode, imports: Imports) -> list[str]:
     """`mask: Tensor` for each buffer that a module registers, as type checkers ask for it."""
     found = [
         f"    {own}: Tensor"
@@ -166,18 +166,18 @@ class Construction:
     stage: int
     state: StageState
     file: SourceFile
-    holders: Mapping[str, Holder]
+    holders: Mapping[str, ModuleNode]
     of_path: Mapping[str, BlockClass]
     split: Callable[[str], bool]
     written: Mapping[int, WrittenBlock]
 
-    def lines(self, holder: Holder, given: Arguments = NO_ARGUMENTS) -> list[str]:
+    def lines(self, holder: ModuleNode, given: Arguments = NO_ARGUMENTS) -> list[str]:
         """The body of the `__init__` of a module, without `super().__init__()`."""
         made = self._inside(holder, given)
         own = None if holder is self.state.root else holder
         return construct(self.graph, self.state, self.file.imports, own, made, given.names)
 
-    def chain(self, holder: Holder, given: Arguments = NO_ARGUMENTS) -> list[Expression]:
+    def chain(self, holder: ModuleNode, given: Arguments = NO_ARGUMENTS) -> list[Expression]:
         """The modules of an nn.Sequential; equal ones in a row by a generator."""
         made = (
             self._block(path, given)
@@ -191,7 +191,7 @@ class Construction:
             for run in runs
         ]
 
-    def _inside(self, holder: Holder, given: Arguments) -> dict[str, Expression]:
+    def _inside(self, holder: ModuleNode, given: Arguments) -> dict[str, Expression]:
         """What constructs the blocks and containers in a module, by their paths."""
         made: dict[str, Expression] = {}
         for _, item in holder.modules():
@@ -212,7 +212,7 @@ class Construction:
             return call(written.name, self.chain(self.holders[path], _moved(block, path, given)))
         arguments = []
         for own, parameter in written.parameters.items():
-            slot = Slot(path, block.parameters.index(parameter))
+            slot = ConstantSlot(path, block.parameters.index(parameter))
             known = given.names.get(slot)
             number = parameter.values[self.stage, path]
             value = name(known) if known else write_literal(number, self.file.imports)
@@ -221,7 +221,7 @@ class Construction:
             self.file.imports.layer(written.name)
         return call(written.name, arguments)
 
-    def _container(self, holder: Holder, given: Arguments) -> Expression:
+    def _container(self, holder: ModuleNode, given: Arguments) -> Expression:
         """The call that constructs a module which only holds others."""
         lines = self.lines(holder, given)
         text = "\n".join(lines)
@@ -242,7 +242,7 @@ class Construction:
         return call(known, passed)
 
 
-def _has_attributes(holder: Holder) -> bool:
+def _has_attributes(holder: ModuleNode) -> bool:
     """Whether a module holds what is no item of an nn.ModuleDict."""
     kinds = (nn.Module, nn.ModuleDict)
     return holder.cls in kinds and any(own not in holder.keyed for own in holder.members)
@@ -256,9 +256,11 @@ def _moved(block: BlockClass, path: str, given: Arguments) -> Arguments:
     """What stands for the numbers of an instance of a block that is constructed where it stands."""
     first = block.first.path
     names = {
-        Slot(path + slot.owner.removeprefix(first), slot.key): given.names[Slot(path, number)]
+        ConstantSlot(path + slot.owner.removeprefix(first), slot.key): given.names[
+            ConstantSlot(path, number)
+        ]
         for number, parameter in enumerate(block.parameters)
-        if Slot(path, number) in given.names
+        if ConstantSlot(path, number) in given.names
         for slot in parameter.slots
         if is_under(slot.owner, first)
     }

@@ -22,11 +22,11 @@ from gpipe_compiler.codegen.layout import (
     lay_out,
     name,
 )
-from gpipe_compiler.codegen.nested import Holder, nested
+from gpipe_compiler.codegen.nested import ModuleNode, nested
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
 from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, arguments_of
-from gpipe_compiler.ir.forms import Slot, states_read
+from gpipe_compiler.ir.forms import ConstantSlot, states_read
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StageState:
         renamed: those of `originals` that are no names of the model.
     """
 
-    root: Holder
+    root: ModuleNode
     modules: Mapping[str, str]
     places: Mapping[str, str]
     originals: Mapping[str, str]
@@ -120,16 +120,16 @@ def renamed_table(state: StageState) -> list[str]:
 
 
 NO_BLOCKS: Mapping[str, Expression] = MappingProxyType({})
-NO_NAMES: Mapping[Slot, str] = MappingProxyType({})
+NO_NAMES: Mapping[ConstantSlot, str] = MappingProxyType({})
 
 
 def construct(
     graph: Graph,
     state: StageState,
     imports: Imports,
-    holder: Holder | None = None,
+    holder: ModuleNode | None = None,
     blocks: Mapping[str, Expression] = NO_BLOCKS,
-    names: Mapping[Slot, str] = NO_NAMES,
+    names: Mapping[ConstantSlot, str] = NO_NAMES,
 ) -> list[str]:
     """The body of the `__init__` of a stage or block, without `super().__init__()`.
 
@@ -156,9 +156,9 @@ class _Constructor:
     graph: Graph
     places: Mapping[str, str]
     imports: Imports
-    root: Holder
+    root: ModuleNode
     blocks: Mapping[str, Expression]
-    names: Mapping[Slot, str]
+    names: Mapping[ConstantSlot, str]
 
     def lines(self) -> Iterator[str]:
         """All of them; what several modules of a stage share is shared when all are made."""
@@ -173,7 +173,7 @@ class _Constructor:
         """An expression of the stage as it is in the constructor."""
         return "self" + place.removeprefix(self.root.place)
 
-    def _members(self, holder: Holder) -> Iterator[str]:
+    def _members(self, holder: ModuleNode) -> Iterator[str]:
         if holder.spec is not None:
             yield from self._frozen_apart(holder, holder.spec)
         for own, item in holder.members.items():
@@ -186,7 +186,7 @@ class _Constructor:
             if item.prefix[:-1] not in self.blocks:
                 yield from self._members(item)
 
-    def _module(self, holder: Holder) -> Expression:
+    def _module(self, holder: ModuleNode) -> Expression:
         """A module with all that its constructor takes."""
         block = self.blocks.get(holder.prefix[:-1])
         if block is not None:
@@ -196,7 +196,7 @@ class _Constructor:
             return call(f"nn.{holder.cls.__name__}", [_dict_of_modules(inside)] if inside else [])
         return construct_member(self.graph, holder, self.imports, self.names)
 
-    def _frozen_apart(self, holder: Holder, spec: ModuleSpec) -> Iterator[str]:
+    def _frozen_apart(self, holder: ModuleNode, spec: ModuleSpec) -> Iterator[str]:
         """Statements for parameters that are frozen beside others of their module."""
         frozen = _frozen(spec, self.graph.state)
         if frozen == _parameters(spec, self.graph.state):
@@ -205,7 +205,7 @@ class _Constructor:
             if self.places[spec.state[local]] == f"{holder.place}.{local}":
                 yield f"        {self._place(holder.place)}.{local}.requires_grad_(False)"
 
-    def _bare_state(self, state: State, holder: Holder, own: str) -> list[str]:
+    def _bare_state(self, state: State, holder: ModuleNode, own: str) -> list[str]:
         """The statements that register a tensor which the model uses without a module of torch."""
         self.imports.torch()
         place = self._place(holder.place_of(own))
@@ -236,14 +236,14 @@ class _Constructor:
         """`torch.empty(3, 4)`: memory to load values into."""
         options = [] if state.dtype is torch.float32 else [name(f"dtype={state.dtype}")]
         sizes = [
-            name(self.names.get(Slot(state.name, dim), str(size)))
+            name(self.names.get(ConstantSlot(state.name, dim), str(size)))
             for dim, size in enumerate(state.shape)
         ]
         return call(function, [*(sizes or [name("()")]), *options])
 
 
 def construct_member(
-    graph: Graph, holder: Holder, imports: Imports, names: Mapping[Slot, str] = NO_NAMES
+    graph: Graph, holder: ModuleNode, imports: Imports, names: Mapping[ConstantSlot, str] = NO_NAMES
 ) -> Expression:
     """A module of torch.nn, frozen where all its parameters are."""
     assert holder.spec is not None
@@ -254,7 +254,7 @@ def construct_member(
     return made
 
 
-def frozen_in_part(graph: Graph, holder: Holder) -> bool:
+def frozen_in_part(graph: Graph, holder: ModuleNode) -> bool:
     """Whether some of the parameters of a module of torch.nn are frozen, and others not."""
     if holder.spec is None:
         return False
@@ -281,7 +281,7 @@ def _dict_of_modules(items: Sequence[tuple[str, Expression]]) -> Expression:
 
 
 def construct_module(
-    spec: ModuleSpec, imports: Imports, names: Mapping[Slot, str] = NO_NAMES
+    spec: ModuleSpec, imports: Imports, names: Mapping[ConstantSlot, str] = NO_NAMES
 ) -> Expression:
     """`nn.Conv2d(64, 64, 3, padding=1, bias=False)`.
 
@@ -297,7 +297,7 @@ def construct_module(
     args: list[Expression] = [write_literal(value, imports) for value in spec.args]
     kwargs = {key: write_literal(value, imports) for key, value in spec.kwargs.items()}
     for place, key in enumerate(arguments_of(spec) or ()):
-        own = names.get(Slot(spec.path, key))
+        own = names.get(ConstantSlot(spec.path, key))
         if own is not None and place < len(args):
             args[place] = name(own)
         elif own is not None:

@@ -102,7 +102,7 @@ def outer_argument(state: str) -> str:
 
 
 @dataclass
-class Writer:
+class ExpressionWriter:
     """Writes expressions of one method.
 
     Attributes:
@@ -281,7 +281,7 @@ def _describe(function: object) -> str:
     return f"{module}.{own}" if module else own
 
 
-def context_of(context: Context, writer: Writer) -> Expression:
+def context_of(context: Context, writer: ExpressionWriter) -> Expression:
     """`torch.no_grad()` and the like; autocast on the device of the method's first tensor."""
     writer.imports.torch()
     if not isinstance(context, Autocast):

@@ -33,7 +33,7 @@ class Randoms:
 
 
 @dataclass(frozen=True)
-class Facts:
+class CodeFacts:
     """A graph and what code generation asks about it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Facts:
     runs: Mapping[str, OpRun]
 
     @classmethod
-    def of(cls, graph: Graph) -> Facts:
+    def of(cls, graph: Graph) -> CodeFacts:
         """The facts of an annotated graph."""
         return cls(
             graph,

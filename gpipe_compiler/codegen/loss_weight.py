@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.construction import buffer_types
 from gpipe_compiler.codegen.constructors import construct, renamed_table, state_of
-from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH
@@ -63,7 +63,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     values = tuple(weight.value for weight in weights)
     state = state_of(graph, ops)
     method = Method(ops, inputs, values, batch_sizes=frozenset())
-    body = write_body(graph, method, Writer(imports, state.places, state.modules))
+    body = write_body(graph, method, ExpressionWriter(imports, state.places, state.modules))
     sources = {source.name: source for source in graph.inputs}
     described = docstring(
         "What counts in one micro-batch of B samples.",

@@ -20,7 +20,7 @@ from gpipe_compiler.text import escaping
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class MethodBody:
     """A written method: names of its arguments, its statements, what it returns.
 
     Attributes:
@@ -37,7 +37,7 @@ class Body:
         return bool(self.statements) and self.statements[-1].target == "return "
 
 
-def with_type(body: Body, modules: Collection[str], *, direct: bool) -> Body:
+def with_type(body: MethodBody, modules: Collection[str], *, direct: bool) -> MethodBody:
     """A method that returns one tensor, in such a way that a type checker knows it for one.
 
     Args:
@@ -137,7 +137,7 @@ NO_TYPES: Mapping[str, str] = MappingProxyType({})
 
 def method_text(
     label: str,
-    body: Body,
+    body: MethodBody,
     returned: str,
     described: Sequence[str],
     types: Mapping[str, str] = NO_TYPES,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.constants import write_constant, write_nest
-from gpipe_compiler.codegen.expressions import Writer
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.expressions import ExpressionWriter
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.errors import EmitError
@@ -32,7 +32,7 @@ def tells_batch(value: Value) -> bool:
 
 
 def write_template(
-    template: Argument, graph: Graph, writer: Writer, arguments: Sequence[str]
+    template: Argument, graph: Graph, writer: ExpressionWriter, arguments: Sequence[str]
 ) -> Expression | None:
     """A template in terms of a method's arguments; None where none of them has a batch dimension.
 
@@ -55,7 +55,9 @@ def write_template(
     return write_nest(template, leaf)
 
 
-def _base(graph: Graph, writer: Writer, arguments: Iterable[str]) -> tuple[str, int] | None:
+def _base(
+    graph: Graph, writer: ExpressionWriter, arguments: Iterable[str]
+) -> tuple[str, int] | None:
     """The size that tells the batch, and how many times the batch it is."""
     found: list[tuple[int, str]] = []
     for argument in arguments:
@@ -85,7 +87,7 @@ _PURE = frozenset({getattr, operator.getitem, len, *BINARY, *UNARY})
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ReadSize:
     """A value that the stage reads off the shapes of what it has, instead of asking its maker.
 
     Attributes:
@@ -113,11 +115,11 @@ class Method:
     arguments: tuple[str, ...]
     returns: tuple[str, ...]
     batch_sizes: frozenset[str]
-    given: tuple[Given, ...] = ()
+    given: tuple[ReadSize, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Method:
+def forward_method(facts: CodeFacts, stage: Stage, returns: tuple[str, ...]) -> Method:
     """A stage's `forward`.
 
     Raises:
@@ -128,7 +130,7 @@ def forward_method(facts: Facts, stage: Stage, returns: tuple[str, ...]) -> Meth
     return _method(facts, ops, stage.inputs, returns, frozenset(stage.duplicates))
 
 
-def loss_method(facts: Facts, stage: Stage, outputs: Sequence[str]) -> Method:
+def loss_method(facts: CodeFacts, stage: Stage, outputs: Sequence[str]) -> Method:
     """The last stage's `loss`, of outputs and inputs of that stage; it returns the terms.
 
     Raises:
@@ -153,7 +155,7 @@ def loss_method(facts: Facts, stage: Stage, outputs: Sequence[str]) -> Method:
 
 
 def _method(
-    facts: Facts,
+    facts: CodeFacts,
     ops: Sequence[Op],
     inputs: Iterable[str],
     returns: tuple[str, ...],
@@ -190,12 +192,12 @@ def _telling_batch(
 
 
 def _rebase(
-    facts: Facts, ops: Sequence[Op], inputs: tuple[str, ...]
-) -> tuple[list[Op], list[Given]]:
+    facts: CodeFacts, ops: Sequence[Op], inputs: tuple[str, ...]
+) -> tuple[list[Op], list[ReadSize]]:
     """Splits off the ops that ask for the shape of a tensor which the stage does not have."""
     available = set(inputs)
     kept: list[Op] = []
-    given: list[Given] = []
+    given: list[ReadSize] = []
     for op in ops:
         lacking = [value for value in op.inputs if value not in available]
         if not lacking:
@@ -208,7 +210,7 @@ def _rebase(
                 f"the op {op.name} reads {', '.join(lacking)}, which its stage does not have",
                 location=op.source,
             )
-        given.extend(Given(value, facts.templates[value], op) for value in templated)
+        given.extend(ReadSize(value, facts.templates[value], op) for value in templated)
         available.update(templated)
     return kept, given
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from torch import nn
 
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.names import RESERVED, Names
+from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.ir import ModuleSpec, State, StateKind
 
 _OF_MODULE = frozenset(dir(nn.Module()))
@@ -26,7 +26,7 @@ OF_STAGE = frozenset(dir(nn.ModuleDict())) | RESERVED
 
 
 @dataclass(eq=False)
-class Holder:
+class ModuleNode:
     """A module of a stage.
 
     Attributes:
@@ -41,7 +41,7 @@ class Holder:
     prefix: str = ""
     methods: frozenset[str] = frozenset()
     spec: ModuleSpec | None = None
-    members: dict[str, Holder | State] = field(default_factory=dict)
+    members: dict[str, ModuleNode | State] = field(default_factory=dict)
     place: str = "self"
 
     @cached_property
@@ -50,7 +50,7 @@ class Holder:
         if self.spec is not None:
             return self.spec.cls
         strange = [item for own, item in self.members.items() if not _is_attribute(own)]
-        if any(isinstance(item, Holder) for item in strange):
+        if any(isinstance(item, ModuleNode) for item in strange):
             return nn.ModuleDict
         parameters = (item for item in strange if isinstance(item, State))
         # A stage is called, which an nn.ParameterDict refuses.
@@ -59,16 +59,16 @@ class Holder:
         return nn.Module
 
     @property
-    def keyed(self) -> Mapping[str, Holder]:
+    def keyed(self) -> Mapping[str, ModuleNode]:
         """The modules that it holds as an nn.ModuleDict does."""
         if self.cls is not nn.ModuleDict:
             return {}
         return {own: item for own, item in self.modules() if not _is_attribute(own)}
 
-    def modules(self) -> Iterator[tuple[str, Holder]]:
+    def modules(self) -> Iterator[tuple[str, ModuleNode]]:
         """The modules among the members, by name."""
         for own, item in self.members.items():
-            if isinstance(item, Holder):
+            if isinstance(item, ModuleNode):
                 yield own, item
 
     def tensors(self) -> Iterator[tuple[str, State]]:
@@ -77,7 +77,7 @@ class Holder:
             if isinstance(item, State):
                 yield own, item
 
-    def all(self) -> Iterator[Holder]:
+    def all(self) -> Iterator[ModuleNode]:
         """This module and those in it, each before its members."""
         yield self
         for _, item in self.modules():
@@ -92,7 +92,7 @@ class Holder:
         item = self.members[own]
         if _is_attribute(own) and not self.means_something_else(own):
             return f"{self.place}.{own}"
-        if isinstance(item, Holder):
+        if isinstance(item, ModuleNode):
             table = "" if own in self.keyed else "._modules"
         elif item.kind is StateKind.PARAMETER:
             keyed = self.cls is nn.ParameterDict and not self.means_something_else(own)
@@ -108,7 +108,7 @@ class Holder:
             item.find_places()
 
 
-def nested(items: Iterable[tuple[str, ModuleSpec | State]], methods: frozenset[str]) -> Holder:
+def nested(items: Iterable[tuple[str, ModuleSpec | State]], methods: frozenset[str]) -> ModuleNode:
     """What a stage holds, by the model's names, as nested modules.
 
     What cannot stand where the model has it (the model itself, where that is a module of torch.nn)
@@ -117,30 +117,30 @@ def nested(items: Iterable[tuple[str, ModuleSpec | State]], methods: frozenset[s
     Args:
         methods: names of the stage's own methods.
     """
-    root = Holder(methods=methods)
+    root = ModuleNode(methods=methods)
     refused = [(path, item) for path, item in items if not _enter(root, path, item)]
-    names = Names(OF_STAGE | methods | root.members.keys())
+    names = Identifiers(OF_STAGE | methods | root.members.keys())
     for path, item in refused:
         _enter(root, names.take(path or "module"), item)
     root.find_places()
     return root
 
 
-def _enter(root: Holder, path: str, item: ModuleSpec | State) -> bool:
+def _enter(root: ModuleNode, path: str, item: ModuleSpec | State) -> bool:
     """Puts an item in its place; False where it cannot stand there."""
     *parents, last = path.split(".")
     if not all((*parents, last)):
         return False
     holder = root
     for own in parents:
-        member = holder.members.setdefault(own, Holder(f"{holder.prefix}{own}."))
-        if not isinstance(member, Holder):
+        member = holder.members.setdefault(own, ModuleNode(f"{holder.prefix}{own}."))
+        if not isinstance(member, ModuleNode):
             return False
         holder = member
     if isinstance(item, State):
         return holder.members.setdefault(last, item) is item
-    member = holder.members.setdefault(last, Holder(f"{holder.prefix}{last}."))
-    if not isinstance(member, Holder) or member.spec is not None:
+    member = holder.members.setdefault(last, ModuleNode(f"{holder.prefix}{last}."))
+    if not isinstance(member, ModuleNode) or member.spec is not None:
         return False
     member.spec = item
     return True

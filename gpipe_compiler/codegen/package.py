@@ -16,7 +16,7 @@ import safetensors
 import torch
 
 import gpipe_compiler.runtime
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.loss_weight import MODULE, write_loss_weight
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.schedule import write_schedule
@@ -133,7 +133,7 @@ def write_package(
     assert plan.graph is not None
     graph = plan.graph
     tell("writing the stages")
-    facts = Facts.of(graph)
+    facts = CodeFacts.of(graph)
     sources = write_stages(plan, facts)
     stages = sources.stages
     texts = {f"stage_{stage.index}.py": stage.text for stage in stages}

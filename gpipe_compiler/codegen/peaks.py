@@ -16,7 +16,7 @@ from types import MappingProxyType
 from gpipe_compiler.codegen.expressions import runs_again
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.blocks import BlockCall, Part
-from gpipe_compiler.ir.classes import Blocks
+from gpipe_compiler.ir.classes import MethodBlocks
 from gpipe_compiler.passes.op_runs import OpRun
 
 NO_OTHERS: Mapping[int, int] = MappingProxyType({})
@@ -75,7 +75,7 @@ class Peaks:
 
     graph: Graph
     runs: Mapping[str, OpRun]
-    blocks: Blocks
+    blocks: MethodBlocks
     segments: Mapping[str, BlockCall]
     worth: set[int]
     _known: dict[tuple[int, bool], _Need] = field(default_factory=dict)

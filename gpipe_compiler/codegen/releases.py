@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import name
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import is_attribute
@@ -84,7 +84,7 @@ class LettingGo:
 
     variables: Variables
     releases: Releases
-    writer: Writer
+    writer: ExpressionWriter
     modes: Mapping[str, Mode] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
 

@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpipe_compiler.codegen.expressions import OwnMethod, again
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.methods import Method, contains_batch
-from gpipe_compiler.codegen.names import Names
+from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref, ValueKind
 from gpipe_compiler.plan import Stage
 
 
-def modules_run_again(facts: Facts, stage: Stage, forward: Method) -> frozenset[str]:
+def modules_run_again(facts: CodeFacts, stage: Stage, forward: Method) -> frozenset[str]:
     """The paths of the modules of which one call may be a segment, as far as the stage has it."""
     runs = _runs(forward.ops, _segment_of(stage))
     here = [facts.graph.op_of[name] for name in stage.ops]
@@ -27,7 +27,7 @@ def modules_run_again(facts: Facts, stage: Stage, forward: Method) -> frozenset[
 
 
 def split_off(
-    facts: Facts,
+    facts: CodeFacts,
     stage: Stage,
     forward: Method,
     attributes: Iterable[str],
@@ -39,7 +39,7 @@ def split_off(
         attributes: what the stage calls its modules and tensors.
         again: the paths of modules that run again where they are called.
     """
-    names = Names(attributes)
+    names = Identifiers(attributes)
     here = [facts.graph.op_of[name] for name in stage.ops]
     dead = set(stage.ops).difference(op.name for op in forward.ops)
     ops: list[Op] = []
@@ -63,7 +63,7 @@ def _segment_of(stage: Stage) -> dict[str, int]:
 
 
 def buffers_of(
-    facts: Facts, ops: Iterable[Op], writes: Sequence[str], own: Mapping[str, str]
+    facts: CodeFacts, ops: Iterable[Op], writes: Sequence[str], own: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The buffers that a stage writes to, those that a segment of it reads or writes.
 

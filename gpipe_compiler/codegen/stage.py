@@ -12,12 +12,12 @@ from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.construction import buffer_types
 from gpipe_compiler.codegen.constructors import renamed_table, state_of
-from gpipe_compiler.codegen.expressions import Writer
-from gpipe_compiler.codegen.facts import Facts, Randoms
+from gpipe_compiler.codegen.expressions import ExpressionWriter
+from gpipe_compiler.codegen.facts import CodeFacts, Randoms
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
-    Body,
+    MethodBody,
     docstring,
     is_tensor,
     method_text,
@@ -91,7 +91,7 @@ class Sources:
     layers: str
 
 
-def write_stages(plan: Plan, facts: Facts, stages: Sequence[Stage] | None = None) -> Sources:
+def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = None) -> Sources:
     """The source of stages, all of the plan unless some are given; one alone imports no other file.
 
     Raises:
@@ -136,7 +136,7 @@ class _Draft:
 
     @classmethod
     def of(
-        cls, plan: Plan, facts: Facts, stage: Stage, again: frozenset[str] | None = None
+        cls, plan: Plan, facts: CodeFacts, stage: Stage, again: frozenset[str] | None = None
     ) -> _Draft:
         """A stage.
 
@@ -168,7 +168,7 @@ class _Draft:
                 found.setdefault(path, []).append(op)
         return found
 
-    def source(self, plan: Plan, facts: Facts, blocks: StageBlocks) -> StageSource:
+    def source(self, plan: Plan, facts: CodeFacts, blocks: StageBlocks) -> StageSource:
         """The stage, written."""
         graph, own, stage, state = facts.graph, self.own, self.own.stage, self.own.state
         imports = blocks.file.imports
@@ -234,7 +234,7 @@ def _bodies(
         imports.from_torch("Tensor")
     written = []
     for label, method in called.items():
-        writer = Writer(imports, state.places, {**state.modules, **blocks.places})
+        writer = ExpressionWriter(imports, state.places, {**state.modules, **blocks.places})
         body = write_body(blocks.facts.graph, method, writer, blocks.peaks.worth)
         written.append(_Written(label, method, body))
     return written
@@ -246,7 +246,7 @@ def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:
     return {o: model for o, model in own.items() if state[model].kind is not StateKind.PARAMETER}
 
 
-def _written(facts: Facts, ops: Sequence[Op], buffers: Mapping[str, str]) -> tuple[str, ...]:
+def _written(facts: CodeFacts, ops: Sequence[Op], buffers: Mapping[str, str]) -> tuple[str, ...]:
     """The buffers, by a stage's own names, that its ops write to."""
     written = {name for op in ops for name in facts.effects.state_writes.get(op.name, ())}
     return tuple(own for own, model in buffers.items() if model in written)
@@ -293,7 +293,7 @@ def _layer(label: str, buffers: Sequence[str]) -> tuple[str, str, tuple[str, ...
 class _Written:
     label: str
     method: Method
-    body: Body
+    body: MethodBody
 
 
 def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.codegen.names import Names
+from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import UserStatement, statement_at
 from gpipe_compiler.ir import (
     Argument,
@@ -44,7 +44,7 @@ class Variables:
 
     def __init__(
         self,
-        names: Names,
+        names: Identifiers,
         last_use: Mapping[str, int],
         kind: Callable[[str], object],
     ) -> None:
@@ -131,7 +131,7 @@ class Variables:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StatementRun:
     """Ops that one statement of the user makes in one module, in a row.
 
     Attributes:
@@ -144,7 +144,7 @@ class Run:
     last: tuple[str, ...]
 
 
-def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
+def find_runs(ops: Sequence[Op]) -> dict[str, StatementRun]:
     """The run of every op, by name."""
     runs: list[tuple[UserStatement | None, list[Op]]] = []
     current: dict[str, int] = {}
@@ -156,7 +156,7 @@ def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
             runs.append((statement, [op]))
         else:
             runs[index][1].append(op)
-    table: dict[str, Run] = {}
+    table: dict[str, StatementRun] = {}
     place = {op.name: position for position, op in enumerate(ops)}
     for statement, members in (part for run in runs for part in _rounds(*run)):
         span = ops[place[members[0].name] : place[members[-1].name] + 1]
@@ -164,7 +164,9 @@ def find_runs(ops: Sequence[Op]) -> dict[str, Run]:
         last = tuple(op.name for op in members if not read.intersection(op.outputs))
         # Ops without any source are the compiler's own, a default loss: they nest as they come.
         nested = len(members) <= statement.operations if statement else _unsourced(members)
-        table.update(dict.fromkeys((op.name for op in members), Run(statement, nested, last)))
+        table.update(
+            dict.fromkeys((op.name for op in members), StatementRun(statement, nested, last))
+        )
     return table
 
 
@@ -196,7 +198,7 @@ def _unsourced(members: Sequence[Op]) -> bool:
     return all(op.source is None for op in members)
 
 
-def wishes(op: Op, run: Run) -> tuple[str | None, ...]:
+def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
     """The user's names for the values of an op, None where there is none."""
     nothing = (None,) * len(op.outputs)
     if run.statement is None or not op.outputs:
@@ -247,7 +249,9 @@ def _of_region(op: Op, made: RegionCall, value: str) -> str:
         own, maker = found.name, makers[found.name]
         statement = statement_at(maker.source)
         read = {name for inner in made.body.ops if inner is not maker for name in inner.inputs}
-        wish = wishes(maker, Run(statement, False, (maker.name,)))[maker.outputs.index(own)]
+        wish = wishes(maker, StatementRun(statement, False, (maker.name,)))[
+            maker.outputs.index(own)
+        ]
         cast = cast_by(maker.call)
         if (wish and own not in read) or cast is None:
             return (own not in read and wish) or plain_name(maker, own)
@@ -296,5 +300,5 @@ def argument_name(graph: Graph, value: str) -> str:
     inside = isinstance(op.call, RegionCall)
     if statement is None or inside or is_operand(graph, op, value):
         return plain_name(op, value)
-    run = Run(statement, False, (op.name,))
+    run = StatementRun(statement, False, (op.name,))
     return wishes(op, run)[op.outputs.index(value)] or plain_name(op, value, statement)

@@ -24,7 +24,7 @@ from gpipe_compiler.frontend.aten_functions import (
     Argument,
     AtenCall,
     Rule,
-    Written,
+    WrittenCall,
     bind,
     written_as,
 )
@@ -57,17 +57,17 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _operator(call: AtenCall) -> Written | None:
+def _operator(call: AtenCall) -> WrittenCall | None:
     """`a + b`; a third argument (`alpha`, `rounding_mode`) has no place in an operator."""
     if call.keywords() or len(call.positional()) > 2:
         return None
-    return Written(_OPERATORS[call.name], call.positional())
+    return WrittenCall(_OPERATORS[call.name], call.positional())
 
 
-def _rsub(call: AtenCall) -> Written | None:
+def _rsub(call: AtenCall) -> WrittenCall | None:
     if "alpha" not in call.defaults:
         return None
-    return Written(operator.sub, (call["other"], call["self"]))
+    return WrittenCall(operator.sub, (call["other"], call["self"]))
 
 
 # --- Tensor methods -------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ _SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
 _SIZES = frozenset({"size", "shape", "dims", "repeats"})
 
 
-def _method(call: AtenCall) -> Written | None:
+def _method(call: AtenCall) -> WrittenCall | None:
     """`x.name(...)`."""
     positional = _unwrapped(call)
     if call.name in _SPREAD and len(positional) > 1 and isinstance(positional[1], (list, tuple)):
         positional = (positional[0], *positional[1], *positional[2:])
-    return Written(call.name, positional, _keywords(call))
+    return WrittenCall(call.name, positional, _keywords(call))
 
 
 def _unwrapped(call: AtenCall) -> tuple[Argument, ...]:
@@ -125,36 +125,38 @@ def _keywords(call: AtenCall) -> dict[str, Argument]:
     }
 
 
-def _to(call: AtenCall) -> Written | None:
+def _to(call: AtenCall) -> WrittenCall | None:
     """`x.to(dtype)`; a device is added by whoever knows that it is another one."""
     dtype = call.values.get("dtype")
     kwargs = call.given("copy", "memory_format") if "copy" in call.values else {}
     if call.name == "_to_copy":
         kwargs = call.given("memory_format") | {"copy": True}
-    return Written("to", (call["self"],) if dtype is None else (call["self"], dtype), kwargs)
+    return WrittenCall("to", (call["self"],) if dtype is None else (call["self"], dtype), kwargs)
 
 
 _ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}
 
 
-def _attribute(call: AtenCall) -> Written | None:
+def _attribute(call: AtenCall) -> WrittenCall | None:
     """`x.T` and its like."""
-    return Written(getattr, (call["self"], _ATTRIBUTES[call.name]))
+    return WrittenCall(getattr, (call["self"], _ATTRIBUTES[call.name]))
 
 
 # --- torch functions and indexing -----------------------------------------------------------------
 
 
-def _einsum(call: AtenCall) -> Written | None:
+def _einsum(call: AtenCall) -> WrittenCall | None:
     if "path" not in call.defaults or len(call["tensors"]) > 2:
         return None
-    return Written(torch.einsum, (call["equation"], *call["tensors"]))
+    return WrittenCall(torch.einsum, (call["equation"], *call["tensors"]))
 
 
-def _index(call: AtenCall) -> Written | None:
+def _index(call: AtenCall) -> WrittenCall | None:
     """`x[:, indices]`; None in the list of the operator is a whole dimension."""
     entries = tuple(slice(None) if entry is None else entry for entry in call["indices"])
-    return Written(operator.getitem, (call["self"], entries[0] if len(entries) == 1 else entries))
+    return WrittenCall(
+        operator.getitem, (call["self"], entries[0] if len(entries) == 1 else entries)
+    )
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ _NAMESPACES: Mapping[str, types.ModuleType] = {
 
 def write(
     overload: torch._ops.OpOverload, args: Sequence[Argument], kwargs: Mapping[str, Argument]
-) -> Written | None:
+) -> WrittenCall | None:
     """The call as a person writes it; None where there is no other way to write it."""
     if overload.namespace != "aten" or overload._overloadname.split("_")[-1] == "out":
         return None
@@ -201,7 +203,7 @@ def write(
     return written if written is not None else _by_name(call)
 
 
-def _by_name(call: AtenCall) -> Written | None:
+def _by_name(call: AtenCall) -> WrittenCall | None:
     """The method or function that torch generates from the operator, under the operator's name."""
     name = call.name
     if _takes_self(call) and (name in _METHODS or name.endswith("_")) and _has_method(name):
@@ -209,11 +211,11 @@ def _by_name(call: AtenCall) -> Written | None:
     for prefix, module in _NAMESPACES.items():
         function = getattr(module, name.removeprefix(prefix), None)
         if name.startswith(prefix) and _is_generated(function):
-            return Written(function, _unwrapped(call), _keywords(call))
+            return WrittenCall(function, _unwrapped(call), _keywords(call))
     for module in (torch, F):
         function = getattr(module, name, None)
         if _is_generated(function):
-            return Written(function, _unwrapped(call), _keywords(call))
+            return WrittenCall(function, _unwrapped(call), _keywords(call))
     if _takes_self(call) and _has_method(name):
         return _method(call)
     return None

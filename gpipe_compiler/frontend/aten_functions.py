@@ -18,7 +18,7 @@ Argument = Any
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCall:
     """A call as it is written: of a function, or of the tensor method of that name."""
 
     target: Callable[..., Any] | str
@@ -96,7 +96,7 @@ def _same(value: Argument, default: Argument) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-Rule = Callable[[AtenCall], "Written | None"]
+Rule = Callable[[AtenCall], "WrittenCall | None"]
 """How one operator is written; None where this call of it has no better form."""
 
 
@@ -120,9 +120,9 @@ def written_as(
         always: further keyword arguments.
     """
 
-    def rule(call: AtenCall) -> Written | None:
+    def rule(call: AtenCall) -> WrittenCall | None:
         kwargs = {new: call[old] for new, old in keywords.items()} | call.given(*given)
-        return Written(target, tuple(call[name] for name in positional), kwargs | dict(always))
+        return WrittenCall(target, tuple(call[name] for name in positional), kwargs | dict(always))
 
     return rule
 
@@ -136,26 +136,26 @@ def _same_order(
         inplace: of the operator whose name ends in an underscore.
     """
 
-    def rule(call: AtenCall) -> Written | None:
+    def rule(call: AtenCall) -> WrittenCall | None:
         kwargs = call.keywords() | ({"inplace": True} if inplace else {})
-        return Written(function, call.positional(skip=skip), kwargs)
+        return WrittenCall(function, call.positional(skip=skip), kwargs)
 
     return rule
 
 
-def _elu(call: AtenCall) -> Written | None:
+def _elu(call: AtenCall) -> WrittenCall | None:
     if {"scale", "input_scale"} - call.defaults:
         return None
-    return Written(F.elu, call.positional(), {"inplace": True} if call.name == "elu_" else {})
+    return WrittenCall(F.elu, call.positional(), {"inplace": True} if call.name == "elu_" else {})
 
 
 def _loss(function: Callable[..., Any], *names: str) -> Rule:
     """A loss of an input and a target, with a reduction."""
 
-    def rule(call: AtenCall) -> Written | None:
+    def rule(call: AtenCall) -> WrittenCall | None:
         reduction = _REDUCTIONS[call["reduction"]]
         kwargs = call.given(*names) | ({} if reduction == "mean" else {"reduction": reduction})
-        return Written(function, (call["self"], call["target"]), kwargs)
+        return WrittenCall(function, (call["self"], call["target"]), kwargs)
 
     return rule
 
@@ -185,7 +185,7 @@ def _softmax(function: Callable[..., Any]) -> Rule:
 
 
 def _interpolate(mode: str, *, antialias: bool = False) -> Rule:
-    def rule(call: AtenCall) -> Written | None:
+    def rule(call: AtenCall) -> WrittenCall | None:
         scales = call.values.get("scale_factors")
         kwargs: dict[str, Argument] = {}
         if call["output_size"] is not None:
@@ -197,7 +197,7 @@ def _interpolate(mode: str, *, antialias: bool = False) -> Rule:
             kwargs["align_corners"] = True
         if antialias:
             kwargs["antialias"] = True
-        return Written(F.interpolate, (call["input"],), kwargs)
+        return WrittenCall(F.interpolate, (call["input"],), kwargs)
 
     return rule
 

@@ -23,7 +23,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from gpipe_compiler.frontend.aten import write
-from gpipe_compiler.frontend.aten_functions import Written, bind
+from gpipe_compiler.frontend.aten_functions import WrittenCall, bind
 from gpipe_compiler.frontend.casts import is_asked_for, speaking_cast
 
 _CHECKS = frozenset(
@@ -184,7 +184,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if written is None:
         return
     if speaking_cast(node) and not written.kwargs:
-        written = Written(speaking_cast(node), written.args[:1])
+        written = WrittenCall(speaking_cast(node), written.args[:1])
     name = _name(node)
     before = next((source.meta.get("val") for source in node.all_input_nodes), None)
     node.op = "call_method" if isinstance(written.target, str) else "call_function"

@@ -36,7 +36,7 @@ _LONGEST_S = 60.0
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundBatch:
     """A subject whose batch dimensions are known.
 
     Attributes:
@@ -65,7 +65,7 @@ class Found:
         )
 
 
-def find_batch_dims(subject: Subject) -> Found:
+def find_batch_dims(subject: Subject) -> FoundBatch:
     """The subject with the batch dimension of every input; its model stays as it is.
 
     Raises:
@@ -76,13 +76,13 @@ def find_batch_dims(subject: Subject) -> Found:
     signature = read_signature(subject if runnable is None else runnable, on_meta=False)
     choices = list(itertools.islice(_choices(signature, said), _MOST_TRIALS))
     if runnable is None:
-        return Found(_with(subject, signature, choices[0]), unproven=_TOO_LARGE)
+        return FoundBatch(_with(subject, signature, choices[0]), unproven=_TOO_LARGE)
     if all(dim is None for dim in choices[0]):
-        return Found(_with(subject, signature, choices[0]))
+        return FoundBatch(_with(subject, signature, choices[0]))
     proof = Proof(runnable, signature)
     best, verdict = _best(proof, choices)
     dims = _with_target(proof, best, said)
-    return Found(_with(subject, signature, dims), mixes=verdict is Verdict.MIXES)
+    return FoundBatch(_with(subject, signature, dims), mixes=verdict is Verdict.MIXES)
 
 
 _TOO_LARGE = (

@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.train.comparison import Kind, Row, compare
+from gpipe_compiler.runtime.train.comparison import ComparedKind, Row, compare
 
 Dims: TypeAlias = tuple[int | None, ...]
 """The batch dimension of every input, in their order; None where all samples share the input."""
@@ -264,7 +264,7 @@ def _judged(answer: _Answer) -> tuple[Verdict, float]:
             which = torch.tensor(rows, device=whole.device)
             expected[f"{number}.{place}"] = samples.index_select(dim, which).flatten(dim, dim + 1)
             found[f"{number}.{place}"] = part
-    (row,) = compare({Kind.OUTPUT: found}, {Kind.OUTPUT: expected}) or (None,)
+    (row,) = compare({ComparedKind.OUTPUT: found}, {ComparedKind.OUTPUT: expected}) or (None,)
     if row is not None and not row.passed:
         return Verdict.MIXES, row.relative
     if row is None and silent:
@@ -305,7 +305,9 @@ def _combined(tensors: Sequence[torch.Tensor], sizes: tuple[int, int]) -> bool:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    rows: Sequence[Row] = compare({Kind.OUTPUT: {"": other}}, {Kind.OUTPUT: {"": one}})
+    rows: Sequence[Row] = compare(
+        {ComparedKind.OUTPUT: {"": other}}, {ComparedKind.OUTPUT: {"": one}}
+    )
     return all(row.passed for row in rows)
 
 

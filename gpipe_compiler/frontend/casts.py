@@ -61,7 +61,7 @@ _READ = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # a descriptor
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TorchCall:
     """A call of torch by the model, or a look at the type of a tensor.
 
     Attributes:
@@ -112,7 +112,7 @@ class CastWatch(TorchFunctionMode):
             traced: whether the model is to be traced; what runs outside of the trace is not noted.
         """
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[TorchCall] = []
         self._traced = traced
         self._depth = _Depth()
         self._trains = entry.has_loss
@@ -188,7 +188,7 @@ class CastWatch(TorchFunctionMode):
         if self._depth.calls or (self._traced and get_proxy_mode() is None):
             return None
         file, line = _calling()
-        self.events.append(Event(function, file, line, **known))
+        self.events.append(TorchCall(function, file, line, **known))
         return len(self.events) - 1
 
     def _read(self, tensor: torch.Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from gpipe_compiler.frontend.naming import rename
-from gpipe_compiler.frontend.shorten import KEPT, Run, Shortened
+from gpipe_compiler.frontend.shorten import KEPT, EqualRun, Shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import (
@@ -78,7 +78,7 @@ class _Piece:
         starts: where each repetition begins.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[EqualRun, ...]
     starts: tuple[int, ...]
 
     @property
@@ -102,7 +102,7 @@ class _Piece:
         return _Piece((*self.runs, *other.runs), starts)
 
 
-def _pieces(graph: Graph, runs: Sequence[Run]) -> list[_Piece] | None:
+def _pieces(graph: Graph, runs: Sequence[EqualRun]) -> list[_Piece] | None:
     """Where the runs stand, in order; None where the repetitions of one are out of order."""
     found: list[_Piece] = []
     for run, starts in zip(runs, _starts(graph, runs), strict=True):
@@ -116,7 +116,7 @@ def _pieces(graph: Graph, runs: Sequence[Run]) -> list[_Piece] | None:
     return found if all(sorted(set(p.starts)) == list(p.starts) for p in found) else None
 
 
-def _starts(graph: Graph, runs: Sequence[Run]) -> list[dict[int, int]]:
+def _starts(graph: Graph, runs: Sequence[EqualRun]) -> list[dict[int, int]]:
     """For every run, by the number of a repetition, its first op."""
     found: list[dict[int, int]] = [{} for _ in runs]
     for index, op in enumerate(graph.ops):
@@ -161,7 +161,7 @@ class _Writer:
     """
 
     graph: Graph
-    runs: Sequence[Run]
+    runs: Sequence[EqualRun]
     pieces: Sequence[_Piece]
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
 

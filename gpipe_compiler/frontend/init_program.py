@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.frontend.init_trace import EMPTY, FILLS, Event, InitTrace, Operand, operands_in
+from gpipe_compiler.frontend.init_trace import EMPTY, FILLS, InitOp, InitTrace, Operand, operands_in
 from gpipe_compiler.runtime.spec import Steps
 
 MOST_STEPS = 200
@@ -63,7 +63,7 @@ def init_programs(tape: InitTrace, targets: Mapping[str, Operand]) -> dict[str, 
     return found
 
 
-def _tidied(events: Iterable[Event]) -> Iterator[Event]:
+def _tidied(events: Iterable[InitOp]) -> Iterator[InitOp]:
     """The events with plain fills where a single number is copied in; copies to itself left out."""
     numbers: dict[int, Any] = {}
     for event in events:
@@ -174,7 +174,7 @@ class _History:
         return steps, random
 
 
-def _simple(target: Operand, events: Iterable[Event]) -> Steps | None:
+def _simple(target: Operand, events: Iterable[InitOp]) -> Steps | None:
     """The steps where all of them are methods of the tensor itself; None where they are not."""
     steps: list[tuple[Any, ...]] = []
     for event in events:
@@ -221,7 +221,7 @@ def _completed(op: str, arguments: Sequence[Any], dtype: torch.dtype) -> tuple[A
     return (op, *arguments, *defaults[len(arguments) :])
 
 
-def _pointwise(event: Event) -> bool:
+def _pointwise(event: InitOp) -> bool:
     return event.op not in ("orthogonal_", "sparse_", "dirac_", "eye_")
 
 
@@ -262,7 +262,7 @@ class _Writer:
         self.steps: list[tuple[Any, ...]] = []
         self.base: dict[int, tuple[str, Operand]] = {}
 
-    def write(self, events: Sequence[Event]) -> Steps:
+    def write(self, events: Sequence[InitOp]) -> Steps:
         """The steps, the last of which copies the result into the tensor."""
         for event in events:
             self._event(event)
@@ -275,7 +275,7 @@ class _Writer:
         self.steps.append(step)
         return f"%{len(self.steps) - 1}"
 
-    def _event(self, event: Event) -> None:
+    def _event(self, event: InitOp) -> None:
         if event.op == "tensor":
             self.base[event.created[0].operand.storage] = (
                 self._step((event.op, *event.args)),
@@ -292,7 +292,7 @@ class _Writer:
             name = f"{result}.{made.place}" if event.several else result
             self.base[made.operand.storage] = (name, made.operand)
 
-    def _allocate(self, event: Event) -> None:
+    def _allocate(self, event: InitOp) -> None:
         """New memory, by size; what its op took as a pattern is not needed."""
         operand = event.created[0].operand
         name = self._memory(operand)

@@ -75,7 +75,7 @@ class Creation:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class InitOp:
     """An op; tensors among its arguments are operands, or literals where they were real.
 
     Attributes:
@@ -118,19 +118,19 @@ class Event:
 class InitTrace:
     """All events, in order."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[InitOp] = field(default_factory=list)
 
     def fill(self, op: str, operand: Operand, arguments: tuple[Any, ...], *, random: bool) -> None:
         """Note a method that fills a tensor."""
         args = (operand, *arguments)
-        self.events.append(Event(op, args, (), (), (operand.storage,), False, random, True))
+        self.events.append(InitOp(op, args, (), (), (operand.storage,), False, random, True))
 
     def create(self, literal: tuple[Any, ...] | None, operand: Operand) -> None:
         """Note a tensor made from data; None for data that is not written down."""
         args = () if literal is None else literal[1:]
         made = (Creation(0, operand),)
         self.events.append(
-            Event("tensor", args, (), made, (operand.storage,), False, False, literal is not None)
+            InitOp("tensor", args, (), made, (operand.storage,), False, False, literal is not None)
         )
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.init_program import UNKNOWN, init_programs
-from gpipe_compiler.frontend.init_trace import Creation, Event, InitTrace, Operand
+from gpipe_compiler.frontend.init_trace import Creation, InitOp, InitTrace, Operand
 from gpipe_compiler.runtime.spec import Steps
 
 _LITERAL_ELEMENTS = 1024
@@ -242,7 +242,7 @@ class _Ops(PlainDispatchMode):
         )
         arguments, odd = self._arguments((tuple(args), options))
         record.tape.events.append(
-            Event(
+            InitOp(
                 op=func.overloadpacket.__name__,
                 args=arguments[0],
                 options=tuple(sorted(arguments[1].items())),

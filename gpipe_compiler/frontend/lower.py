@@ -27,7 +27,6 @@ from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.ir import (
     Argument,
     Autocast,
-    Block,
     Call,
     Context,
     FunctionCall,
@@ -40,6 +39,7 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
+    RegionBody,
     RegionCall,
     State,
     StateKind,
@@ -249,7 +249,7 @@ class _Lowering:
         self.prefix, self.root = outer, root
         outputs = returned[0] if isinstance(returned[0], tuple | list) else returned
         args = tuple(self.argument(item) for item in inputs)
-        return RegionCall(context, Block(names, tuple(ops), tuple(outputs)), args)
+        return RegionCall(context, RegionBody(names, tuple(ops), tuple(outputs)), args)
 
 
 def _attention_by_keyword(

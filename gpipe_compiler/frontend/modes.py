@@ -20,10 +20,9 @@ import torch
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.merge_shape_queries import always_contiguous, merge_shape_queries
-from gpipe_compiler.frontend.naming import Names
+from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.ir import (
     Argument,
-    Block,
     ByMode,
     Call,
     FunctionCall,
@@ -34,6 +33,7 @@ from gpipe_compiler.ir import (
     ModuleCall,
     Op,
     Ref,
+    RegionBody,
     RegionCall,
     Result,
     State,
@@ -113,7 +113,7 @@ class _Merging:
         self.selections: list[Op] = []
         self.new_state: dict[str, State] = {}
         self.new_tensors: dict[str, torch.Tensor] = {}
-        self._names = Names()
+        self._names = UniqueNames()
         self._used = {*(source.name for source in train.inputs), *_all_names(train)}
         for name in self._used:
             self._names.unique(name)
@@ -153,12 +153,12 @@ class _Merging:
         self._used.add(name)
         return name
 
-    def _renamed_body(self, body: Block) -> Block:
+    def _renamed_body(self, body: RegionBody) -> RegionBody:
         """The body of a region of the eval graph, under names that are free."""
         for old in body.inputs:
             self._values[old] = self._free(old)
         ops = [self._one_sided(op, Mode.EVAL) for op in body.ops]
-        return Block(
+        return RegionBody(
             tuple(self._values[old] for old in body.inputs),
             # The region as a whole runs in one mode only.
             tuple(dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops),

@@ -14,7 +14,6 @@ import torch
 
 from gpipe_compiler.ir import (
     Argument,
-    Block,
     Call,
     FunctionCall,
     Graph,
@@ -23,6 +22,7 @@ from gpipe_compiler.ir import (
     NoGrad,
     Op,
     Ref,
+    RegionBody,
     RegionCall,
     Result,
 )
@@ -54,7 +54,7 @@ def identifier(text: str, *, digit_prefix: str = "layer") -> str:
     return name
 
 
-class Names:
+class UniqueNames:
     """Hands out every name once."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Renaming:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._unique = Names()
+        self._unique = UniqueNames()
         self.names = {source.name: self._unique.unique(source.name) for source in graph.inputs}
 
     def argument(self, argument: Argument) -> Argument:
@@ -123,11 +123,11 @@ class _Renaming:
             return tuple(self._result(item) for item in result)
         return None
 
-    def _block(self, block: Block) -> Block:
+    def _block(self, block: RegionBody) -> RegionBody:
         self.names.update((old, self._unique.unique("value")) for old in block.inputs)
         ops = tuple(self.op(op) for op in block.ops)
         inputs = tuple(self.names[old] for old in block.inputs)
-        return Block(inputs, ops, self.argument(block.outputs))
+        return RegionBody(inputs, ops, self.argument(block.outputs))
 
     def _base(self, call: Call) -> str:
         match call:

@@ -22,7 +22,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, Event
+from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, TorchCall
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -129,7 +129,7 @@ def account(entry: Entry, *, gradients: bool = True) -> Account:
         answered = _run(entry, torch.float32, gradients)
         asked = answered is not None and _effective(answered) == _effective(plain)
         base = answered if asked and answered is not None else plain
-    runs: dict[Precision, Sequence[Event]] = {}
+    runs: dict[Precision, Sequence[TorchCall]] = {}
     unlike: dict[Precision, str] = {}
     for precision in _LOWER:
         run = _run(entry, lower_dtype(precision), gradients)
@@ -155,7 +155,7 @@ def account(entry: Entry, *, gradients: bool = True) -> Account:
     return Account(unlike, tuple(follows), asked, tuple(event.key for event in base))
 
 
-def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Event] | None:
+def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[TorchCall] | None:
     """The events of a run under autocast to a type; None where the model cannot be run."""
     own, signature = entry.model, entry.signature
     samples = signature.samples(max(signature.batch_size, 2))
@@ -198,7 +198,7 @@ def _faked(tensor: torch.Tensor, mode: FakeTensorMode, kind: str) -> torch.Tenso
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device=kind)
 
 
-def _effective(events: Sequence[Event]) -> list[tuple[object, ...]]:
+def _effective(events: Sequence[TorchCall]) -> list[tuple[object, ...]]:
     """The events without regions in which autocast is off, and without looks at it."""
     kept: list[tuple[object, ...]] = []
     idle: list[bool] = []
@@ -214,7 +214,7 @@ def _effective(events: Sequence[Event]) -> list[tuple[object, ...]]:
     return kept
 
 
-def _other_calls(base: Sequence[Event], other: Sequence[Event]) -> str:
+def _other_calls(base: Sequence[TorchCall], other: Sequence[TorchCall]) -> str:
     """Where two runs first do not make the same call; "" where they make the same ones."""
     for one, two in zip(base, other, strict=False):
         if one.key != two.key or len(one.constants) != len(two.constants):
@@ -225,7 +225,7 @@ def _other_calls(base: Sequence[Event], other: Sequence[Event]) -> str:
     return ""
 
 
-def _where(event: Event) -> str:
+def _where(event: TorchCall) -> str:
     place = location(event.file, event.line)
     return f"{place.file}:{place.line} `{place.code}`"
 
@@ -237,7 +237,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _source(
-    number: int, place: int, base: Sequence[Event], others: Sequence[Sequence[Event]]
+    number: int, place: int, base: Sequence[TorchCall], others: Sequence[Sequence[TorchCall]]
 ) -> Follow | None:
     """Which of the types read before an event a constant of it follows: the latest that fits."""
     runs = (base, *others)
@@ -259,7 +259,7 @@ def _field(dtype: torch.dtype | None, name: str) -> object:
 
 
 def follow(
-    graphs: Sequence[fx.Graph], found: Account, events: Sequence[Event]
+    graphs: Sequence[fx.Graph], found: Account, events: Sequence[TorchCall]
 ) -> Mapping[Precision, str]:
     """Lets constants of a trace follow the types that they come from.
 

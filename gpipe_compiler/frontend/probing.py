@@ -9,7 +9,7 @@ import torch
 
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.locate import line_of
-from gpipe_compiler.frontend.structure import Slot, Template, map_tensors, slots
+from gpipe_compiler.frontend.structure import Template, TensorSlot, map_tensors, slots
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import Samples
@@ -93,7 +93,7 @@ def sum_of_squares(tensors: Sequence[Any]) -> Any:
 
 def slot_of_loss(template: Template) -> int | None:
     """The slot of the loss that the model itself returns."""
-    if isinstance(template, dict) and isinstance(template.get("loss"), Slot):
+    if isinstance(template, dict) and isinstance(template.get("loss"), TensorSlot):
         return slots(template["loss"])[0]
     return None
 
@@ -152,7 +152,7 @@ def has_numbers(template: Template) -> bool:
         case dict():
             return any(map(has_numbers, template.values()))
         case _:
-            return not (template is None or isinstance(template, Slot | torch.dtype))
+            return not (template is None or isinstance(template, TensorSlot | torch.dtype))
 
 
 def with_numbers(
@@ -185,7 +185,7 @@ def with_numbers(
             return type(template)(map(part, range(len(template))))
         case dict() if all(other.keys() == template.keys() for other in alike):
             return {key: part(key) for key in template} if len(alike) == len(others) else template
-        case tuple() | list() | dict() | Slot():
+        case tuple() | list() | dict() | TensorSlot():
             return template
     if all(repr(other) == repr(template) for other in others.values()):
         return template

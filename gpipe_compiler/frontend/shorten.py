@@ -43,7 +43,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EqualRun:
     """Equal modules or parameters one after another in a list.
 
     Attributes:
@@ -103,7 +103,7 @@ class Shortened:
     """A subject whose model has short runs, and the runs."""
 
     subject: Subject
-    runs: tuple[Run, ...]
+    runs: tuple[EqualRun, ...]
 
 
 def shortened(
@@ -133,12 +133,12 @@ def shortened(
     return Shortened(dataclasses.replace(subject, model=model, initial=initial), runs)
 
 
-def _is_removed(run: Run, name: str) -> bool:
+def _is_removed(run: EqualRun, name: str) -> bool:
     place = run.place(name)
     return place is not None and 0 <= place - run.first - 2 * run.period < run.removed
 
 
-def _in_short(runs: Sequence[Run], name: str) -> str:
+def _in_short(runs: Sequence[EqualRun], name: str) -> str:
     """A name of the whole model, of what is kept, as the shortened one has it."""
     for run in runs:
         place = run.place(name)
@@ -155,7 +155,7 @@ def _shared_tensors(model: nn.Module) -> frozenset[int]:
 
 def _runs(
     path: str, module: nn.Module, shared: frozenset[int], least: int, placeless: bool
-) -> Iterator[Run]:
+) -> Iterator[EqualRun]:
     """The longest run of every list, lists inside of runs left out."""
     run = None
     items = _items(module)
@@ -203,15 +203,15 @@ def _numbers(item: nn.Module | torch.Tensor | None) -> Iterator[tuple[str, int]]
                     yield f"{path}.{name}", value
 
 
-def _longest(kinds: Sequence[Hashable], path: str, least: int) -> Run | None:
+def _longest(kinds: Sequence[Hashable], path: str, least: int) -> EqualRun | None:
     """The run with the most modules, among equals that with the shortest period."""
-    best: Run | None = None
+    best: EqualRun | None = None
     for period in range(1, _LONGEST_PERIOD + 1):
         start = period
         for place in range(period, len(kinds) + 1):
             if place < len(kinds) and kinds[place] == kinds[place - period]:
                 continue
-            run = Run(path, start - period, period, (place - start) // period + 1)
+            run = EqualRun(path, start - period, period, (place - start) // period + 1)
             size = run.count * period
             if run.count >= least and (best is None or size > best.count * best.period):
                 best = run
@@ -304,7 +304,7 @@ def _is_shareable(value: object) -> bool:
     return not isinstance(value, torch.Tensor | nn.Module)
 
 
-def _with_list(module: nn.Module, path: Sequence[str], run: Run) -> nn.Module:
+def _with_list(module: nn.Module, path: Sequence[str], run: EqualRun) -> nn.Module:
     """A copy of the modules on the way to a list, which has a short run there."""
     twin = copy.copy(module)
     if path:

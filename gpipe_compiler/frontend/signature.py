@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.frontend.naming import Names, identifier
+from gpipe_compiler.frontend.naming import UniqueNames, identifier
 from gpipe_compiler.frontend.structure import replace_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Input
@@ -72,7 +72,7 @@ def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
             "the example inputs hold no tensor",
             hint="example_inputs() returns a tensor, a tuple, a dict, or the pair (args, kwargs)",
         )
-    unique, parameters = Names(), _parameter_names(subject)
+    unique, parameters = UniqueNames(), _parameter_names(subject)
     names = [unique.unique(_input_name(path, parameters)) for path, _ in found]
     tensors = dict(zip(names, (tensor for _, tensor in found), strict=True))
     _check_said(subject.batch_dims, tensors)

@@ -45,7 +45,7 @@ def _loss_ref(graph: Graph) -> Argument:
     return None if graph.loss is None else Ref(graph.loss.value)
 
 
-def _examples(graph: Graph, seen: Callable[[], Observed]) -> Callable[[Op], Any]:
+def _examples(graph: Graph, seen: Callable[[], ObservedOps]) -> Callable[[Op], Any]:
     """What ops return: as the frontend noted it, otherwise from a run on fake tensors.
 
     Only ops whose result is taken apart, or returned or passed on as a tuple, are worth that run.
@@ -77,7 +77,7 @@ def _may_return_many(op: Op) -> bool:
     return name in ("split", "chunk", "unbind", "tensor_split", "broadcast_tensors", "meshgrid")
 
 
-def _effects(seen: Callable[[], Observed]) -> Callable[[Op], bool]:
+def _effects(seen: Callable[[], ObservedOps]) -> Callable[[Op], bool]:
     def has_effect(op: Op) -> bool:
         call = op.call
         if isinstance(call, FunctionCall) and call.function in _PURE:
@@ -126,7 +126,7 @@ def _needed(result: Result, needed: set[str]) -> Result:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedOps:
     """What was seen of each op.
 
     Attributes:
@@ -140,7 +140,7 @@ class Observed:
     complete: bool
 
 
-def observe(graph: Graph, entry: Entry) -> Observed:
+def observe(graph: Graph, entry: Entry) -> ObservedOps:
     """Runs a graph once on fake tensors, at a batch of 2."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watcher = _Watcher()
@@ -167,7 +167,7 @@ def observe(graph: Graph, entry: Entry) -> Observed:
             Interpreter(graph, tensors, entry.training).run(inputs, look)
     except Exception:  # an op without a fake kernel: what was seen so far must do
         complete = False
-    return Observed(returned, frozenset(watcher.effects), complete)
+    return ObservedOps(returned, frozenset(watcher.effects), complete)
 
 
 def writes(func: Any) -> bool:

@@ -16,11 +16,11 @@ from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import OutputClass
 
 Template: TypeAlias = Any
-"""Tuples, lists and dicts (nested) of `Slot` and constants."""
+"""Tuples, lists and dicts (nested) of `TensorSlot` and constants."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """The place of a tensor: its number in the flat list."""
 
     index: int
@@ -85,7 +85,7 @@ def describe(output: object) -> tuple[Template, tuple[str, ...]]:
 
     def walk(item: object) -> Template:
         if isinstance(item, torch.Tensor):
-            return Slot(next(numbers))
+            return TensorSlot(next(numbers))
         if isinstance(item, tuple | list):
             items = [None if isinstance(w, _Dropped) else w for w in map(walk, item)]
             return items if isinstance(item, list) else tuple(items)
@@ -136,7 +136,7 @@ def pick(output: Any, template: Template) -> list[Any]:
     While a model is traced, the output may hold the tracer's stand-ins instead of tensors and
     tuples, so that only the template knows the structure.
     """
-    if isinstance(template, Slot):
+    if isinstance(template, TensorSlot):
         return [output]
     if isinstance(template, tuple | list):
         return [
@@ -163,7 +163,7 @@ def has_slots(template: Template) -> bool:
 
 def slots(template: Template) -> list[int]:
     """The numbers of its slots, in order."""
-    if isinstance(template, Slot):
+    if isinstance(template, TensorSlot):
         return [template.index]
     if isinstance(template, tuple | list):
         return [index for item in template for index in slots(item)]
@@ -174,7 +174,7 @@ def slots(template: Template) -> list[int]:
 
 def fill(template: Template, leaves: Sequence[Any]) -> Any:
     """The template with the leaf of that number at every slot."""
-    if isinstance(template, Slot):
+    if isinstance(template, TensorSlot):
         return leaves[template.index]
     if isinstance(template, tuple):
         return tuple(fill(item, leaves) for item in template)

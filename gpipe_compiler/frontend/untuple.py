@@ -15,12 +15,12 @@ import torch
 
 from gpipe_compiler.ir import (
     Argument,
-    Block,
     Call,
     FunctionCall,
     MethodCall,
     Op,
     Ref,
+    RegionBody,
     RegionCall,
     Result,
 )
@@ -81,9 +81,9 @@ class _Untupling:
         self._fields[op.result] = _field_names(returned)
         yield dataclasses.replace(op, call=call, result=result)
 
-    def _block(self, block: Block) -> Block:
+    def _block(self, block: RegionBody) -> RegionBody:
         ops, outputs = untuple(block.ops, block.outputs, self._example)
-        return Block(block.inputs, ops, outputs)
+        return RegionBody(block.inputs, ops, outputs)
 
     def _item(self, call: Call) -> tuple[Argument] | None:
         """What `getitem` or a field's name takes out of an unpacked result."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Traffic
 
 MOST_FAULTS = 20
 """Faults that one error lists; further ones are counted."""
@@ -113,7 +113,7 @@ class BareGraph:
                 if self.users[op.name]
             ),
             kept=tuple(
-                Kept(
+                Resident(
                     (index,),
                     math.ceil(op.parameter_bytes) * (2 if training else 1),
                     math.ceil(op.saved_bytes) if training else 0,

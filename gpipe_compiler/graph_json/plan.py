@@ -23,7 +23,7 @@ from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.text.units import format_bytes
 
@@ -129,7 +129,7 @@ class _Search:
         self.best: BareCut | None = None
         self.bound_s = math.inf
         self._known = Known()
-        self._settings: dict[int, Setting] = {}
+        self._settings: dict[int, CutSetting] = {}
         self._refusal: PlanError | None = None
 
     def every_count(self, most: int) -> None:
@@ -192,7 +192,7 @@ class _Search:
             hint="ask for more stages, fewer micro-batches, another schedule or more --memory",
         )
 
-    def _least(self, setting: Setting) -> float:
+    def _least(self, setting: CutSetting) -> float:
         """No cut into as many stages takes less, on devices of the first kind."""
         own = [node.forward_s + node.backward_s for node in self.problem.nodes]
         whole_s, largest_s = sum(own), max(own)

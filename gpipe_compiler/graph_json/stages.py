@@ -13,7 +13,7 @@ from gpipe_compiler.graph_json.file import BareGraph
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds, Traffic
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.runtime.schedule.choosing import devices_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.in_flight import loads
@@ -64,7 +64,7 @@ def with_kinds(problem: CutProblem, cluster: Cluster | None) -> CutProblem:
     )
 
 
-def setting_of(asked: BareSetting, stages: int, *, training: bool) -> Setting:
+def setting_of(asked: BareSetting, stages: int, *, training: bool) -> CutSetting:
     """The setting of a cut into exactly this number of stages.
 
     Raises:
@@ -76,7 +76,7 @@ def setting_of(asked: BareSetting, stages: int, *, training: bool) -> Setting:
     except ValueError as error:
         raise PlanError(str(error)) from error
     if asked.cluster is None:
-        seats: tuple[Seat, ...] = (Seat(memory=asked.memory),) * devices
+        seats: tuple[DeviceSlot, ...] = (DeviceSlot(memory=asked.memory),) * devices
         links = tuple(
             tuple(NO_LINK if a == b else asked.link for b in range(devices)) for a in range(devices)
         )
@@ -86,11 +86,11 @@ def setting_of(asked: BareSetting, stages: int, *, training: bool) -> Setting:
         there = range(len(cluster.devices))
         devices = min(devices, len(there))
         seats = tuple(
-            Seat(kinds.index(device), device.memory, cluster.host(number))
+            DeviceSlot(kinds.index(device), device.memory, cluster.host(number))
             for number, device in enumerate(cluster.devices)
         )
         links = tuple(tuple(cluster.between(a, b) for b in there) for a in there)
-    return Setting(
+    return CutSetting(
         kind, stages, asked.microbatches, seats, links, devices, objective=asked.objective
     )
 
@@ -133,7 +133,7 @@ class BareCut:
     """
 
     problem: CutProblem
-    setting: Setting
+    setting: CutSetting
     found: Cut
 
     @property

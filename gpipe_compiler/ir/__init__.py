@@ -14,7 +14,6 @@ from gpipe_compiler.ir.graph import (
 )
 from gpipe_compiler.ir.ops import (
     Autocast,
-    Block,
     Call,
     Context,
     FunctionCall,
@@ -24,6 +23,7 @@ from gpipe_compiler.ir.ops import (
     ModuleSpec,
     NoGrad,
     Op,
+    RegionBody,
     RegionCall,
     Result,
     called,
@@ -34,7 +34,6 @@ from gpipe_compiler.runtime.spec import Input, Reduction
 __all__ = [
     "Argument",
     "Autocast",
-    "Block",
     "ByMode",
     "Call",
     "Context",
@@ -52,6 +51,7 @@ __all__ = [
     "Op",
     "Reduction",
     "Ref",
+    "RegionBody",
     "RegionCall",
     "Result",
     "State",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gpipe_compiler.ir.contents import prefixes
-from gpipe_compiler.ir.forms import Slot
+from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import Mode, Op
 
 
@@ -82,7 +82,7 @@ class Parameter:
     """
 
     name: str
-    slots: tuple[Slot, ...]
+    slots: tuple[ConstantSlot, ...]
     values: Mapping[tuple[int, str], object]
 
 

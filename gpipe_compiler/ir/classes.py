@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_compiler.ir.arguments import Argument, Ref
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
 from gpipe_compiler.ir.contents import Contents
-from gpipe_compiler.ir.forms import Constant, Former, Slot, states_read
+from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
 from gpipe_compiler.ir.graph import Graph, ValueKind
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
 
@@ -49,7 +49,7 @@ class Methods:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class MethodBlocks:
     """The blocks of the methods of a stage.
 
     Attributes:
@@ -63,7 +63,9 @@ class Blocks:
     of_path: Mapping[str, BlockClass]
 
 
-def find_blocks(stages: Sequence[Methods], templates: Mapping[str, Argument]) -> tuple[Blocks, ...]:
+def find_blocks(
+    stages: Sequence[Methods], templates: Mapping[str, Argument]
+) -> tuple[MethodBlocks, ...]:
     """The blocks of some stages, which equal calls in different ones have in common.
 
     Args:
@@ -89,7 +91,7 @@ def find_blocks(stages: Sequence[Methods], templates: Mapping[str, Argument]) ->
                 for found in calls
             ]
             return tuple(
-                Blocks(bodies, classes, of_path)
+                MethodBlocks(bodies, classes, of_path)
                 for bodies, of_path in zip(nested, of_paths, strict=True)
             )
         for paths, worse in zip(blocks, bad, strict=True):
@@ -239,7 +241,9 @@ class _Grouping:
         held, constants = contents.form(call.path, inner)
         for path in inner:
             constants.extend(
-                Constant(Slot(path, number), parameter.values[call.stage, path], parameter.name)
+                Constant(
+                    ConstantSlot(path, number), parameter.values[call.stage, path], parameter.name
+                )
                 for number, parameter in enumerate(self.of_call[call.stage, path].parameters)
             )
         given = tuple(

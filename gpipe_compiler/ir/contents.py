@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe_compiler.ir.forms import Constant, Slot
+from gpipe_compiler.ir.forms import Constant, ConstantSlot
 from gpipe_compiler.ir.graph import Graph, StateKind
 from gpipe_compiler.ir.ops import ModuleSpec
 
@@ -90,7 +90,9 @@ class Contents:
         for name in states:
             forms.append((_local(name, root), self._state(name)))
             sizes = self.graph.state[name].shape
-            constants.extend(Constant(Slot(name, i), n, "size") for i, n in enumerate(sizes))
+            constants.extend(
+                Constant(ConstantSlot(name, i), n, "size") for i, n in enumerate(sizes)
+            )
         return tuple(forms), constants
 
     def _module(self, spec: ModuleSpec) -> tuple[Hashable, list[Constant]]:
@@ -101,7 +103,9 @@ class Contents:
         )
         if arguments is None:
             return (spec.cls, repr((spec.args, dict(spec.kwargs))), trained), []
-        found = [Constant(Slot(spec.path, key), value, key) for key, value in arguments.items()]
+        found = [
+            Constant(ConstantSlot(spec.path, key), value, key) for key, value in arguments.items()
+        ]
         return (spec.cls, trained), found
 
     def _state(self, name: str) -> Hashable:

@@ -21,7 +21,7 @@ from gpipe_compiler.ir.ops import (
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ConstantSlot:
     """A place for a constant.
 
     Attributes:
@@ -41,7 +41,7 @@ class Constant:
         name: what a parameter for it would be called.
     """
 
-    slot: Slot
+    slot: ConstantSlot
     value: object
     name: str
 
@@ -107,7 +107,7 @@ class Former:
                 return self._region(op, call)
         arguments = (call.args, dict(call.kwargs))
         made = [
-            self._leaf(leaf, None if inside else Constant(Slot(op.name, index), leaf, name))
+            self._leaf(leaf, None if inside else Constant(ConstantSlot(op.name, index), leaf, name))
             for index, (leaf, name) in enumerate(_named_leaves(call))
         ]
         return (op.mode, called, _structure(arguments), tuple(made), self._result(op.result))

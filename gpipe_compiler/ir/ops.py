@@ -69,7 +69,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RegionBody:
     """The body of a region: its own input names, ops, and what it returns."""
 
     inputs: tuple[str, ...]
@@ -104,7 +104,7 @@ class RegionCall:
     """
 
     context: Context
-    body: Block
+    body: RegionBody
     args: tuple[Argument, ...] = ()
 
     @property

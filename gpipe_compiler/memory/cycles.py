@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpipe_compiler.runtime.core.wiring import Step
+from gpipe_compiler.runtime.core.wiring import ActionStep
 from gpipe_compiler.runtime.schedule.actions import Compute, SharedSum
 
 _FEWEST = 4
@@ -31,7 +31,7 @@ class Cycles:
     count: int
 
 
-def cycles_of(steps: Sequence[Step]) -> tuple[Cycles, ...]:
+def cycles_of(steps: Sequence[ActionStep]) -> tuple[Cycles, ...]:
     """The repeating parts of a program, in order; they do not overlap."""
     if not steps:
         return ()
@@ -60,7 +60,7 @@ def cycles_of(steps: Sequence[Step]) -> tuple[Cycles, ...]:
     return tuple(found)
 
 
-def _row(step: Step) -> tuple[Hashable, int]:
+def _row(step: ActionStep) -> tuple[Hashable, int]:
     """All of a step but its micro-batch, and that."""
     action = step.action
     what: Hashable

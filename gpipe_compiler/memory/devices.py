@@ -23,8 +23,14 @@ from gpipe_compiler.options.optimizer_state import (
 )
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Stage
-from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
-from gpipe_compiler.runtime.core.request import Work
+from gpipe_compiler.plan.memory_curve import (
+    CATEGORIES,
+    Category,
+    DeviceMemory,
+    MemoryPoint,
+    PeakHolder,
+)
+from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
@@ -100,7 +106,7 @@ def device_memories(
     Raises:
         ModelError: naming an op that cannot run.
     """
-    pipeline = Pipeline.of(graph, layout, memory_traces or MemoryTraces(graph))
+    pipeline = SimulatedPipeline.of(graph, layout, memory_traces or MemoryTraces(graph))
     runs = [grown(job, MemorySimulator(job).run()) for job in pipeline.jobs]
     order = sorted(range(len(runs)), key=lambda device: -runs[device].peak)
     explained = {d for d in order[:MOST_EXPLAINED] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
@@ -111,7 +117,7 @@ def device_memories(
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class SimulatedPipeline:
     """A pipeline whose stages are traced, ready to be simulated.
 
     Attributes:
@@ -123,12 +129,12 @@ class Pipeline:
     jobs: tuple[DeviceJob, ...]
 
     @classmethod
-    def of(cls, graph: Graph, layout: Layout, memory_traces: MemoryTraces) -> Pipeline:
+    def of(cls, graph: Graph, layout: Layout, memory_traces: MemoryTraces) -> SimulatedPipeline:
         """All stages traced, and the programs of all devices."""
-        work = Work.TRAIN if graph.loss is not None else Work.INFER
+        work = RunRequest.TRAIN if graph.loss is not None else RunRequest.INFER
         spec = _spec(graph, layout)
         crossings = crossings_for(spec, work)
-        if work is Work.TRAIN:
+        if work is RunRequest.TRAIN:
             shared, programs = layout.shared, layout.programs
         else:
             shared = {}
@@ -172,32 +178,34 @@ class Pipeline:
         fixed = sum(base.values())
         after = dict(zip(CATEGORIES, run.after, strict=True))
         gradients, handed = after[Category.GRADIENTS], after[Category.BOUNDARY]
-        further: tuple[Point, ...] = ()
+        further: tuple[MemoryPoint, ...] = ()
         peak, action = run.peak, run.action
         sizes = dict(zip(CATEGORIES, run.sizes, strict=True))
-        found: Sequence[Holder] = ()
+        found: Sequence[PeakHolder] = ()
         update = 0
         if self.graph.loss is not None:
             update = gradients + self._update(device).temporary
-            further = (Point(UPDATE, update + fixed, gradients + fixed),)
+            further = (MemoryPoint(UPDATE, update + fixed, gradients + fixed),)
         if update > peak:
             peak, action = update, UPDATE
             sizes = dict.fromkeys(CATEGORIES, 0)
             sizes[Category.GRADIENTS] = gradients
             sizes[Category.OPTIMIZER] = update - gradients
-            lump = Holder("gradients of parameters", Category.GRADIENTS, "", gradients, 1, -1)
+            lump = PeakHolder("gradients of parameters", Category.GRADIENTS, "", gradients, 1, -1)
             found = [lump]
         elif (results := handed + self.jobs[device].joined) > peak:
             peak, action = results, OUTPUTS
             sizes = {**dict.fromkeys(CATEGORIES, 0), Category.BOUNDARY: results}
-            found = [Holder("outputs of the model", Category.BOUNDARY, "", results, 1, -1)]
+            found = [PeakHolder("outputs of the model", Category.BOUNDARY, "", results, 1, -1)]
         elif holders:
             found = holders_at(self.graph, self.jobs[device], run)
         sizes = {c: size + base.get(c, 0) for c, size in sizes.items()}
         lumps = [
-            Holder("parameters and buffers", Category.WEIGHTS, "", base[Category.WEIGHTS], 1, -1),
-            Holder("the optimizer's memory", Category.OPTIMIZER, "", remembered, 1, -1),
-            Holder("the batch", Category.BOUNDARY, "", base.get(Category.BOUNDARY, 0), 1, -1),
+            PeakHolder(
+                "parameters and buffers", Category.WEIGHTS, "", base[Category.WEIGHTS], 1, -1
+            ),
+            PeakHolder("the optimizer's memory", Category.OPTIMIZER, "", remembered, 1, -1),
+            PeakHolder("the batch", Category.BOUNDARY, "", base.get(Category.BOUNDARY, 0), 1, -1),
         ]
         everything = [*found, *(lump for lump in lumps if lump.bytes)]
         state = self._state_bytes(device)

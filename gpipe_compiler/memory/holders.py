@@ -9,7 +9,7 @@ from gpipe_compiler.memory.job import DeviceJob, MemoryRun
 from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.passes.allocation_trace import BlockKind
-from gpipe_compiler.plan.memory_curve import Category, Holder
+from gpipe_compiler.plan.memory_curve import Category, PeakHolder
 
 _GRADIENTS = "gradients of parameters"
 _CASTS = "weights cast by autocast"
@@ -41,7 +41,7 @@ class _Watch:
             self.found = list(self.alive.values())
 
 
-def holders_at(graph: Graph, job: DeviceJob, run: MemoryRun) -> tuple[Holder, ...]:
+def holders_at(graph: Graph, job: DeviceJob, run: MemoryRun) -> tuple[PeakHolder, ...]:
     """What is in memory at the peak of a device, beside what is there all the time.
 
     The same of several micro-batches is one holder, as are the gradients of a stage.
@@ -54,11 +54,11 @@ def holders_at(graph: Graph, job: DeviceJob, run: MemoryRun) -> tuple[Holder, ..
         total, count = sums.get(key, (0, 0))
         sums[key] = total + size, count + 1
     found = [
-        Holder(words, category, op, size, count, stage)
+        PeakHolder(words, category, op, size, count, stage)
         for (words, category, op, stage), (size, count) in sums.items()
     ]
     if run.grown:
-        found.append(Holder(_SPARSE, Category.GRADIENTS, "", run.grown, 1, -1))
+        found.append(PeakHolder(_SPARSE, Category.GRADIENTS, "", run.grown, 1, -1))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
 

@@ -10,7 +10,7 @@ from gpipe_compiler.memory.action_delta import ActionDelta, ActionDeltas
 from gpipe_compiler.memory.ref_counts import RefCounts, SharedBuffer
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
-from gpipe_compiler.runtime.core.wiring import StageWiring, Step
+from gpipe_compiler.runtime.core.wiring import ActionStep, StageWiring
 from gpipe_compiler.runtime.schedule.actions import Action, Compute, Phase, SharedSum, Transfer
 from gpipe_compiler.runtime.spec import Remat
 
@@ -52,7 +52,7 @@ class DeviceJob:
         joined: bytes of what they are then put together in, and of what comes of other devices.
     """
 
-    steps: Sequence[Step]
+    steps: Sequence[ActionStep]
     stages: Mapping[int, StageMemory]
     crossing_bytes: Mapping[str, int]
     shared_bytes: Mapping[str, int]
@@ -154,7 +154,7 @@ Posted = tuple[str, int, int, int, bool]
 
 
 @dataclass(slots=True)
-class Tables:
+class SimulatorState:
     """The state on which the memory of the next actions depends, beside the program.
 
     Values of the batch, which count elsewhere, are not in the tables.
@@ -294,11 +294,11 @@ class PeakTracker:
         self.afters += self.afters[first:] * times
 
 
-def is_counted(step: Step) -> bool:
+def is_counted(step: ActionStep) -> bool:
     """Whether a step is a point of the curve."""
     return isinstance(step.action, Compute | SharedSum)
 
 
-def counted(steps: Sequence[Step]) -> list[Action]:
+def counted(steps: Sequence[ActionStep]) -> list[Action]:
     """The actions that are points of the curve."""
     return [step.action for step in steps if is_counted(step)]

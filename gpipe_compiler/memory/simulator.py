@@ -17,8 +17,8 @@ from gpipe_compiler.memory.job import (
     InFlight,
     MemoryRun,
     PeakTracker,
+    SimulatorState,
     StageMemory,
-    Tables,
     counted,
     is_counted,
     posted,
@@ -26,7 +26,7 @@ from gpipe_compiler.memory.job import (
 from gpipe_compiler.memory.ref_counts import Listener, Own, RefCounts, SharedBuffer, gradient_of
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Curve
-from gpipe_compiler.runtime.core.wiring import Need, Part, Step
+from gpipe_compiler.runtime.core.wiring import ActionStep, GradientPart, Need
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,
     Phase,
@@ -56,7 +56,7 @@ class MemorySimulator:
         self.job = job
         self.counts = RefCounts(job.stages, listener)
         self._listener = listener
-        self._tables = Tables()
+        self._tables = SimulatorState()
         self._last = job.last_backwards() if job.row_bytes else {}
         self._tracker = PeakTracker(self.counts, job.stages)
         self._next = 0
@@ -118,7 +118,7 @@ class MemorySimulator:
         counts = self.counts
         return counts.sizes, tuple(counts.of_stage.values()), self._tables.seen_from(microbatch)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: ActionStep) -> None:
         """Simulates one action, and releases what it is the last to use."""
         action = step.action
         match action:
@@ -145,7 +145,7 @@ class MemorySimulator:
 
     # --- the actions -------------------------------------------------------------------------
 
-    def _forward(self, action: Compute, step: Step) -> None:
+    def _forward(self, action: Compute, step: ActionStep) -> None:
         stage = self.job.stages[action.stage]
         traces = stage.deltas.traces
         microbatches = self._microbatches(stage, action)
@@ -261,7 +261,7 @@ class MemorySimulator:
             return (action.microbatch,)
         return range(self.job.microbatches)
 
-    def _drop(self, step: Step) -> None:
+    def _drop(self, step: ActionStep) -> None:
         for key in step.drops:
             self.counts.release(self._tables.values.pop(key, None))
 
@@ -296,7 +296,11 @@ class MemorySimulator:
         flight.blocks[block] = held
 
     def _gradient(
-        self, stage: StageMemory, value: str, parts: Sequence[Part], microbatches: Sequence[int]
+        self,
+        stage: StageMemory,
+        value: str,
+        parts: Sequence[GradientPart],
+        microbatches: Sequence[int],
     ) -> SharedBuffer | None:
         """What has come for a value, summed; for a joint stage put together."""
         pieces = []

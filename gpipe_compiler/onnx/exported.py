@@ -14,7 +14,7 @@ from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summary
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
+from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ValueKind
@@ -50,7 +50,7 @@ class ExportedStages:
     """
 
     options: CompileOptions
-    found: Found
+    found: FoundBatch
     subject: Subject
     planner: Planner
     frontend: Frontend
@@ -68,7 +68,7 @@ class ExportedStages:
         found = find_batch_dims(subject)
         if options.microbatches != 1:
             _refuse_other_dims(found)
-        batch = Found(subject) if _other_dims(found) else found
+        batch = FoundBatch(subject) if _other_dims(found) else found
         graph, frontend = auto.choose(batch.subject, options.frontend)
         if on_meta(graph):
             raise ModelError(
@@ -118,11 +118,11 @@ class ExportedStages:
 open_target = ExportedStages.open
 
 
-def _other_dims(found: Found) -> list[str]:
+def _other_dims(found: FoundBatch) -> list[str]:
     return [f"{dim} of {name}" for name, dim in found.subject.batch_dims.items() if dim]
 
 
-def _refuse_other_dims(found: Found) -> None:
+def _refuse_other_dims(found: FoundBatch) -> None:
     """Raises ModelError where the batch is another dimension than 0: ONNX stages take no other."""
     other = _other_dims(found)
     if other:

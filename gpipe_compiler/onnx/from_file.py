@@ -31,7 +31,7 @@ from gpipe_compiler.passes.saved_tensors import SavedTensors
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
-from gpipe_compiler.planner.cut_problem import Facts, Prepared
+from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph
 from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.targets.planning import plan_as_asked
@@ -139,14 +139,14 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
     """What plans an ONNX model."""
     kinds = options.cluster.kinds
 
-    def analysed(samples: int, _: Precision) -> Prepared:
+    def analysed(samples: int, _: Precision) -> MicrobatchGraph:
         graph = graph_of(model, sizes, samples)
         costs = tuple(
             _measured(model, sizes, graph, kinds)
             if options.measured
             else onnx_rooflines(graph, kinds)
         )
-        return Prepared(graph, costs, _facts(graph, costs[0]))
+        return MicrobatchGraph(graph, costs, _facts(graph, costs[0]))
 
     whole = graph_of(model, sizes, sizes.batch)
     if sizes.fixed:
@@ -155,12 +155,12 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
     return Planner(whole, options.cluster, options.measured, options.constraints, analysed)
 
 
-def _facts(graph: Graph, costs: Costs) -> Facts:
+def _facts(graph: Graph, costs: Costs) -> CutFacts:
     """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
     effects = Effects()
     copied = constant_ops(graph)
     tied = atoms(graph, effects, copied)
-    return Facts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
+    return CutFacts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
 
 
 def _measured(

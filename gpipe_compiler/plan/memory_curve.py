@@ -41,7 +41,7 @@ NOTHING: Sizes = (0,) * len(CATEGORIES)
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PeakHolder:
     """Something that is in memory at the peak.
 
     Attributes:
@@ -61,7 +61,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MemoryPoint:
     """One action of a device.
 
     Attributes:
@@ -75,7 +75,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve(Sequence[Point]):
+class Curve(Sequence[MemoryPoint]):
     """The points of all actions of a device, which may be many: each is made when asked for.
 
     Attributes:
@@ -88,20 +88,20 @@ class Curve(Sequence[Point]):
     afters: Sequence[int]
 
     @overload
-    def __getitem__(self, place: int) -> Point: ...
+    def __getitem__(self, place: int) -> MemoryPoint: ...
 
     @overload
-    def __getitem__(self, place: slice) -> tuple[Point, ...]: ...
+    def __getitem__(self, place: slice) -> tuple[MemoryPoint, ...]: ...
 
-    def __getitem__(self, place: int | slice) -> Point | tuple[Point, ...]:
+    def __getitem__(self, place: int | slice) -> MemoryPoint | tuple[MemoryPoint, ...]:
         if isinstance(place, slice):
             return tuple(self[index] for index in range(*place.indices(len(self))))
-        return Point(str(self.actions[place]), self.peaks[place], self.afters[place])
+        return MemoryPoint(str(self.actions[place]), self.peaks[place], self.afters[place])
 
     def __len__(self) -> int:
         return len(self.peaks)
 
-    def above(self, fixed: int, *further: Point) -> Curve:
+    def above(self, fixed: int, *further: MemoryPoint) -> Curve:
         """The same with so many bytes more everywhere, and with further points."""
         return Curve(
             [*self.actions, *(point.action for point in further)],
@@ -130,8 +130,8 @@ class DeviceMemory:
     peak: int
     action: str
     sizes: Sizes
-    points: Sequence[Point] = ()
-    holders: tuple[Holder, ...] = ()
+    points: Sequence[MemoryPoint] = ()
+    holders: tuple[PeakHolder, ...] = ()
     stages: tuple[int, ...] = ()
     stage_peaks: tuple[int, ...] = ()
 
@@ -171,9 +171,9 @@ class DeviceMemory:
             peak=fields["peak"],
             action=fields["action"],
             sizes=tuple(fields["sizes"][category.value] for category in CATEGORIES),
-            points=tuple(Point(*point) for point in fields["points"]),
+            points=tuple(MemoryPoint(*point) for point in fields["points"]),
             holders=tuple(
-                Holder(**holder | {"category": Category(holder["category"])})
+                PeakHolder(**holder | {"category": Category(holder["category"])})
                 for holder in fields["holders"]
             ),
             stages=tuple(fields["stages"]),
@@ -181,7 +181,7 @@ class DeviceMemory:
         )
 
 
-def _shortened(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+def _shortened(points: Sequence[MemoryPoint], most: int) -> tuple[MemoryPoint, ...]:
     if len(points) <= most:
         return tuple(points)
     ends = [len(points) * index // most for index in range(most + 1)]

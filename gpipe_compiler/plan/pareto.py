@@ -64,7 +64,7 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ParetoPoint:
     """A choice, and what is known of it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Point:
         """Whether it was planned, and its plan fits every device."""
         return self.fate is Fate.PLANNED and not self.over_bytes
 
-    def beats(self, other: Point) -> bool:
+    def beats(self, other: ParetoPoint) -> bool:
         """Whether it is as fast and as small, and better in one of both, or else simpler."""
         if self.step_s > other.step_s or self.peak_bytes > other.peak_bytes:
             return False
@@ -119,12 +119,12 @@ class Frontier:
         omitted: points that were left out here.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[ParetoPoint, ...]
     batch_size: int
     omitted: int = 0
 
     @classmethod
-    def of(cls, points: Iterable[Point], batch_size: int) -> Frontier:
+    def of(cls, points: Iterable[ParetoPoint], batch_size: int) -> Frontier:
         """The points sorted, those marked that no other dominates."""
         found = list(points)
         fitting = [point for point in found if point.fits]
@@ -143,11 +143,11 @@ class Frontier:
         return cls(tuple(ordered), batch_size)
 
     @property
-    def chosen(self) -> Point | None:
+    def chosen(self) -> ParetoPoint | None:
         """The fastest that fits; of equally fast ones the smallest. None where nothing fits."""
         return self.points[0] if self.points and self.points[0].fits else None
 
-    def samples_per_s(self, point: Point) -> float:
+    def samples_per_s(self, point: ParetoPoint) -> float:
         """The throughput of a point."""
         return self.batch_size / point.step_s if point.step_s > 0 else 0.0
 
@@ -172,7 +172,7 @@ class Frontier:
         return cls(points, fields["batch_size"], fields["omitted"])
 
 
-def _rank(point: Point) -> tuple[object, ...]:
+def _rank(point: ParetoPoint) -> tuple[object, ...]:
     if point.fits:
         return 0, point.step_s, point.peak_bytes, point.choice.simplicity
     if point.fate is Fate.PLANNED:
@@ -181,13 +181,13 @@ def _rank(point: Point) -> tuple[object, ...]:
     return 1 + order, point.step_s, point.over_bytes, point.choice.simplicity
 
 
-def _merit(point: Point, best_s: float) -> tuple[object, ...]:
+def _merit(point: ParetoPoint, best_s: float) -> tuple[object, ...]:
     """What decides on the choice among those that fit; `best_s` is the shortest step."""
     near = point.fits and point.step_s <= best_s * (1 + EQUAL)
     return not near, point.peak_bytes, point.step_s, point.choice.simplicity
 
 
-def _point_fields(point: Point) -> dict[str, Any]:
+def _point_fields(point: ParetoPoint) -> dict[str, Any]:
     fields = dataclasses.asdict(point.choice) | dataclasses.asdict(point)
     del fields["choice"]
     fields["schedule"] = point.choice.schedule.value
@@ -195,10 +195,10 @@ def _point_fields(point: Point) -> dict[str, Any]:
     return fields | {"fate": point.fate.value}
 
 
-def _point(fields: Mapping[str, Any]) -> Point:
+def _point(fields: Mapping[str, Any]) -> ParetoPoint:
     names = {field.name for field in dataclasses.fields(Choice)}
     chosen = {name: value for name, value in fields.items() if name in names}
     chosen["schedule"] = ScheduleKind(chosen["schedule"])
     chosen["remat"] = RematChoice(chosen["remat"])
     rest = {name: value for name, value in fields.items() if name not in names}
-    return Point(Choice(**chosen), **rest | {"fate": Fate(rest["fate"])})
+    return ParetoPoint(Choice(**chosen), **rest | {"fate": Fate(rest["fate"])})

@@ -19,13 +19,13 @@ from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.inside import cut_inside
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.planner.constrain import constrain
-from gpipe_compiler.planner.cut_problem import Facts, Prepared, problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of
 from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import RematOption, RematOptions, runs
 from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate
@@ -68,9 +68,9 @@ class CandidateBuilder:
         known: what they have found out about the graph.
     """
 
-    facts: Facts
+    facts: CutFacts
     problem: CutProblem
-    setting: Setting
+    setting: CutSetting
     cluster: Cluster
     optimizer: AnyOptimizer
     work: int
@@ -85,9 +85,9 @@ class CandidateBuilder:
     @classmethod
     def of(
         cls,
-        prepared: Prepared,
+        prepared: MicrobatchGraph,
         cluster: Cluster,
-        setting: Setting,
+        setting: CutSetting,
         policy: Policy,
         constraints: Constraints = NO_CONSTRAINTS,
         work: int = WORK,
@@ -119,7 +119,7 @@ class CandidateBuilder:
             remats=RematOptions(facts, seconds, setting.splits_backward, most),
         )
 
-    def facts_of(self, candidate: Candidate) -> Facts:
+    def facts_of(self, candidate: Candidate) -> CutFacts:
         """What is known of the graph as the stages of a draft run it."""
         return self.facts.in_stages([stage.ops for stage in candidate.stages])
 
@@ -360,7 +360,7 @@ class CandidateBuilder:
             found = self.cuts[key]
         return self._cut_so(found, recompute)
 
-    def _inside(self, problem: CutProblem, setting: Setting, best: Cut) -> Cut:
+    def _inside(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
         """The cut that opens the fewest modules, of those nearly as good as the best."""
         modules = self.facts.modules
         return cut_inside(problem, setting, modules, best, self.inside, work=self.work)

@@ -13,7 +13,7 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op, State
 from gpipe_compiler.options.constraints import Constraints, pin_words
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.text.escaping import shell_line
 
 
@@ -41,7 +41,7 @@ def check_names(graph: Graph, constraints: Constraints) -> None:
 
 
 def constrain(
-    problem: CutProblem, facts: Facts, constraints: Constraints, stages: int
+    problem: CutProblem, facts: CutFacts, constraints: Constraints, stages: int
 ) -> CutProblem:
     """The problem of a graph (`cut_problem.problem_of`), under constraints.
 
@@ -147,7 +147,9 @@ class _Asked:
     faults: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, problem: CutProblem, facts: Facts, constraints: Constraints, stages: int) -> _Asked:
+    def of(
+        cls, problem: CutProblem, facts: CutFacts, constraints: Constraints, stages: int
+    ) -> _Asked:
         asked = cls(tuple(node.name for node in problem.nodes))
         index = {name: position for position, name in enumerate(asked.names)}
         nodes: dict[str, tuple[int, ...]] = {}
@@ -182,7 +184,7 @@ class _Asked:
                 return
 
     def _split(
-        self, facts: Facts, index: Mapping[str, int], nodes: Sequence[int], name: str
+        self, facts: CutFacts, index: Mapping[str, int], nodes: Sequence[int], name: str
     ) -> None:
         inside = set(nodes)
         made = {node: _made_before(facts, index, self.names[node]) for node in nodes}
@@ -198,7 +200,7 @@ class _Asked:
         )
 
 
-def _made_before(facts: Facts, index: Mapping[str, int], name: str) -> set[int]:
+def _made_before(facts: CutFacts, index: Mapping[str, int], name: str) -> set[int]:
     """The nodes whose values an op reads, directly or through ops that every stage repeats."""
     found: set[int] = set()
     pending, seen = [name], {name}

@@ -13,7 +13,14 @@ from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.modules import ModuleNodes, module_calls
-from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept, Node, Seconds, Traffic
+from gpipe_compiler.passes.cut.problem import (
+    GRAPH_INPUT,
+    CutProblem,
+    Node,
+    Resident,
+    Seconds,
+    Traffic,
+)
 from gpipe_compiler.passes.duplicate import BatchMultiple, duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
@@ -27,7 +34,7 @@ _MOST_OF_IT = 0.6
 
 
 @dataclass(frozen=True)
-class Facts:
+class CutFacts:
     """All that is known of an annotated graph and bears on where it is cut.
 
     Attributes:
@@ -43,10 +50,10 @@ class Facts:
     saved: SavedTensors
     templates: Mapping[str, Argument]
     plain: Graph
-    by_torn: dict[frozenset[str], Facts] = field(default_factory=dict, compare=False, repr=False)
+    by_torn: dict[frozenset[str], CutFacts] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, graph: Graph, costs: Costs, plain: Graph | None = None) -> Facts:
+    def of(cls, graph: Graph, costs: Costs, plain: Graph | None = None) -> CutFacts:
         """Runs the analyses.
 
         Raises:
@@ -67,7 +74,7 @@ class Facts:
             plain,
         )
 
-    def in_stages(self, stages: Sequence[Collection[str]]) -> Facts:
+    def in_stages(self, stages: Sequence[Collection[str]]) -> CutFacts:
         """The same, with no op in place on what another stage has made.
 
         Args:
@@ -207,7 +214,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class MicrobatchGraph:
     """A graph at the size of one micro-batch.
 
     Attributes:
@@ -217,20 +224,22 @@ class Prepared:
 
     graph: Graph
     costs: tuple[Costs, ...]
-    facts: Facts
+    facts: CutFacts
 
     @classmethod
-    def of(cls, graph: Graph, costs: Sequence[Costs], plain: Graph | None = None) -> Prepared:
+    def of(
+        cls, graph: Graph, costs: Sequence[Costs], plain: Graph | None = None
+    ) -> MicrobatchGraph:
         """An annotated graph, and how it was before any op wrote in place that need not.
 
         Raises:
             ModelError: naming an op that cannot run.
         """
-        return cls(graph, tuple(costs), Facts.of(graph, costs[0], plain))
+        return cls(graph, tuple(costs), CutFacts.of(graph, costs[0], plain))
 
 
 def problem_of(
-    facts: Facts,
+    facts: CutFacts,
     other_kinds: Sequence[Costs] = (),
     optimizer: AnyOptimizer = OptimizerKind.SGD,
 ) -> CutProblem:
@@ -270,7 +279,7 @@ def _seconds(costs: Costs, op: Op) -> tuple[float, float, float]:
     return cost.forward_s, cost.backward_s, cost.weight_s
 
 
-def _states(facts: Facts, optimizer: AnyOptimizer) -> list[Kept]:
+def _states(facts: CutFacts, optimizer: AnyOptimizer) -> list[Resident]:
     """The parameters, buffers and constants, with the nodes that hold them."""
     graph = facts.graph
     users: dict[str, list[int]] = {}
@@ -278,7 +287,7 @@ def _states(facts: Facts, optimizer: AnyOptimizer) -> list[Kept]:
         for name in op.states(graph.modules):
             users.setdefault(name, []).append(position)
     return [
-        Kept(
+        Resident(
             tuple(dict.fromkeys(nodes)),
             bytes=held_bytes(graph, graph.state[name], optimizer),
             updated_bytes=updated_bytes(graph, graph.state[name]),
@@ -287,20 +296,20 @@ def _states(facts: Facts, optimizer: AnyOptimizer) -> list[Kept]:
     ]
 
 
-def _saved(facts: Facts) -> list[Kept]:
+def _saved(facts: CutFacts) -> list[Resident]:
     """What autograd keeps, with the nodes that save it."""
     users: dict[int, list[int]] = {}
     for position, op in enumerate(facts.kept):
         for number in sorted(facts.saved.by_op.get(op.name, ())):
             users.setdefault(number, []).append(position)
     return [
-        Kept(tuple(nodes), microbatch_bytes=facts.saved.bytes[number])
+        Resident(tuple(nodes), microbatch_bytes=facts.saved.bytes[number])
         for number, nodes in users.items()
         if facts.saved.bytes[number]
     ]
 
 
-def _traffic(facts: Facts, index: Mapping[str, int]) -> list[Traffic]:
+def _traffic(facts: CutFacts, index: Mapping[str, int]) -> list[Traffic]:
     graph = facts.graph
     found = []
     makers = [(source.name, GRAPH_INPUT) for source in graph.inputs]

@@ -14,12 +14,12 @@ from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.measure import costs_by_kind
-from gpipe_compiler.passes.pipeline import INPLACE, Pipeline, Setting
+from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline, PassSetting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.batch_outputs import apart_outputs
 from gpipe_compiler.planner.constrain import check_names, ops_of
-from gpipe_compiler.planner.cut_problem import Prepared
+from gpipe_compiler.planner.cut_problem import MicrobatchGraph
 from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
@@ -34,7 +34,7 @@ def likely_microbatches(batch_size: int, stages: int) -> list[int]:
     return [count for count in range(most, 0, -1) if batch_size % count == 0]
 
 
-Analysis: TypeAlias = Callable[[int, Precision], Prepared]
+Analysis: TypeAlias = Callable[[int, Precision], MicrobatchGraph]
 """Describes and costs a graph for so many samples, in a precision."""
 
 
@@ -54,8 +54,8 @@ class Planner:
     measured: bool = False
     constraints: Constraints = NO_CONSTRAINTS
     analysis: Analysis | None = None
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    _prepared: dict[tuple[int, Precision, bool], Prepared] = field(default_factory=dict)
+    pipeline: PassPipeline = field(default_factory=PassPipeline)
+    _prepared: dict[tuple[int, Precision, bool], MicrobatchGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_names(self.graph, self.constraints)
@@ -116,7 +116,7 @@ class Planner:
             return 1 if graph.loss is None and apart_outputs(graph) else count
         raise met[0]
 
-    def prepare(self, microbatches: int, policy: Policy) -> Prepared:
+    def prepare(self, microbatches: int, policy: Policy) -> MicrobatchGraph:
         """The graph at the size of one of so many micro-batches.
 
         Raises:
@@ -132,10 +132,10 @@ class Planner:
                 self._prepared[key] = self._by_torch(*key)
         return self._prepared[key]
 
-    def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> Prepared:
+    def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> MicrobatchGraph:
         plain, graph = self.described(samples, precision, in_place=in_place)
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
-        return Prepared.of(graph, costs, plain)
+        return MicrobatchGraph.of(graph, costs, plain)
 
     def described(
         self, samples: int, precision: Precision, *, in_place: bool
@@ -148,7 +148,7 @@ class Planner:
         Raises:
             ModelError: naming the op that cannot run on so few samples.
         """
-        at = Setting(samples, precision, in_place=in_place)
+        at = PassSetting(samples, precision, in_place=in_place)
         plain, graph = self._transformed(at)
         lost = [name for name in self.constraints.names if not ops_of(plain, name)]
         if not lost:
@@ -156,7 +156,7 @@ class Planner:
         kept = frozenset(op.name for name in lost for op in ops_of(self.graph, name))
         return self._transformed(replace(at, kept=kept))
 
-    def _transformed(self, at: Setting) -> tuple[Graph, Graph]:
+    def _transformed(self, at: PassSetting) -> tuple[Graph, Graph]:
         plain = graph = self.graph
         for name, graph in self.pipeline.run(self.graph, at):
             if name != INPLACE:

@@ -11,14 +11,14 @@ from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.modules import opened
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.footprint import update_s_per_byte
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.candidates import CandidateBuilder
-from gpipe_compiler.planner.cut_problem import Prepared
+from gpipe_compiler.planner.cut_problem import MicrobatchGraph
 from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.predict import Candidate, shared
 from gpipe_compiler.runtime.schedule import lower, prove
@@ -29,7 +29,7 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 @uncollected()
 def make_plan(
-    prepared: Prepared,
+    prepared: MicrobatchGraph,
     choice: Choice,
     policy: Policy,
     cluster: Cluster,
@@ -131,7 +131,7 @@ def _opened(builder: CandidateBuilder, candidate: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys(module.path for module in found if module.depth))
 
 
-def _check_annotated(prepared: Prepared, size: int) -> None:
+def _check_annotated(prepared: MicrobatchGraph, size: int) -> None:
     """Raises UsageError when the graph or its costs are for another size of micro-batch."""
     samples = prepared.graph.batch_size
     for costs in prepared.costs:
@@ -173,7 +173,9 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             )
 
 
-def _prove(graph: Graph, candidate: Candidate, setting: Setting, programs: Programs | None) -> None:
+def _prove(
+    graph: Graph, candidate: Candidate, setting: CutSetting, programs: Programs | None
+) -> None:
     """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
 
     Args:
@@ -189,7 +191,7 @@ def _prove(graph: Graph, candidate: Candidate, setting: Setting, programs: Progr
     prove(programs, placement, crossings, candidate.joint)
 
 
-def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: bool) -> Setting:
+def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: bool) -> CutSetting:
     """What a cut of a choice is for, in which nothing is recomputed.
 
     Raises:
@@ -212,7 +214,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
             peer = cluster.between(number, number + there)
         rate = update_s_per_byte(device, policy.optimizer, replicas, peer)
         seats.append(
-            Seat(
+            DeviceSlot(
                 kinds.index(device),
                 device.memory,
                 cluster.host(number),
@@ -221,7 +223,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
             )
         )
     links = tuple(tuple(cluster.between(a, b) for b in numbers) for a in numbers)
-    return Setting(
+    return CutSetting(
         kind,
         choice.stages,
         choice.microbatches,

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.remat import Choice, choices, choices_of, stage_problem, whole_calls
+from gpipe_compiler.passes.remat import (
+    SegmentChoice,
+    choices,
+    choices_of,
+    stage_problem,
+    whole_calls,
+)
 from gpipe_compiler.plan import RematPoint, Stage
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 from gpipe_compiler.runtime.schedule.joint import waiting
 from gpipe_compiler.runtime.spec import Remat
@@ -41,7 +47,7 @@ class RematOption:
 
     remat: Remat
     seconds: float
-    choice: Choice | None = None
+    choice: SegmentChoice | None = None
 
     def of(self, stage: Stage, *, split: bool) -> Stage:
         """The stage that recomputes so.
@@ -63,7 +69,7 @@ class RematOption:
 
 
 def ways(
-    facts: Facts, stage: Stage, seconds: Mapping[str, float], most: int
+    facts: CutFacts, stage: Stage, seconds: Mapping[str, float], most: int
 ) -> tuple[RematOption, ...]:
     """All that may be worth it, the one that keeps everything first.
 
@@ -76,7 +82,7 @@ def ways(
 
 
 def ways_by_calls(
-    facts: Facts, stage: Stage, seconds: Mapping[str, float]
+    facts: CutFacts, stage: Stage, seconds: Mapping[str, float]
 ) -> list[tuple[RematOption, ...]]:
     """All that may be worth it with segments that are whole calls of modules: first the outermost
     (`passes.remat.whole_calls`), then these and those inside, and so on."""
@@ -89,7 +95,7 @@ def ways_by_calls(
     return [_ways(stage, choices_of(problem, segments)) for segments in levels]
 
 
-def _ways(stage: Stage, found: Iterable[Choice]) -> tuple[RematOption, ...]:
+def _ways(stage: Stage, found: Iterable[SegmentChoice]) -> tuple[RematOption, ...]:
     several = (RematOption(Remat.SEGMENTS, one.seconds, one) for one in found if one.segments)
     return RematOption(Remat.NONE, 0.0), RematOption(Remat.FULL, stage.forward_s), *several
 
@@ -249,7 +255,7 @@ class RematOptions:
         most: places of each stage to look at (`passes.remat.choices`).
     """
 
-    facts: Facts
+    facts: CutFacts
     seconds: tuple[Mapping[str, float], ...]
     split: bool
     most: int

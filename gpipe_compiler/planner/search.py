@@ -12,13 +12,13 @@ from gpipe_compiler.options.choices import SEARCH_SECONDS
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, Point
+from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search_space import (
-    Wish,
-    Work,
+    SearchSpace,
+    WorkSums,
     choices,
     least_peak_bytes,
     least_step_s,
@@ -64,7 +64,7 @@ class Explored:
 
 def explore(
     planner: Planner,
-    wish: Wish,
+    wish: SearchSpace,
     policy: Policy,
     *,
     seconds: float = SEARCH_SECONDS,
@@ -106,10 +106,10 @@ class _Exploration:
     count: int
     progress: Callable[[str], None]
     deadline: float
-    points: dict[Choice, Point] = field(default_factory=dict)
+    points: dict[Choice, ParetoPoint] = field(default_factory=dict)
     plans: dict[Choice, Plan] = field(default_factory=dict)
     errors: list[GPipeCompilerError] = field(default_factory=list)
-    _work: dict[int, Work | GPipeCompilerError] = field(default_factory=dict)
+    _work: dict[int, WorkSums | GPipeCompilerError] = field(default_factory=dict)
 
     def look(self, everything: Sequence[Choice]) -> Explored:
         """Looks at every choice, the one with the lowest bound first."""
@@ -127,23 +127,23 @@ class _Exploration:
             self._plan_some()
         return self._explored()
 
-    def _bound(self, choice: Choice) -> Point | None:
+    def _bound(self, choice: Choice) -> ParetoPoint | None:
         """What is known of a choice before it is planned; None when that is impossible."""
         if self._work and choice.microbatches not in self._work and self._late():
-            self.points[choice] = Point(choice, Fate.NOT_REACHED)
+            self.points[choice] = ParetoPoint(choice, Fate.NOT_REACHED)
             return None
         work = self._work_of(choice.microbatches)
         if isinstance(work, GPipeCompilerError):
             self._refuse(choice, work)
             return None
-        return Point(
+        return ParetoPoint(
             choice,
             Fate.NOT_REACHED,
             least_step_s(work, choice),
             least_peak_bytes(work, choice),
         )
 
-    def _work_of(self, microbatches: int) -> Work | GPipeCompilerError:
+    def _work_of(self, microbatches: int) -> WorkSums | GPipeCompilerError:
         if microbatches not in self._work:
             self.progress(f"exploring: costs with {counted(microbatches, 'micro-batch', 'es')}")
             try:
@@ -153,13 +153,13 @@ class _Exploration:
             else:
                 problem = problem_of(prepared.facts, prepared.costs[1:], self.policy.optimizer)
                 training = prepared.graph.loss is not None
-                self._work[microbatches] = Work.of(problem, training=training)
+                self._work[microbatches] = WorkSums.of(problem, training=training)
         return self._work[microbatches]
 
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _look_at(self, bound: Point) -> None:
+    def _look_at(self, bound: ParetoPoint) -> None:
         """Plans a choice, unless its bounds tell that it cannot be chosen, nor be undominated."""
         choice = bound.choice
         if choice.remat is RematChoice.AUTO and self._keeps_everything(choice):
@@ -181,11 +181,11 @@ class _Exploration:
         if keeping is None or keeping.fate is Fate.PLANNED:
             return keeping is not None and keeping.fits
         work = self._work[choice.microbatches]
-        assert isinstance(work, Work)
+        assert isinstance(work, WorkSums)
         return surely_fits(work, choice, self._memory(choice, min))
 
     @staticmethod
-    def _beats(point: Point, bound: Point) -> bool:
+    def _beats(point: ParetoPoint, bound: ParetoPoint) -> bool:
         return (
             point.fits
             and point.step_s * _STRICTLY < bound.step_s
@@ -214,7 +214,7 @@ class _Exploration:
 
     def _refuse(self, choice: Choice, error: GPipeCompilerError) -> None:
         self.errors.append(error)
-        self.points[choice] = Point(choice, Fate.REFUSED, problem=error.problem)
+        self.points[choice] = ParetoPoint(choice, Fate.REFUSED, problem=error.problem)
 
     def _keep(self, choice: Choice, plan: Plan) -> None:
         """Keeps only the plans that may be chosen yet: a plan of a large model is large."""
@@ -295,15 +295,15 @@ class _Exploration:
         raise self.errors[0]
 
 
-def _merit(point: Point) -> tuple[int, float]:
+def _merit(point: ParetoPoint) -> tuple[int, float]:
     return point.over_bytes, point.step_s
 
 
-def planned(choice: Choice, plan: Plan) -> Point:
+def planned(choice: Choice, plan: Plan) -> ParetoPoint:
     """The point of a plan."""
     prediction = plan.prediction
     peak = max(prediction.device_bytes, default=0)
-    return Point(
+    return ParetoPoint(
         choice,
         Fate.PLANNED,
         prediction.step_s,

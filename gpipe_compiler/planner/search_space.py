@@ -36,7 +36,7 @@ EVERYTHING = Free()
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SearchSpace:
     """What is given of the settings, and what is to be found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wish:
         microbatches: int | Auto | None,
         schedule: ScheduleKind | Auto,
         policy: Policy,
-    ) -> Wish:
+    ) -> SearchSpace:
         """The wish on the devices of a cluster.
 
         Raises:
@@ -118,7 +118,7 @@ def spread(numbers: Sequence[int], most: int = MOST_COUNTS) -> tuple[int, ...]:
 
 
 def choices(
-    wish: Wish,
+    wish: SearchSpace,
     batch_size: int,
     policy: Policy,
     *,
@@ -172,7 +172,7 @@ def _as_another(choice: Choice, others: Collection[Choice]) -> bool:
     return choice != plainer and plainer in others
 
 
-def _places(wish: Wish, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:
+def _places(wish: SearchSpace, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:
     """Pairs of stages and devices that a schedule can have."""
     if not isinstance(wish.stages, Auto):
         try:
@@ -188,7 +188,7 @@ def _places(wish: Wish, schedule: ScheduleKind) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkSums:
     """Sums over a problem, in seconds and bytes of one micro-batch.
 
     Of unequal devices the fastest counts for every node.
@@ -213,7 +213,7 @@ class Work:
     saved_bytes: int
 
     @classmethod
-    def of(cls, problem: CutProblem, *, training: bool) -> Work:
+    def of(cls, problem: CutProblem, *, training: bool) -> WorkSums:
         """That of a problem."""
         kinds: list[tuple[Node | Seconds, ...]] = [problem.nodes, *problem.other_kinds]
         forward = [min(node.forward_s for node in nodes) for nodes in zip(*kinds, strict=True)]
@@ -235,7 +235,7 @@ class Work:
         )
 
 
-def least_step_s(work: Work, choice: Choice) -> float:
+def least_step_s(work: WorkSums, choice: Choice) -> float:
     """No step takes less.
 
     Some device has its share of all work, and the one with the longest node has that. The first
@@ -253,7 +253,7 @@ def least_step_s(work: Work, choice: Choice) -> float:
     return least
 
 
-def surely_fits(work: Work, choice: Choice, memory: int) -> bool:
+def surely_fits(work: WorkSums, choice: Choice, memory: int) -> bool:
     """Whether all the work on one device would fit it, with everything kept of all micro-batches.
 
     A device may hold what several of its stages use as often as it has stages.
@@ -262,7 +262,7 @@ def surely_fits(work: Work, choice: Choice, memory: int) -> bool:
     return times * (work.kept_bytes + work.saved_bytes * choice.microbatches) <= memory
 
 
-def least_peak_bytes(work: Work, choice: Choice) -> int:
+def least_peak_bytes(work: WorkSums, choice: Choice) -> int:
     """No fullest device has less.
 
     Each device holds what is kept for good, and at some moment a micro-batch of each of its

@@ -12,7 +12,7 @@ from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.duplicate import closure
 from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.plan import Stage
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.runtime.spec import Crossing, Remat
 from gpipe_compiler.simulate.step import StageTimes
 
@@ -36,7 +36,7 @@ class StageTable:
     crossings: tuple[Crossing, ...]
 
 
-def tabulate(facts: Facts, stage_of: Mapping[str, int], stages: int) -> StageTable:
+def tabulate(facts: CutFacts, stage_of: Mapping[str, int], stages: int) -> StageTable:
     """The tables of an assignment.
 
     A value made in stage a and read in b > a crosses from a to b; so does an input of the graph
@@ -76,7 +76,7 @@ def tabulate(facts: Facts, stage_of: Mapping[str, int], stages: int) -> StageTab
     return StageTable(ops, duplicates, inputs, outputs, crossings)
 
 
-def _taken(facts: Facts, names: tuple[str, ...], made: Collection[str]) -> tuple[str, ...]:
+def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tuple[str, ...]:
     """What the ops of a stage read and it does not make.
 
     An input of the graph is added where an op asks for the number of samples and nothing else of
@@ -97,7 +97,7 @@ def _taken(facts: Facts, names: tuple[str, ...], made: Collection[str]) -> tuple
 
 
 def _with_duplicates(
-    facts: Facts, stage_of: Mapping[str, int], stages: int
+    facts: CutFacts, stage_of: Mapping[str, int], stages: int
 ) -> list[frozenset[str]]:
     """The ops of every stage; what only the caller wants of duplicable ops is on the last one."""
     graph = facts.graph
@@ -116,7 +116,7 @@ def _with_duplicates(
     return [frozenset(names) for names in found]
 
 
-def _owners(facts: Facts, assigned: list[frozenset[str]]) -> dict[str, int]:
+def _owners(facts: CutFacts, assigned: list[frozenset[str]]) -> dict[str, int]:
     """The stage that hands each output of the model (and a loss that is made with them) over."""
     graph = facts.graph
     wanted = list(graph.output_values)
@@ -132,7 +132,7 @@ def _owners(facts: Facts, assigned: list[frozenset[str]]) -> dict[str, int]:
     return owned
 
 
-def _for_loss(facts: Facts, names: tuple[str, ...]) -> frozenset[str]:
+def _for_loss(facts: CutFacts, names: tuple[str, ...]) -> frozenset[str]:
     """The tensors that the ops of a stage which serve only the loss read."""
     graph = facts.graph
     return frozenset(
@@ -145,7 +145,7 @@ def _for_loss(facts: Facts, names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _crossings(
-    facts: Facts,
+    facts: CutFacts,
     stage_of: Mapping[str, int],
     ops: tuple[tuple[str, ...], ...],
     inputs: tuple[tuple[str, ...], ...],
@@ -187,7 +187,7 @@ def _crossings(
 
 
 def stage_of_cut(
-    facts: Facts,
+    facts: CutFacts,
     table: StageTable,
     index: int,
     times: StageTimes,

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.report.tables import cell, figure_table
 from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds, format_share
@@ -73,7 +73,7 @@ def frontier_table(frontier: Frontier) -> Table:
     return table
 
 
-def row(point: Point, frontier: Frontier) -> tuple[str, ...]:
+def row(point: ParetoPoint, frontier: Frontier) -> tuple[str, ...]:
     """The cells of a point."""
     choice, known = point.choice, point.fate is Fate.PLANNED
     bound = "≥ " if point.fate in (Fate.SLOWER, Fate.LARGER) else ""
@@ -94,13 +94,13 @@ def row(point: Point, frontier: Frontier) -> tuple[str, ...]:
     )
 
 
-def _is_estimated(point: Point, frontier: Frontier) -> bool:
+def _is_estimated(point: ParetoPoint, frontier: Frontier) -> bool:
     """Whether the peak of a plan is less well known than that of others."""
     some = any(other.exact_bytes for other in frontier.points)
     return some and point.fate is Fate.PLANNED and not point.exact_bytes
 
 
-def reason(point: Point, frontier: Frontier) -> str:
+def reason(point: ParetoPoint, frontier: Frontier) -> str:
     """Why a point is not the chosen one; or that it is."""
     match point.fate:
         case Fate.REFUSED:
@@ -119,7 +119,7 @@ def reason(point: Point, frontier: Frontier) -> str:
     return _beside(point, chosen)
 
 
-def _beside(point: Point, chosen: Point) -> str:
+def _beside(point: ParetoPoint, chosen: ParetoPoint) -> str:
     """Why a plan that fits loses to the chosen one."""
     difference = point.peak_bytes - chosen.peak_bytes
     ratio = _ratio(point.step_s, chosen.step_s)
@@ -142,7 +142,7 @@ def _more(ratio: float) -> str:
     return f"{format_ratio(ratio)} {'as much' if ratio >= _TWICE else 'more'}"
 
 
-def causes(point: Point, chosen: Point) -> str:
+def causes(point: ParetoPoint, chosen: ParetoPoint) -> str:
     """What makes a step longer than that of the chosen: the most of it first.
 
     The device time of a step is work, running forwards again, and waiting. So the ratio of two
@@ -165,7 +165,7 @@ def causes(point: Point, chosen: Point) -> str:
     return ", ".join(told or [found[0][1]])
 
 
-def _parts(point: Point) -> tuple[int, float, float, float]:
+def _parts(point: ParetoPoint) -> tuple[int, float, float, float]:
     """A step as a quotient of products: work_s * again * waiting / devices, devices first."""
     busy = 1 - point.bubble
     useful = busy - point.recompute

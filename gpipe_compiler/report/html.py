@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Point
+from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, MemoryPoint
 from gpipe_compiler.plan.timeline import timeline
 from gpipe_compiler.report.facts import (
     boundaries,
@@ -97,7 +97,7 @@ def _picture(plan: Plan) -> Markup | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPiece:
     """A piece of a bar: its style, its bytes, and its width as percents of the longest bar."""
 
     name: str
@@ -124,7 +124,7 @@ class MemoryRow:
     peak: int
     memory: int
     action: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPiece, ...]
     curve: str
     limit: float | None
     tip: str
@@ -181,7 +181,7 @@ def categories(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def _parts(
     plan: Plan, stages: Sequence[int], peak: int, told: DeviceMemory | None, largest: int
-) -> tuple[Part, ...]:
+) -> tuple[BarPiece, ...]:
     if told is not None:
         sizes = [(c.value, c.value, told.of(c)) for c in CATEGORIES]
     else:
@@ -189,11 +189,13 @@ def _parts(
         (one, other), amounts = categories(plan), (state, peak - state)
         sizes = [(*one, amounts[0]), (*other, amounts[1])]
     return tuple(
-        Part(name, style, size, 100 * size / max(largest, 1)) for name, style, size in sizes if size
+        BarPiece(name, style, size, 100 * size / max(largest, 1))
+        for name, style, size in sizes
+        if size
     )
 
 
-def _curve(points: Sequence[Point], scale: float) -> str:
+def _curve(points: Sequence[MemoryPoint], scale: float) -> str:
     """A step for every action: what it takes at most, then what it leaves."""
     if not points or not scale:
         return ""

@@ -13,7 +13,7 @@ from rich.text import Text
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.options.choices import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan, RematPoint
-from gpipe_compiler.plan.memory_curve import CATEGORIES, Holder
+from gpipe_compiler.plan.memory_curve import CATEGORIES, PeakHolder
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.tables import add_rows, figure_table, table_of
 from gpipe_compiler.runtime.spec import Remat
@@ -148,7 +148,7 @@ def _origin(plan: Plan, op: str) -> tuple[str, str, str]:
     return ("", "", "") if note is None else (note.label, note.module, note.source)
 
 
-def _what(plan: Plan, holder: Holder) -> str:
+def _what(plan: Plan, holder: PeakHolder) -> str:
     """What a holder is; of a value that stages hand on, with its type."""
     note = plan.note_of.get(holder.op)
     if note is None:

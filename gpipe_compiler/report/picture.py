@@ -73,7 +73,7 @@ class Drawing:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BoxPosition:
     """Where a box stands: its top left corner and its size."""
 
     x: float
@@ -83,7 +83,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PictureLayout:
     """Where everything stands, and how large the whole is.
 
     Attributes:
@@ -91,7 +91,7 @@ class Layout:
         routes: of every arrow (from, to), from border to border.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, BoxPosition]
     routes: Mapping[tuple[str, str], tuple[Point, ...]]
     width: float
     height: float
@@ -269,7 +269,9 @@ class _View:
         self.xy = (0.0, 0.0)
 
 
-def lay_out(sizes: Mapping[str, tuple[float, float]], arrows: Iterable[tuple[str, str]]) -> Layout:
+def lay_out(
+    sizes: Mapping[str, tuple[float, float]], arrows: Iterable[tuple[str, str]]
+) -> PictureLayout:
     """Places boxes of these sizes, arrows pointing downwards.
 
     Parts that no arrow joins stand side by side.
@@ -310,7 +312,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], arrows: Iterable[tuple[str
         right = max([view.xy[0] + view.w / 2 for view in views] + [x for x, _ in points])
         right += 2 * GAP_X
         height = max(height, *(view.xy[1] + view.h / 2 for view in views))
-    return Layout(
+    return PictureLayout(
         places={name: _place(vertex.view) for name, vertex in vertices.items()},
         routes={arrow: tuple(map(tuple, edge.view._pts)) for arrow, edge in edges.items()},
         width=right - 2 * GAP_X + MARGIN,
@@ -337,12 +339,14 @@ def _shift(views: Sequence[_View], routes: Sequence[Any], dx: float, dy: float) 
         route._pts = [(x + dx, y + dy) for x, y in route._pts]
 
 
-def _place(view: _View) -> Place:
-    return Place(view.xy[0] - view.w / 2, view.xy[1] - view.h / 2, view.w, view.h)
+def _place(view: _View) -> BoxPosition:
+    return BoxPosition(view.xy[0] - view.w / 2, view.xy[1] - view.h / 2, view.w, view.h)
 
 
-def _rounded(place: Place) -> Place:
-    return Place(*(round(number, 1) for number in (place.x, place.y, place.width, place.height)))
+def _rounded(place: BoxPosition) -> BoxPosition:
+    return BoxPosition(
+        *(round(number, 1) for number in (place.x, place.y, place.width, place.height))
+    )
 
 
 def curve(points: Iterable[Point]) -> str:

@@ -36,7 +36,7 @@ def terminal() -> Console:
     return console
 
 
-class Progress:
+class Spinner:
     """A spinner with the current step; steps that took over a second stay as a line.
 
     A context manager that is called with the name of every step as it begins. Where nobody watches
@@ -50,7 +50,7 @@ class Progress:
         self._printed = 0.0
         self._status: Status | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Spinner:
         return self
 
     def __exit__(

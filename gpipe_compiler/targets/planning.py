@@ -8,13 +8,13 @@ from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.policy import Auto
-from gpipe_compiler.passes.pipeline import Pipeline
+from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.memory_advice import refuse_too_large
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore
-from gpipe_compiler.planner.search_space import Wish
+from gpipe_compiler.planner.search_space import SearchSpace
 
 MOST_IN_PLAN = 40
 """Settings beside those on the frontier that go into a plan's JSON."""
@@ -22,7 +22,7 @@ MOST_IN_PLAN = 40
 
 def planner_of(graph: Graph, options: CompileOptions) -> Planner:
     """What plans a traced graph, with the passes that the options ask for."""
-    pipeline = Pipeline().asked(options.print_after, options.pass_options)
+    pipeline = PassPipeline().asked(options.print_after, options.pass_options)
     return Planner(graph, options.cluster, options.measured, options.constraints, pipeline=pipeline)
 
 
@@ -46,7 +46,7 @@ def plan_as_asked(
         if options.must_fit:
             refuse_too_large(planner, made, policy, choice)
         return made, None
-    wish = Wish.of(options.cluster, stages, microbatches, options.schedule, policy)
+    wish = SearchSpace.of(options.cluster, stages, microbatches, options.schedule, policy)
     found = explore(planner, wish, policy, seconds=options.search_s, progress=progress)
     frontier = found.frontier
     if not found.fits:

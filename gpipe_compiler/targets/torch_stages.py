@@ -14,7 +14,7 @@ import torch
 from gpipe_compiler.codegen.package import Progress, emit, write_package
 from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.batch_dims import Found, find_batch_dims
+from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -52,7 +52,7 @@ class TorchStages:
     """
 
     options: CompileOptions
-    found: Found
+    found: FoundBatch
     planner: Planner
     frontend: Frontend
     optimizer: str

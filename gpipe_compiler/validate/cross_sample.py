@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.batch_dims import Found
+from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import EvenDraws, with_other_weights
 from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.train.comparison import Kind, compare
+from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 from gpipe_compiler.runtime.train.data import resized
 
 _SAMPLES, _PART = 4, (3, 0)
 """Samples with which the op at fault is looked for, and those that run apart from the others."""
 
 
-def refuse_mixing(found: Found, plan: Plan) -> None:
+def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
     """Refuses a plan with several micro-batches of samples that depend on each other.
 
     Raises:
@@ -128,5 +128,5 @@ def _is_right(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[s
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (row,) = compare({Kind.OUTPUT: {"": other}}, {Kind.OUTPUT: {"": one}})
+    (row,) = compare({ComparedKind.OUTPUT: {"": other}}, {ComparedKind.OUTPUT: {"": one}})
     return row.passed

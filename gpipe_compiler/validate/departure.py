@@ -16,11 +16,11 @@ from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import Leaf
-from gpipe_compiler.runtime.train.comparison import RELATIVE, Kind, compare, flat_tensors
+from gpipe_compiler.runtime.train.comparison import RELATIVE, ComparedKind, compare, flat_tensors
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.float_types import to_type
 from gpipe_compiler.validate.loss_splitting import Losses
-from gpipe_compiler.validate.plain_run import Batch, Outputs, Shares, all_at_once, one_by_one
+from gpipe_compiler.validate.plain_run import MiniBatch, Outputs, Shares, all_at_once, one_by_one
 
 HINT = (
     "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch is "
@@ -56,14 +56,15 @@ class Both:
             {name: to_type(tensor, self.rounded) for name, tensor in outputs.items()}
             for outputs in (joined(self.parts, self.sizes, self.whole), self.whole.outputs)
         )
-        rows = compare({Kind.OUTPUT: made}, {Kind.OUTPUT: whole})
+        rows = compare({ComparedKind.OUTPUT: made}, {ComparedKind.OUTPUT: whole})
         if all(row.passed for row in rows):
             return ()
         return tuple(
             name
             for name in whole
             for row in compare(
-                {Kind.OUTPUT: {name: made[name]}}, {Kind.OUTPUT: {name: whole[name]}}
+                {ComparedKind.OUTPUT: {name: made[name]}},
+                {ComparedKind.OUTPUT: {name: whole[name]}},
             )
             if not row.passed
         )
@@ -93,7 +94,7 @@ def joined(
 
 
 def departure(
-    graph: Graph, entry: Entry, batch: Batch, draws: Draws, outputs: Collection[str] = ()
+    graph: Graph, entry: Entry, batch: MiniBatch, draws: Draws, outputs: Collection[str] = ()
 ) -> ValidationError:
     """The error for results that micro-batches do not give, with the line where they part.
 
@@ -122,7 +123,7 @@ def departure(
 
 
 def _where(
-    graph: Graph, entry: Entry, batch: Batch, draws: Draws, outputs: Collection[str]
+    graph: Graph, entry: Entry, batch: MiniBatch, draws: Draws, outputs: Collection[str]
 ) -> Op | None:
     """The first op that takes what agrees with the first micro-batch and makes what does not.
 

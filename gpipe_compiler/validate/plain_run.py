@@ -23,7 +23,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.check import LOSS_SCALE
-from gpipe_compiler.runtime.train.comparison import Kind, Tensors, flat_tensors
+from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, flat_tensors
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.draws import Draws, DrawsOfAll, DrawsOfOne
 
@@ -31,7 +31,7 @@ _LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class MiniBatch:
     """A mini-batch.
 
     Attributes:
@@ -60,7 +60,7 @@ class Batch:
 
 def batch_of(
     plan: Plan, signature: Signature, inputs: Sequence[torch.Tensor] | None = None
-) -> Batch:
+) -> MiniBatch:
     """A mini-batch as the plan's package splits it, in a single replica.
 
     Args:
@@ -71,7 +71,7 @@ def batch_of(
     pairs = zip(signature.inputs, inputs, strict=True)
     samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
     count = max(1, min(plan.microbatches, samples // least_samples(plan)))
-    return Batch(tuple(inputs), even_sizes(samples, count))
+    return MiniBatch(tuple(inputs), even_sizes(samples, count))
 
 
 def least_samples(plan: Plan) -> int:
@@ -85,7 +85,7 @@ Shares: TypeAlias = Sequence[tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """A call of the model.
 
     Attributes:
@@ -100,10 +100,12 @@ class Call:
     terms: Callable[[Entry, Precision], tuple[torch.Tensor, ...]] | None = None
 
 
-def one_by_one(batch: Batch, signature: Signature, draws: Draws, shares: Shares) -> list[Call]:
+def one_by_one(
+    batch: MiniBatch, signature: Signature, draws: Draws, shares: Shares
+) -> list[ModelCall]:
     """A call for each micro-batch."""
     return [
-        Call(
+        ModelCall(
             part, DrawsOfOne(draws, microbatch) if draws.numbers else contextlib.nullcontext(), own
         )
         for microbatch, (part, own) in enumerate(
@@ -112,7 +114,7 @@ def one_by_one(batch: Batch, signature: Signature, draws: Draws, shares: Shares)
     ]
 
 
-def with_terms(calls: Sequence[Call], graph: Graph, draws: Draws) -> list[Call]:
+def with_terms(calls: Sequence[ModelCall], graph: Graph, draws: Draws) -> list[ModelCall]:
     """The calls of micro-batches, with the terms of their losses where there are several."""
     if graph.loss is None or not graph.loss.terms:
         return list(calls)
@@ -126,7 +128,7 @@ def with_terms(calls: Sequence[Call], graph: Graph, draws: Draws) -> list[Call]:
 
 def _terms(
     graph: Graph,
-    call: Call,
+    call: ModelCall,
     seeded: contextlib.AbstractContextManager[object],
     entry: Entry,
     precision: Precision,
@@ -144,7 +146,7 @@ def _terms(
     return tuple(values[term.value] for term in graph.loss.summands)
 
 
-def all_at_once(batch: Batch, draws: Draws, first: Call, *, inner: bool) -> Call:
+def all_at_once(batch: MiniBatch, draws: Draws, first: ModelCall, *, inner: bool) -> ModelCall:
     """A call for all micro-batches, with the random numbers that theirs draw.
 
     Args:
@@ -152,13 +154,13 @@ def all_at_once(batch: Batch, draws: Draws, first: Call, *, inner: bool) -> Call
         inner: as for `DrawsOfAll`.
     """
     if not isinstance(first.around, DrawsOfOne):
-        return Call(batch.whole(), contextlib.nullcontext())
+        return ModelCall(batch.whole(), contextlib.nullcontext())
     if len(batch.sizes) == 1:
-        return Call(batch.whole(), draws.seeded(0))
-    return Call(batch.whole(), DrawsOfAll(draws, first.around.calls, batch.sizes, inner=inner))
+        return ModelCall(batch.whole(), draws.seeded(0))
+    return ModelCall(batch.whole(), DrawsOfAll(draws, first.around.calls, batch.sizes, inner=inner))
 
 
-def flattened(call: Call) -> bool:
+def flattened(call: ModelCall) -> bool:
     """Whether in a call that was made the batch was flattened with another dimension."""
     return isinstance(call.around, DrawsOfAll) and call.around.flattened
 
@@ -185,7 +187,7 @@ class Outputs:
 
 
 @torch.no_grad()
-def evaluate(entry: Entry, calls: Sequence[Call], precision: Precision) -> list[Outputs]:
+def evaluate(entry: Entry, calls: Sequence[ModelCall], precision: Precision) -> list[Outputs]:
     """What each call gives, without gradients; the buffers are afterwards what they were."""
     before = [buffer.clone() for buffer in entry.model.buffers()]
     found = []
@@ -203,7 +205,7 @@ def evaluate(entry: Entry, calls: Sequence[Call], precision: Precision) -> list[
 
 
 def train_step(
-    entry: Entry, calls: Sequence[Call], precision: Precision, *, deferred: bool = False
+    entry: Entry, calls: Sequence[ModelCall], precision: Precision, *, deferred: bool = False
 ) -> Tensors:
     """Loss, gradients, buffers and weights of one step of plain PyTorch.
 
@@ -239,10 +241,10 @@ def train_step(
         statistics.commit()
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     return {
-        Kind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
-        Kind.GRADIENT: gradients,
-        Kind.BUFFER: dict(entry.model.named_buffers()),
-        Kind.WEIGHT: {
+        ComparedKind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
+        ComparedKind.GRADIENT: gradients,
+        ComparedKind.BUFFER: dict(entry.model.named_buffers()),
+        ComparedKind.WEIGHT: {
             name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
             for name, tensor in trainable.items()
         },

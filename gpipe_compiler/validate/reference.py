@@ -27,7 +27,7 @@ from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchn
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
-from gpipe_compiler.runtime.train.comparison import Kind, Tensors, compare, dense
+from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
 from gpipe_compiler.validate.departure import HINT, Both, departure, joined
 from gpipe_compiler.validate.draws import ApartError, Draws
 from gpipe_compiler.validate.float_types import (
@@ -39,8 +39,8 @@ from gpipe_compiler.validate.float_types import (
 )
 from gpipe_compiler.validate.loss_splitting import cause_of, explain, loss_shares
 from gpipe_compiler.validate.plain_run import (
-    Batch,
-    Call,
+    MiniBatch,
+    ModelCall,
     Shares,
     all_at_once,
     batch_of,
@@ -82,7 +82,7 @@ def reference_of(
     return {**expected, **trained}, (*notes, *more)
 
 
-def _shares(entry: Entry, plan: Plan, batch: Batch) -> Shares:
+def _shares(entry: Entry, plan: Plan, batch: MiniBatch) -> Shares:
     """The weights of the micro-batches' losses."""
     assert plan.graph is not None
     graph = plan.graph
@@ -106,7 +106,7 @@ class _Work:
 
     subject: Subject
     plan: Plan
-    batch: Batch
+    batch: MiniBatch
     shares: Shares
     seed: int
     accepted: bool
@@ -136,14 +136,14 @@ class _Work:
             error = self._apart(problem)
         notes = self._accept(error)
         if alike and not self._lower:
-            return {Kind.OUTPUT: found.whole.outputs}, notes
+            return {ComparedKind.OUTPUT: found.whole.outputs}, notes
         entry = self._entry(training=False)
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, self.plan.precision)
         # For its shapes, and what has no batch dimension.
-        call = Call(self.batch.whole(), draws.seeded(0))
+        call = ModelCall(self.batch.whole(), draws.seeded(0))
         (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
-        return {Kind.OUTPUT: joined(parts, self.batch.sizes, whole)}, notes
+        return {ComparedKind.OUTPUT: joined(parts, self.batch.sizes, whole)}, notes
 
     def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:
         """Loss, gradients, buffers and weights of a training step, and notes.
@@ -156,7 +156,7 @@ class _Work:
             return self._loop(draws, self.plan.precision), ()
         touchy = mixing_ops(self.graph) | frozenset(effects(self.graph).state_writes)
         if len(self.batch.sizes) == 1 or (touchy and self.plan.batchnorm is BatchNorm.EXACT):
-            call = Call(self.batch.whole(), draws.seeded(0))
+            call = ModelCall(self.batch.whole(), draws.seeded(0))
             return train_step(self._entry(training=True), [call], self.plan.precision), ()
         layers = touchy & batchnorm_ops(self.graph, self.subject.model)
         if layers:
@@ -219,7 +219,7 @@ class _Work:
                 module.eval()
         return entry
 
-    def _calls(self, entry: Entry, draws: Draws) -> list[Call]:
+    def _calls(self, entry: Entry, draws: Draws) -> list[ModelCall]:
         """A call for each micro-batch."""
         calls = one_by_one(self.batch, entry.signature, draws, self.shares)
         return with_terms(calls, self.graph, draws) if self.plan.training else calls
@@ -297,7 +297,7 @@ class _Work:
 
     def _steps_alike(self, loop: Tensors, whole: Tensors) -> bool:
         """Whether two training steps agree but for rounding; without a finite loss, they do."""
-        if not all(math.isfinite(loss) for loss in whole[Kind.LOSS].values()):
+        if not all(math.isfinite(loss) for loss in whole[ComparedKind.LOSS].values()):
             return True
         rows = compare(rounded(loop, self.rounded), rounded(whole, self.rounded))
         return all(row.passed for row in rows)

@@ -7,12 +7,12 @@ import numpy as np
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Floats
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
-def simple_bound(graph: Contracted, setting: Setting, lineup: DeviceOrder) -> float:
+def simple_bound(graph: Contracted, setting: CutSetting, lineup: DeviceOrder) -> float:
     """The busiest device or stage, and what fills and drains the line.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.program import CLOSE, Program, Shares
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 
 __all__ = ["CLOSE", "Certificate", "certify"]
 
@@ -43,7 +43,7 @@ class Certificate:
 
 def certify(
     problem: CutProblem,
-    setting: Setting,
+    setting: CutSetting,
     known_s: float,
     *,
     fewer: bool = False,

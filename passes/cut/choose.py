@@ -27,7 +27,7 @@ from gpipe_compiler.passes.cut.orders import (
     topological_orders,
 )
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -94,7 +94,7 @@ class Cut:
 
 def cut(
     problem: CutProblem,
-    setting: Setting,
+    setting: CutSetting,
     *,
     work: int = WORK,
     hint: Sequence[int] = (),
@@ -150,7 +150,7 @@ class _Cutter:
     def __init__(
         self,
         ground: Ground,
-        setting: Setting,
+        setting: CutSetting,
         work: int,
     ) -> None:
         problem, graph = ground.problem, ground.graph

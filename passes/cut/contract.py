@@ -17,7 +17,7 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.constraints import Ranges, stage_ranges
-from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Kept
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Contracted:
     seconds: npt.NDArray[np.float64]
     values: tuple[Movable, ...]
     before: tuple[frozenset[int], ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[Resident, ...]
     first_stage: tuple[int, ...]
     last_stage: tuple[int, ...]
     apart: tuple[tuple[int, int], ...]
@@ -254,13 +254,13 @@ def _together(values: Sequence[Movable], place: Sequence[int]) -> tuple[Movable,
     )
 
 
-def _kept_together(kept: Sequence[Kept], place: Sequence[int]) -> tuple[Kept, ...]:
-    groups: dict[tuple[int, ...], list[Kept]] = {}
+def _kept_together(kept: Sequence[Resident], place: Sequence[int]) -> tuple[Resident, ...]:
+    groups: dict[tuple[int, ...], list[Resident]] = {}
     for one in kept:
         if one.users and (one.bytes or one.microbatch_bytes or one.updated_bytes):
             groups.setdefault(tuple(sorted({place[n] for n in one.users})), []).append(one)
     return tuple(
-        Kept(
+        Resident(
             users,
             sum(k.bytes for k in group),
             sum(k.microbatch_bytes for k in group),

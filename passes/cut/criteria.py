@@ -13,7 +13,7 @@ from gpipe_compiler.passes.cut.contract import Movable
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.search import Extensions
 from gpipe_compiler.passes.cut.space import SEND, Booleans, Floats, Integers, Space
-from gpipe_compiler.passes.cut.tables import Tables
+from gpipe_compiler.passes.cut.tables import BoundTables
 
 TIE = 1e-10
 """With one micro-batch no machine's speed matters; the faster slowest one is then preferred."""
@@ -56,7 +56,7 @@ class FillDrain:
         """See `Criterion`."""
         return np.zeros(5 if self.updates else 3)
 
-    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+    def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
         rest = space.inside[-1][:, -1:] - space.inside[-1]
         forward, backward = rest[:2] / (stages - stage)
@@ -67,7 +67,7 @@ class FillDrain:
         return np.asarray(tables.way_s[stage] + rest[0] + rest[1] + self._repeats * slowest)
 
     def cheap(
-        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """See `Criterion`: extending costs nothing, so nothing is held back."""
         return np.zeros(len(new.start))
@@ -88,7 +88,7 @@ class FillDrain:
         return extended
 
     def bound(
-        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """See `Criterion`."""
         forward = self._repeats * np.maximum(labels[:, 0], tables.forward_s[stage, start])
@@ -131,12 +131,12 @@ class Rounds:
         """See `Criterion`."""
         return np.zeros(2)
 
-    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+    def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
         return promise(space, tables, stage, stages, self.microbatches)
 
     def cheap(
-        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """See `Criterion`: extending costs nothing, so nothing is held back."""
         return np.zeros(len(new.start))
@@ -160,7 +160,7 @@ class Rounds:
         return np.stack((own + rest + moved, moved + np.maximum(asked, own + labels[:, 1])), axis=1)
 
     def bound(
-        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """See `Criterion`."""
         m = self.microbatches
@@ -176,7 +176,13 @@ class Rounds:
 
 
 def promise(
-    space: Space, tables: Tables, stage: int, stages: int, microbatches: int, *, split: bool = False
+    space: Space,
+    tables: BoundTables,
+    stage: int,
+    stages: int,
+    microbatches: int,
+    *,
+    split: bool = False,
 ) -> Floats:
     """The busiest device on either side of a down-set, and the flow lines before it.
 
@@ -244,13 +250,13 @@ class Sends:
         """See `Criterion`."""
         return np.zeros(1 + len(self.values))
 
-    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+    def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """See `Criterion`: those before, and the average of the rest."""
         rest = space.inside[-1][:2, -1:] - space.inside[-1][:2]
         return np.asarray(np.maximum(tables.stage_s[stage], rest.sum(axis=0) / (stages - stage)))
 
     def cheap(
-        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """See `Criterion`: each value sent once."""
         longest = np.maximum(self._plain(stage, new), labels[new.label, 0])
@@ -270,7 +276,7 @@ class Sends:
         return extended
 
     def bound(
-        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """See `Criterion`."""
         return np.asarray(np.maximum(labels[:, 0], tables.stage_s[stage, start]))

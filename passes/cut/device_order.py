@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.cluster import NO_LINK, Link
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.simulate.in_flight import Load
 
 Floats = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ class StageRates:
     Attributes:
         kind: of its device.
         receives: the fastest link from any stage before it, `sends` that to any stage after it.
-        update_s_per_byte, update_latency_s: as in `Seat`.
+        update_s_per_byte, update_latency_s: as in `DeviceSlot`.
     """
 
     kind: int
@@ -51,7 +51,7 @@ class DeviceOrder:
     """
 
     seats: tuple[int, ...]
-    devices: tuple[Seat, ...]
+    devices: tuple[DeviceSlot, ...]
     placement: tuple[int, ...]
     links: tuple[tuple[Link, ...], ...]
     loads: tuple[Load, ...]
@@ -60,7 +60,7 @@ class DeviceOrder:
 
     @classmethod
     def of(
-        cls, setting: Setting, seats: Sequence[int], loads: tuple[Load, ...], again: Floats
+        cls, setting: CutSetting, seats: Sequence[int], loads: tuple[Load, ...], again: Floats
     ) -> DeviceOrder:
         """The pipeline on these seats."""
         return cls(
@@ -195,14 +195,14 @@ def fastest(links: Sequence[Link]) -> Link:
     return Link(max(link.bandwidth for link in links), min(link.latency_s for link in links))
 
 
-def ideal(setting: Setting, loads: tuple[Load, ...], again: Floats) -> DeviceOrder:
+def ideal(setting: CutSetting, loads: tuple[Load, ...], again: Floats) -> DeviceOrder:
     """The best there is in every place: a lower bound of every order of devices.
 
     Its kind is -1, for the fastest of all kinds.
     """
     seats = setting.seats
     count = max(setting.placement) + 1
-    best = Seat(
+    best = DeviceSlot(
         -1,
         max(seat.memory for seat in seats),
         0,
@@ -223,7 +223,7 @@ MOST_SEATS = 24
 """Devices whose orders are tried at most; of more, they stay as they are."""
 
 
-def seat_orders(setting: Setting) -> tuple[tuple[tuple[int, ...], ...], bool]:
+def seat_orders(setting: CutSetting) -> tuple[tuple[tuple[int, ...], ...], bool]:
     """For every order that may differ from the others, the seat of every device of the pipeline.
 
     The devices of a host stay together. Orders of seats that are alike in kind, memory, updates
@@ -236,7 +236,7 @@ def seat_orders(setting: Setting) -> tuple[tuple[tuple[int, ...], ...], bool]:
 
 
 class _Seating:
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: CutSetting) -> None:
         self.setting = setting
         self.devices = max(setting.placement) + 1
         numbers: dict[Hashable, int] = {}

@@ -10,7 +10,7 @@ import numpy as np
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Seconds
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
@@ -55,7 +55,7 @@ class CutEvaluator:
         repeats: how many times the objective holds what a stage computes, at least.
     """
 
-    def __init__(self, problem: CutProblem, setting: Setting, again: Floats) -> None:
+    def __init__(self, problem: CutProblem, setting: CutSetting, again: Floats) -> None:
         self.problem = problem
         self.setting = setting
         self.objective = setting.objective

@@ -17,9 +17,9 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, excess_of
-from gpipe_compiler.passes.cut.pairs import Row
+from gpipe_compiler.passes.cut.pairs import StageRow
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
     FORWARD,
@@ -69,7 +69,8 @@ class _Block:
     """Beginnings of as many stages each.
 
     Attributes:
-        chain: shape (n, stages so far + 1); `times` and `held` as in `Row`, (n, 7 or 3, stages).
+        chain: shape (n, stages so far + 1).
+        times, held: as in `StageRow`, (n, 7 or 3, stages).
         pending: what the stages have still to send, at least.
         bounds: of what can follow.
     """
@@ -103,7 +104,7 @@ class Enumeration:
         space: Space,
         lineup: DeviceOrder,
         judge: CutEvaluator,
-        setting: Setting,
+        setting: CutSetting,
         repeats: tuple[int, ...],
         goal: Goal = Goal.OBJECTIVE,
     ) -> None:
@@ -210,7 +211,7 @@ class Enumeration:
             yield _joined(waiting)
 
     def _children(
-        self, parents: _Block, stage: int, start: int, choice: tuple[Row, Integers]
+        self, parents: _Block, stage: int, start: int, choice: tuple[StageRow, Integers]
     ) -> _Block:
         row, chosen = choice
         ends = row.ends[chosen]
@@ -284,7 +285,7 @@ class Enumeration:
                 found[:, column] = np.argmax(made, axis=1)
         return found
 
-    def _tail_cost(self, low: int, high: int, row: Row) -> Floats:
+    def _tail_cost(self, low: int, high: int, row: StageRow) -> Floats:
         own = row.times[FORWARD] + row.times[BACKWARD]
         if self.goal is Goal.EXCESS:
             return np.zeros((high - low, len(row.ends)))

@@ -24,13 +24,13 @@ from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
 from gpipe_compiler.passes.cut.open_chains import (
     Chains,
+    ChainSeconds,
     CutPlaces,
-    StageSeconds,
     opened_by_prefixes,
 )
 from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.in_flight import loads
@@ -61,7 +61,7 @@ CLOSE = 1e-9
 
 def cut_inside(
     problem: CutProblem,
-    setting: Setting,
+    setting: CutSetting,
     modules: Sequence[ModuleNodes],
     best: Cut,
     share: float,
@@ -110,7 +110,7 @@ class _Inside:
     def __init__(
         self,
         problem: CutProblem,
-        setting: Setting,
+        setting: CutSetting,
         modules: Sequence[ModuleNodes],
         best: Cut,
         share: float,
@@ -132,7 +132,7 @@ class _Inside:
         graph = contract(problem, setting.stages)
         everything = down_sets(graph, PLACES)
         self.places = CutPlaces(graph, modules, everything or self._near(graph))
-        seconds = StageSeconds(self.places, setting, self.lineups[0])
+        seconds = ChainSeconds(self.places, setting, self.lineups[0])
         self.chains = Chains(self.places, seconds, self._longest(float(graph.least_s.sum())))
         self.all = everything is not None
         sizes = len(problem.nodes) + len(problem.values) + sum(map(len, setting.orders))

@@ -18,7 +18,7 @@ from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.modules import ModuleNodes, weights
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers, bits
 
 ROWS = 400_000
@@ -91,10 +91,10 @@ def opened_by_prefixes(graph: Contracted, modules: Sequence[ModuleNodes]) -> Int
     return np.cumsum(steps)[:-1]
 
 
-class StageSeconds:
+class ChainSeconds:
     """How long stages between places compute on one order of devices, and what they receive."""
 
-    def __init__(self, places: CutPlaces, setting: Setting, lineup: DeviceOrder) -> None:
+    def __init__(self, places: CutPlaces, setting: CutSetting, lineup: DeviceOrder) -> None:
         graph = places.graph
         self.lineup, self.step = lineup, setting.objective is Objective.STEP
         self.device_of = lineup.placement if self.step else tuple(range(setting.stages))
@@ -172,7 +172,7 @@ class Chains:
         all: whether no label has been left out so far for want of room.
     """
 
-    def __init__(self, places: CutPlaces, seconds: StageSeconds, longest_s: float) -> None:
+    def __init__(self, places: CutPlaces, seconds: ChainSeconds, longest_s: float) -> None:
         self.places, self.seconds, self.longest_s = places, seconds, longest_s
         self.all = True
         self._opening, self._before = places.opening(), places.before()

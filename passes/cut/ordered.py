@@ -10,7 +10,7 @@ import numpy as np
 from gpipe_compiler.passes.cut.criteria import promise
 from gpipe_compiler.passes.cut.search import Extensions
 from gpipe_compiler.passes.cut.space import WEIGHT, Floats, Integers, Space
-from gpipe_compiler.passes.cut.tables import Tables
+from gpipe_compiler.passes.cut.tables import BoundTables
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 
 
@@ -101,12 +101,12 @@ class Ordered:
         np.fill_diagonal(identity, 0.0)
         return identity.reshape(-1)
 
-    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+    def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
         return promise(space, tables, stage, stages, self.microbatches, split=self.split)
 
     def cheap(
-        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """See `Criterion`: rounds of single micro-batches, and this stage's own work."""
         m = self.microbatches
@@ -170,7 +170,7 @@ class Ordered:
         return extended.reshape(len(later), -1)
 
     def bound(
-        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """See `Criterion`: what the stages before do at least, however they are cut.
 

@@ -24,7 +24,7 @@ MOST_BLOCKED = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StageRow:
     """The stages that begin at one down-set.
 
     Attributes:
@@ -46,7 +46,7 @@ class Pairs:
 
     Attributes:
         start, end: the down-sets that they lie between.
-        times, held: as in `Row`.
+        times, held: as in `StageRow`.
     """
 
     start: Integers
@@ -55,14 +55,14 @@ class Pairs:
     held: Floats
 
 
-class Blocks:
+class StackedRows:
     """The rows of a family put together, which takes numpy far fewer calls than row by row.
 
     Args:
         row: of a down-set, as far as stages are not too long.
     """
 
-    def __init__(self, row: Callable[[int, StageRates], Row]) -> None:
+    def __init__(self, row: Callable[[int, StageRates], StageRow]) -> None:
         self._row = row
         self._known: dict[StageRates, list[Pairs]] = {}
         self._unkept: set[StageRates] = set()  # those with too many pairs
@@ -95,7 +95,7 @@ class Blocks:
 
     def _together(self, pace: StageRates, starts: Sequence[int]) -> Iterator[Pairs]:
         """The rows of these down-sets."""
-        rows: list[Row] = []
+        rows: list[StageRow] = []
         first = held = 0
         for place, start in enumerate(starts, 1):
             rows.append(self._row(start, pace))

@@ -36,7 +36,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Resident:
     """Something that a stage has in memory, once, where any of these nodes lies in it.
 
     Attributes:
@@ -103,7 +103,7 @@ class CutProblem:
     groups: tuple[tuple[int, ...], ...] = ()
     last: frozenset[int] = frozenset()
     last_alone: bool = True
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[Resident, ...] = ()
     other_kinds: tuple[tuple[Seconds, ...], ...] = ()
     pinned: tuple[tuple[int, int], ...] = ()
     apart: tuple[tuple[int, int], ...] = ()

@@ -32,7 +32,7 @@ from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.contract import topological
 from gpipe_compiler.passes.cut.device_order import fastest
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 CLOSE = 1e-6
@@ -77,7 +77,7 @@ class Shares:
     again: float
 
     @classmethod
-    def of(cls, problem: CutProblem, setting: Setting, target_s: float) -> Shares:
+    def of(cls, problem: CutProblem, setting: CutSetting, target_s: float) -> Shares:
         """Those of a problem in a setting."""
         kinds = {seat.kind for seat in setting.seats}
         costs = [problem.nodes if kind == 0 else problem.other_kinds[kind - 1] for kind in kinds]
@@ -120,7 +120,7 @@ class Program:
         solved: whether it was solved to the end.
     """
 
-    def __init__(self, shares: Shares, setting: Setting, *, fewer: bool) -> None:
+    def __init__(self, shares: Shares, setting: CutSetting, *, fewer: bool) -> None:
         self.shares, self.setting = shares, setting
         self.count, self.m = setting.stages, setting.microbatches
         self.shared = len(set(setting.placement)) < self.count

@@ -29,7 +29,7 @@ from gpipe_compiler.passes.cut.space import (
     Integers,
     Space,
 )
-from gpipe_compiler.passes.cut.tables import Tables
+from gpipe_compiler.passes.cut.tables import BoundTables
 
 CROWDED = 3
 """From so many labels a down-set on, stages are looked at without their labels first."""
@@ -102,12 +102,12 @@ class Criterion(Protocol):
         """The label of no stage at all, one dimension."""
         ...
 
-    def promise(self, space: Space, tables: Tables, stage: int, stages: int) -> Floats:
+    def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """For every down-set: no cut with stages `stage`, ... after it takes less than this."""
         ...
 
     def cheap(
-        self, space: Space, tables: Tables, stage: int, new: Extensions, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """A lower bound for each extension, found before the extended label is."""
         ...
@@ -117,14 +117,14 @@ class Criterion(Protocol):
         ...
 
     def bound(
-        self, space: Space, tables: Tables, stage: int, start: Integers, labels: Floats
+        self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """The least time of a whole step with these labels; exact when `stage` is 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
@@ -150,8 +150,8 @@ class _Layer:
 
 
 def search(
-    space: Space, lineup: DeviceOrder, tables: Tables, criterion: Criterion, incumbent_s: float
-) -> Found:
+    space: Space, lineup: DeviceOrder, tables: BoundTables, criterion: Criterion, incumbent_s: float
+) -> SearchResult:
     """The best cut of the family into all stages of the line-up, if better than the incumbent.
 
     Stages that are alone too large for their devices are left out.
@@ -173,7 +173,7 @@ def search(
         layer, lost = _next_layer(work, starts, layer, ceiling)
         dropped = min(dropped, lost)
         if not len(layer.state):
-            return Found(None, min(dropped, incumbent_s), math.isinf(dropped))
+            return SearchResult(None, min(dropped, incumbent_s), math.isinf(dropped))
         layers.append(layer)
     best = int(np.argmin(layer.bounds))
     value = float(layer.bounds[best])
@@ -181,7 +181,7 @@ def search(
     for level in reversed(layers):
         chain.append(int(level.state[best]))
         best = int(level.parent[best])
-    return Found(tuple(chain), min(dropped, incumbent_s, value), math.isinf(dropped))
+    return SearchResult(tuple(chain), min(dropped, incumbent_s, value), math.isinf(dropped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class _Work:
 
     space: Space
     lineup: DeviceOrder
-    tables: Tables
+    tables: BoundTables
     criterion: Criterion
     stage: int
 

@@ -22,7 +22,7 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class DeviceSlot:
     """A device that stages may run on.
 
     Attributes:
@@ -43,7 +43,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CutSetting:
     """What a cut is for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Setting:
     kind: ScheduleKind | None
     stages: int
     microbatches: int
-    seats: tuple[Seat, ...]
+    seats: tuple[DeviceSlot, ...]
     links: tuple[tuple[Link, ...], ...]
     devices: int | None = None
     recompute: tuple[bool, ...] = ()
@@ -75,8 +75,8 @@ class Setting:
         stages: int,
         microbatches: int,
         link: Link,
-        seat: Seat = Seat(),
-    ) -> Setting:
+        seat: DeviceSlot = DeviceSlot(),
+    ) -> CutSetting:
         """Equal devices, one for every stage, and equal links."""
         row = range(stages)
         links = tuple(tuple(NO_LINK if a == b else link for b in row) for a in row)

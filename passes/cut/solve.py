@@ -13,10 +13,10 @@ from gpipe_compiler.passes.cut.evaluator import CutEvaluator, CutScore
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
-from gpipe_compiler.passes.cut.search import Criterion, Found, search
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.search import Criterion, SearchResult, search
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Space
-from gpipe_compiler.passes.cut.tables import Tables, bottleneck_chain, least_excess, tables
+from gpipe_compiler.passes.cut.tables import BoundTables, bottleneck_chain, least_excess, tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.step import recomputed
 
@@ -65,7 +65,7 @@ class Solver:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: CutSetting,
         judge: CutEvaluator,
         lineups: Sequence[DeviceOrder],
         repeats: tuple[int, ...],
@@ -205,7 +205,7 @@ class Solver:
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _prove_by(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
+    def _prove_by(self, space: Space, lineup: DeviceOrder, bounds: BoundTables) -> float:
         """Searches by what is known of the schedule; returns a lower bound."""
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
@@ -234,7 +234,7 @@ class Solver:
         ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
         return max(least, self._search(space, lineup, bounds, ordered).bound_s)
 
-    def _search_rounds(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
+    def _search_rounds(self, space: Space, lineup: DeviceOrder, bounds: BoundTables) -> float:
         """Searches by a bound of 1F1B: with few labels for a good cut, then maybe with many."""
         stages, again = self.setting.stages, lineup.again
         few = Rounds(self._m, stages, again, GLANCE)
@@ -245,7 +245,7 @@ class Solver:
         rounds = Rounds(self._m, stages, again)
         return max(found.bound_s, self._search(space, lineup, bounds, rounds).bound_s)
 
-    def _prove_longest(self, space: Space, lineup: DeviceOrder, bounds: Tables) -> float:
+    def _prove_longest(self, space: Space, lineup: DeviceOrder, bounds: BoundTables) -> float:
         """The same for the longest stage."""
         least = float(bounds.stage_s[self.setting.stages, -1])
         if least >= self.value * (1 - TOLERANCE):
@@ -256,8 +256,8 @@ class Solver:
         return max(least, self._search(space, lineup, bounds, sends).bound_s)
 
     def _search(
-        self, space: Space, lineup: DeviceOrder, bounds: Tables, criterion: Criterion
-    ) -> Found:
+        self, space: Space, lineup: DeviceOrder, bounds: BoundTables, criterion: Criterion
+    ) -> SearchResult:
         """Searches by one criterion, and keeps what it finds."""
         found = search(space, lineup, bounds, criterion, self.value)
         if found.chain is not None:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import StageRates
-from gpipe_compiler.passes.cut.pairs import Blocks, Pairs, Row
-from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, Kept
+from gpipe_compiler.passes.cut.pairs import Pairs, StackedRows, StageRow
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, Resident
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ CACHED_PAIRS = 3_000_000
 """Pairs of down-sets whose costs are kept (some 60 bytes each); others are worked out anew."""
 
 FORWARD, BACKWARD, RECEIVE, GRADIENT, WEIGHT, UPDATE, SEND = range(7)
-"""The rows of `Row.times`."""
+"""The rows of `StageRow.times`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Crossings:
 
     Attributes:
         crossed, sent: shape (4, ends): the columns of `Movable` that they receive, and send on.
-        held: as in `Row`.
+        held: as in `StageRow`.
         updated: bytes that they update.
     """
 
@@ -80,10 +80,12 @@ class Space:
 
     def _start_cache(self) -> None:
         self.limit_s = float("inf")
-        self._rows: dict[StageRates, dict[int, Row]] = {}
-        self._short: dict[StageRates, dict[int, Row]] = {}  # the same, as far as the limit allows
-        self._blocks = Blocks(self.row)
-        self._recent: tuple[StageRates | None, dict[int, Row]] = (None, {})  # of `_short`
+        self._rows: dict[StageRates, dict[int, StageRow]] = {}
+        self._short: dict[
+            StageRates, dict[int, StageRow]
+        ] = {}  # the same, as far as the limit allows
+        self._blocks = StackedRows(self.row)
+        self._recent: tuple[StageRates | None, dict[int, StageRow]] = (None, {})  # of `_short`
         self._common: dict[int, Crossings] = {}
         self._cached = 0
         self._held = 0
@@ -140,7 +142,7 @@ class Space:
         self._recent = (None, {})
         return self
 
-    def row(self, start: int, pace: StageRates) -> Row:
+    def row(self, start: int, pace: StageRates) -> StageRow:
         """All stages that begin at the down-set of this index."""
         if self._recent[0] is not pace:  # to look one up takes longer than all the rest
             self._recent = (pace, self._short.setdefault(pace, {}))
@@ -157,7 +159,7 @@ class Space:
         stop = self._stop(start)
         if len(row.ends) and row.ends[-1] >= stop:
             count = int(np.searchsorted(row.ends, stop))
-            row = Row(row.ends[:count], row.times[:, :count], row.held[:, :count])
+            row = StageRow(row.ends[:count], row.times[:, :count], row.held[:, :count])
         if start in known:
             self._recent[1][start] = row
         return row
@@ -258,7 +260,7 @@ class Space:
         sent = self._crossing[:, ends] - passed
         return Crossings(ends, crossed, sent, np.stack((held[0], taken, held[1])), held[2])
 
-    def _row(self, common: Crossings, start: int, pace: StageRates) -> Row:
+    def _row(self, common: Crossings, start: int, pace: StageRates) -> StageRow:
         ends, crossed, sent = common.ends, common.crossed, common.sent
         times = np.empty((7, len(ends)))
         inside = self.inside[pace.kind]
@@ -271,7 +273,7 @@ class Space:
         times[UPDATE] = updated * pace.update_s_per_byte + (updated > 0) * pace.update_latency_s
         link = pace.sends
         times[SEND] = (sent[0] + sent[2]) * link.latency_s + (sent[1] + sent[3]) / link.bandwidth
-        return Row(ends, times, common.held)
+        return StageRow(ends, times, common.held)
 
     def stages_of(self, chain: Sequence[int]) -> Integers:
         """The stage of every node in a chain of down-sets, from the empty one to the whole."""
@@ -317,7 +319,7 @@ def _products(rows: Booleans, weights: npt.NDArray[np.generic]) -> npt.NDArray[n
     return found
 
 
-def _columns(kept: Kept) -> tuple[float, float, float]:
+def _columns(kept: Resident) -> tuple[float, float, float]:
     return kept.bytes, kept.microbatch_bytes, kept.updated_bytes
 
 

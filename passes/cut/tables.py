@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, StageRates
-from gpipe_compiler.passes.cut.pairs import Row
+from gpipe_compiler.passes.cut.pairs import StageRow
 from gpipe_compiler.passes.cut.space import (
     Floats,
     Integers,
@@ -21,7 +21,7 @@ EXACT_PAIRS = 1_500_000
 
 
 @dataclass(frozen=True)
-class Tables:
+class BoundTables:
     """Lower bounds over all cuts of down-set I into exactly the first j stages, indexed [j, I].
 
     Infinite where I has no such cut.
@@ -42,7 +42,7 @@ class Tables:
     stage_s: Floats
 
 
-def tables(space: Space, lineup: DeviceOrder) -> Tables:
+def tables(space: Space, lineup: DeviceOrder) -> BoundTables:
     """The tables, exact where there are few pairs, otherwise from sums and single nodes."""
     pairs = 0
     paces = len(set(lineup.paces))
@@ -71,7 +71,7 @@ def boundaries(space: Space, lineup: DeviceOrder) -> Floats:
     return held
 
 
-def _rough(space: Space, lineup: DeviceOrder) -> Tables:
+def _rough(space: Space, lineup: DeviceOrder) -> BoundTables:
     stages = lineup.stages
     counts = np.arange(stages + 1)[:, None]
     possible = boundaries(space, lineup)
@@ -94,7 +94,7 @@ def _rough(space: Space, lineup: DeviceOrder) -> Tables:
         table(2 * fast[0] + fast[1], space.largest(2 * forward + backward)),
         table(fast[0] + fast[1], space.largest(forward + backward)),
     )
-    return Tables(
+    return BoundTables(
         table(fast[0], space.largest(forward)),
         np.where(
             again,
@@ -114,8 +114,8 @@ def runs(lineup: DeviceOrder, low: int, high: int) -> Iterator[tuple[int, int, S
             yield max(begin, low), min(end, high), pace
 
 
-def machines(lineup: DeviceOrder, low: int, high: int, row: Row) -> Floats:
-    """What stages on devices of equal pace cost, in the order of `Tables`: (5, stages, ends).
+def machines(lineup: DeviceOrder, low: int, high: int, row: StageRow) -> Floats:
+    """What stages on devices of equal pace cost, in the order of `BoundTables`: (5, stages, ends).
 
     Where all cost the same it is told once: (5, 1, ends).
     """
@@ -134,7 +134,7 @@ def machines(lineup: DeviceOrder, low: int, high: int, row: Row) -> Floats:
     return found
 
 
-def _cycles(lineup: DeviceOrder, low: int, high: int, row: Row, *, apart: bool) -> Floats:
+def _cycles(lineup: DeviceOrder, low: int, high: int, row: StageRow, *, apart: bool) -> Floats:
     """The time of a micro-batch on the same stages, (stages, ends): see `bottleneck_chain`."""
     alike = len(set(lineup.again[low:high].tolist())) == 1
     forward, backward, receive, gradient, weight, _, send = row.times
@@ -155,7 +155,7 @@ def _unlike(lineup: DeviceOrder, low: int, high: int) -> int:
     return low + 1 if alike else high
 
 
-def _exact(space: Space, lineup: DeviceOrder) -> Tables:
+def _exact(space: Space, lineup: DeviceOrder) -> BoundTables:
     table = np.full((5, lineup.stages + 1, space.size), np.inf)
     table[:, 0, 0] = 0.0
     possible = boundaries(space, lineup)
@@ -172,7 +172,7 @@ def _exact(space: Space, lineup: DeviceOrder) -> Tables:
             np.add(costs[3], before[3], out=reached[3])
             view = table[:, low + 1 : high + 1]
             view[..., row.ends] = np.minimum(view[..., row.ends], reached)
-    return Tables(*table)
+    return BoundTables(*table)
 
 
 def bottleneck_chain(
@@ -231,7 +231,7 @@ def least_excess(space: Space, lineup: DeviceOrder) -> float:
     return float(best[-1, -1])
 
 
-def _span(row: Row) -> slice | Integers:
+def _span(row: StageRow) -> slice | Integers:
     """The ends of a row; as a slice, which is sooner looked up, where none between is missing."""
     ends = row.ends
     if len(ends) and ends[-1] - ends[0] + 1 == len(ends):
@@ -239,7 +239,9 @@ def _span(row: Row) -> slice | Integers:
     return ends
 
 
-def tails(space: Space, lineup: DeviceOrder, cost: Callable[[int, int, Row], Floats]) -> Floats:
+def tails(
+    space: Space, lineup: DeviceOrder, cost: Callable[[int, int, StageRow], Floats]
+) -> Floats:
     """The largest cost of a stage in the best cut of all outside a down-set, indexed [j, I].
 
     The stages j, j + 1, ... lie outside. Infinite where there is no such cut.

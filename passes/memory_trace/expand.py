@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeAlias
 from gpipe_compiler.passes.allocation_trace import (
     NO_OP,
     AllocationTrace,
-    Block,
     BlockKind,
-    Event,
     StageTraces,
+    StorageEvent,
+    StorageLife,
     forward_alone,
 )
 from gpipe_compiler.passes.memory_trace.shorten import FIRST, KEPT, Gap
@@ -303,7 +303,7 @@ class _Long:
             return label
         return _further(label, -min(removed, label.block - FIRST + 1))
 
-    def _told(self, label: Label) -> Block:
+    def _told(self, label: Label) -> StorageLife:
         short = self._short
         source = self._source(label)
         block = short.traces.blocks[short.numbers[source]]
@@ -316,7 +316,9 @@ class _Long:
     def _trace(self, sights: Sequence[_Sight] | None) -> AllocationTrace | None:
         if sights is None:
             return None
-        return AllocationTrace(tuple(Event(self._numbers[s.label], s.alive, s.op) for s in sights))
+        return AllocationTrace(
+            tuple(StorageEvent(self._numbers[s.label], s.alive, s.op) for s in sights)
+        )
 
     def _renumbered(self, table: Mapping[str, int]) -> Mapping[str, int]:
         short = self._short

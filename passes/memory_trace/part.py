@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter, bind
 from gpipe_compiler.runtime.core.options import ExecutionOptions
-from gpipe_compiler.runtime.core.request import RandomKey, StepRequest, Work
+from gpipe_compiler.runtime.core.request import RandomKey, RunRequest, StepRequest
 from gpipe_compiler.runtime.core.stage_run import StageRun
 from gpipe_compiler.runtime.core.wiring import Need, StageWiring
 from gpipe_compiler.runtime.spec import BatchNorm, Remat, StageSpec
@@ -24,7 +24,7 @@ Started = Callable[[int | None], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """Consecutive ops of a graph, and their connections to the rest of it.
 
     Attributes:
@@ -144,10 +144,10 @@ class Part:
         )
 
 
-def stage_run(part: Part, module: PartModule, wiring: StageWiring) -> StageRun:
+def stage_run(part: GraphPart, module: PartModule, wiring: StageWiring) -> StageRun:
     """The part at work as the runtime has it at work."""
     request = StepRequest(
-        Work.TRAIN if part.training else Work.INFER,
+        RunRequest.TRAIN if part.training else RunRequest.INFER,
         sizes=(1,),
         inputs=({},),
         loss_weights=((1.0,),),
@@ -160,7 +160,7 @@ def stage_run(part: Part, module: PartModule, wiring: StageWiring) -> StageRun:
 
 
 def part_module(
-    part: Part,
+    part: GraphPart,
     tensors: Mapping[str, torch.Tensor],
     sizes: Mapping[str, object],
     started: Started,
@@ -186,7 +186,7 @@ class PartModule(nn.Module):
 
     def __init__(
         self,
-        part: Part,
+        part: GraphPart,
         tensors: Mapping[str, torch.Tensor],
         sizes: Mapping[str, object],
         started: Started,

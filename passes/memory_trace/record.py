@@ -9,15 +9,15 @@ import torch
 
 from gpipe_compiler.passes.allocation_trace import (
     AllocationTrace,
-    Block,
     BlockKind,
-    Event,
     Growth,
     StageTraces,
+    StorageEvent,
+    StorageLife,
     forward_alone,
 )
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.memory_trace.part import Part, part_module, stage_run
+from gpipe_compiler.passes.memory_trace.part import GraphPart, part_module, stage_run
 from gpipe_compiler.passes.memory_trace.unwatched import adds_in_place, parts
 from gpipe_compiler.passes.memory_trace.watch import StorageWatch
 from gpipe_compiler.quiet import quiet
@@ -26,7 +26,7 @@ from gpipe_compiler.runtime.core.stage_run import StageRun
 
 
 @dataclass(frozen=True)
-class Given:
+class PartInputs:
     """What a part reads of others.
 
     Attributes:
@@ -49,15 +49,15 @@ class _Round:
     born: tuple[int, ...]
     received: Mapping[str, int]
     returned: Mapping[str, int]
-    forward: tuple[Event, ...]
+    forward: tuple[StorageEvent, ...]
     kept: frozenset[int]
     arriving: Mapping[str, int] = field(default_factory=dict)
     sent_back: Mapping[str, int] = field(default_factory=dict)
-    backward: tuple[Event, ...] = ()
-    weight: tuple[Event, ...] = ()
+    backward: tuple[StorageEvent, ...] = ()
+    weight: tuple[StorageEvent, ...] = ()
 
 
-def record(part: Part, run: DryRun, given: Given, *, split: bool) -> StageTraces:
+def record(part: GraphPart, run: DryRun, given: PartInputs, *, split: bool) -> StageTraces:
     """The traces of a part.
 
     Args:
@@ -84,7 +84,7 @@ def record(part: Part, run: DryRun, given: Given, *, split: bool) -> StageTraces
 class _Stage:
     """A part at work under a watch."""
 
-    def __init__(self, part: Part, run: DryRun, given: Given, *, split: bool) -> None:
+    def __init__(self, part: GraphPart, run: DryRun, given: PartInputs, *, split: bool) -> None:
         self.part = part
         self.given = given
         self.watch = StorageWatch()
@@ -251,10 +251,10 @@ class _Traces:
             return BlockKind.ACTIVATION
         return BlockKind.BUFFER if number in first.born else BlockKind.GRADIENT
 
-    def _block(self, number: int, kind: BlockKind) -> Block:
+    def _block(self, number: int, kind: BlockKind) -> StorageLife:
         born = self._stage.watch.born[number]
-        return Block(born.bytes, kind, born.op, born.shape, born.dtype)
+        return StorageLife(born.bytes, kind, born.op, born.shape, born.dtype)
 
-    def _renumbered(self, events: Sequence[Event]) -> AllocationTrace:
+    def _renumbered(self, events: Sequence[StorageEvent]) -> AllocationTrace:
         same = self._same
         return AllocationTrace(tuple(replace(e, block=same.get(e.block, e.block)) for e in events))

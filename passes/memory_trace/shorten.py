@@ -15,7 +15,7 @@ from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.blocks import reading
-from gpipe_compiler.passes.memory_trace.part import Part
+from gpipe_compiler.passes.memory_trace.part import GraphPart
 
 FIRST = 2
 """The blocks that stay before those left out."""
@@ -58,7 +58,7 @@ class Shortening:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
 
-    def of(self, part: Part) -> tuple[Part, Gap] | None:
+    def of(self, part: GraphPart) -> tuple[GraphPart, Gap] | None:
         """A part without the blocks that are left out; None where there are none to be."""
         runs = (run.aligned() for run in self._runs(part))
         for run in sorted(runs, key=lambda run: -run.period * run.count):
@@ -66,7 +66,7 @@ class Shortening:
                 return run.shortened()
         return None
 
-    def _runs(self, part: Part) -> Iterator[_Run]:
+    def _runs(self, part: GraphPart) -> Iterator[_Run]:
         """Where the ops of a part go through many blocks."""
         rows = [(*self._place.get(op.name, (-1, -1)), at) for at, op in enumerate(part.ops)]
 
@@ -93,7 +93,7 @@ class Shortening:
 class _Run:
     """Blocks in a row, each of whose ops is like the one a period before (`passes.repeats`)."""
 
-    part: Part
+    part: GraphPart
     start: int
     period: int
     count: int
@@ -105,7 +105,7 @@ class _Run:
         shift = next((shift for shift in range(self.period) if shift not in within), len(span))
         return _Run(self.part, span.start + shift, self.period, (len(span) - shift) // self.period)
 
-    def shortened(self) -> tuple[Part, Gap]:
+    def shortened(self) -> tuple[GraphPart, Gap]:
         """The part without the third block and those after it, up to the last but two."""
         part = self.part
         left_out = range(self._end(FIRST - 1), self._end(self._last))

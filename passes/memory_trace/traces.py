@@ -16,13 +16,13 @@ from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
-from gpipe_compiler.passes.blocks import Blocks, shortest
+from gpipe_compiler.passes.blocks import ShortenedGraph, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.memory_trace.expand import expanded
-from gpipe_compiler.passes.memory_trace.part import Part
-from gpipe_compiler.passes.memory_trace.record import Given, record
+from gpipe_compiler.passes.memory_trace.part import GraphPart
+from gpipe_compiler.passes.memory_trace.record import PartInputs, record
 from gpipe_compiler.passes.memory_trace.shorten import Shortening
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.repeats import refs_of
@@ -55,7 +55,7 @@ class MemoryTraces:
         self.graph = graph
         self.batch_size = graph.batch_size if batch_size is None else batch_size
         self._forms = OpForms(graph)
-        self._known: dict[Hashable, tuple[Part, StageTraces]] = {}
+        self._known: dict[Hashable, tuple[GraphPart, StageTraces]] = {}
         self._shortening = Shortening(graph)
 
     def of(
@@ -83,7 +83,7 @@ class MemoryTraces:
         """
         return self._traces(self._part(ops, inputs, outputs, returned, segments), split=split)
 
-    def _traces(self, part: Part, *, split: bool) -> StageTraces:
+    def _traces(self, part: GraphPart, *, split: bool) -> StageTraces:
         """The traces of a part, or those of one of equal form under its names."""
         key = split, self._form(part)
         if key not in self._known:
@@ -92,7 +92,7 @@ class MemoryTraces:
         known, traces = self._known[key]
         return _renamed(traces, known, part)
 
-    def _expanded(self, part: Part, *, split: bool) -> StageTraces | None:
+    def _expanded(self, part: GraphPart, *, split: bool) -> StageTraces | None:
         """The traces of a part, of whose many equal blocks few are traced."""
         shorter = self._shortening.of(part)
         if shorter is None:
@@ -101,7 +101,7 @@ class MemoryTraces:
         traces = self._traces(short, split=split)
         return expanded(traces, gap, tuple(op.name for op in part.ops))
 
-    def _performed(self, part: Part, *, split: bool) -> StageTraces:
+    def _performed(self, part: GraphPart, *, split: bool) -> StageTraces:
         run = DryRun.of(self._alone(part), training=part.training)
         # Constants that name the meta device mean the host in a dry run.
         ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
@@ -114,7 +114,7 @@ class MemoryTraces:
         outputs: Sequence[str],
         returned: Collection[str] | None,
         segments: Sequence[Sequence[str]],
-    ) -> Part:
+    ) -> GraphPart:
         graph = self.graph
         values = graph.values
         loss = graph.loss.value if graph.loss is not None else None
@@ -125,7 +125,7 @@ class MemoryTraces:
             returned = [name for name in handed if values[name].requires_grad]
         position = {name: index for index, name in enumerate(ops)}
         written = [n for name in ops for n in self._effects.state_writes.get(name, ())]
-        part = Part(
+        part = GraphPart(
             graph=graph,
             ops=tuple(graph.op_of[name] for name in ops),
             inputs=tuple(inputs),
@@ -142,7 +142,7 @@ class MemoryTraces:
         )
         return dataclasses.replace(part, calls=calls_of(part))
 
-    def _form(self, part: Part) -> Hashable:
+    def _form(self, part: GraphPart) -> Hashable:
         """All that the traces of a part depend on: equal for parts that differ in names alone."""
         number = {name: index for index, name in enumerate(_names(part))}
         states = {name: index for index, name in enumerate(part.states)}
@@ -167,7 +167,7 @@ class MemoryTraces:
         handed = tuple(tuple(map(read, names)) for names in ends)
         return ops, received, handed, part.segments, part.calls, writes, part.draws
 
-    def _alone(self, part: Part) -> Graph:
+    def _alone(self, part: GraphPart) -> Graph:
         """The graph with no more state and modules than the part has."""
         graph = self.graph
         states = part.states
@@ -178,11 +178,11 @@ class MemoryTraces:
             repeats=(),
         )
 
-    def _given(self, part: Part) -> Given:
+    def _given(self, part: GraphPart) -> PartInputs:
         made = {name for op in part.ops for name in op.outputs}
         read = {name for op in part.ops for name in op.inputs}.union(part.outputs)
         missing = read.difference(made, part.inputs)
-        return Given(
+        return PartInputs(
             {name: self._value(name) for name in part.inputs},
             {name: self._value(name) for name in missing},
         )
@@ -208,7 +208,7 @@ class MemoryTraces:
     @cached_property
     def _told(self) -> Mapping[str, str]:
         """For each value the one of the short graph that stands for it."""
-        blocks = Blocks.of(self.graph)
+        blocks = ShortenedGraph.of(self.graph)
         if blocks is None:
             return {}
         short = blocks.short
@@ -225,13 +225,13 @@ class MemoryTraces:
         return effects(self.graph) if self.graph.loss is not None else Effects()
 
 
-def _names(part: Part) -> tuple[str, ...]:
+def _names(part: GraphPart) -> tuple[str, ...]:
     """The values of a part, in an order that is the same for parts of equal form."""
     made = (name for op in part.ops for name in op.outputs)
     return tuple(dict.fromkeys((*part.inputs, *made)))
 
 
-def _renamed(traces: StageTraces, one: Part, other: Part) -> StageTraces:
+def _renamed(traces: StageTraces, one: GraphPart, other: GraphPart) -> StageTraces:
     """The traces of one part under the names of another of equal form."""
     if one is other:
         return traces
@@ -260,7 +260,7 @@ def _range(positions: Sequence[int]) -> range:
 # --- calls of modules -----------------------------------------------------------------------------
 
 
-def calls_of(part: Part) -> tuple[range, ...]:
+def calls_of(part: GraphPart) -> tuple[range, ...]:
     """For every call of a module that is written as one, the positions of its ops."""
     graph = part.graph
     if not graph.module_classes:
@@ -278,7 +278,7 @@ def calls_of(part: Part) -> tuple[range, ...]:
     return tuple(range(ops[0], ops[-1] + 1) for ops in places)
 
 
-def _bodies(part: Part) -> Iterator[Body]:
+def _bodies(part: GraphPart) -> Iterator[Body]:
     """The methods of a stage: `forward`, and one for each segment, which `forward` calls."""
     forward: list[Op] = []
     for step in part.steps:

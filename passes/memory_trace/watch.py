@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import Node
 
 from gpipe_compiler.dispatching import PlainDispatchMode
-from gpipe_compiler.passes.allocation_trace import NO_OP, Event
+from gpipe_compiler.passes.allocation_trace import NO_OP, StorageEvent
 from gpipe_compiler.passes.memory_trace.sums import EngineSums
 from gpipe_compiler.passes.memory_trace.unwatched import (
     REPLAYED,
@@ -61,7 +61,7 @@ class StorageWatch(PlainDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[StorageEvent] = []
         self.born: list[Born] = []
         self.op: int | None = NO_OP
         self.sums = EngineSums()
@@ -111,7 +111,7 @@ class StorageWatch(PlainDispatchMode):
         """A backward runs: the nodes tell for which op."""
         self.op = None
 
-    def take(self) -> tuple[Event, ...]:
+    def take(self) -> tuple[StorageEvent, ...]:
         """The events since they were last taken."""
         events, self.events = self.events, []
         return tuple(events)
@@ -226,7 +226,7 @@ class StorageWatch(PlainDispatchMode):
         self._numbers[key] = number
         self._ends[number] = weakref.ref(storage, self._ended(key, number))
         if event:
-            self.events.append(Event(number, True, self._now))
+            self.events.append(StorageEvent(number, True, self._now))
 
     def _ended(self, key: int, number: int) -> Callable[[object], None]:
         return partial(_end, weakref.ref(self), key, number)
@@ -235,7 +235,7 @@ class StorageWatch(PlainDispatchMode):
         """A storage was freed."""
         self._numbers.pop(key, None)
         if self._ends.pop(number, None) is not None:
-            self.events.append(Event(number, False, self._now))
+            self.events.append(StorageEvent(number, False, self._now))
 
     def _look_at_node(self) -> None:
         node: Node | None = torch._C._current_autograd_node()

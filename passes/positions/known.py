@@ -48,7 +48,7 @@ _LARGEST_TABLE = 2**24
 _RULES = {**MOVING, **COMPUTING}
 
 
-class Written(Protocol):
+class Mutations(Protocol):
     """What ops write and which values share memory: `passes.effects`, which builds on this room."""
 
     @property
@@ -68,7 +68,7 @@ class Positions:
     """The values of an annotated graph whose elements follow from their coordinates."""
 
     graph: Graph
-    effects: Written
+    effects: Mutations
     _known: dict[str, Content] = field(default_factory=dict)
     _states: dict[str, Content | None] = field(default_factory=dict)
 

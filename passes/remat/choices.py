@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from gpipe_compiler.passes.remat.problem import (
-    Choice,
     RematProblem,
     Segment,
+    SegmentChoice,
     evaluate,
     uniform,
 )
@@ -41,7 +41,7 @@ _ASIDE = 1 / 3
 
 
 @lru_cache(maxsize=512)
-def choices(problem: RematProblem, most: int = MANY) -> tuple[Choice, ...]:
+def choices(problem: RematProblem, most: int = MANY) -> tuple[SegmentChoice, ...]:
     """The undominated choices, the fastest first: that is no segment at all.
 
     None is worse than equal segments, as many as the square root of the number of ops, nor than
@@ -64,14 +64,14 @@ def choices(problem: RematProblem, most: int = MANY) -> tuple[Choice, ...]:
 
 
 @lru_cache(maxsize=512)
-def choices_of(problem: RematProblem, segments: tuple[Segment, ...]) -> tuple[Choice, ...]:
+def choices_of(problem: RematProblem, segments: tuple[Segment, ...]) -> tuple[SegmentChoice, ...]:
     """The undominated choices of some of these segments, the fastest first."""
     ends = {problem.places[0], problem.places[-1], *itertools.chain(*segments)}
     chosen = search(problem, sorted(ends), frozenset(segments))
     return tuple(_undominated(evaluate(problem, some) for some in chosen))
 
 
-def _usual(problem: RematProblem) -> list[Choice]:
+def _usual(problem: RematProblem) -> list[SegmentChoice]:
     """What people take: nothing, everything at once, and equal segments, the last one kept."""
     first, last = problem.places[0], problem.places[-1]
     several = uniform(problem, max(1, round(math.sqrt(last - first))))
@@ -79,7 +79,7 @@ def _usual(problem: RematProblem) -> list[Choice]:
     return [evaluate(problem, plan) for plan in plans]
 
 
-def _spaced(problem: RematProblem, crossing: Sequence[int], *, every: bool) -> list[Choice]:
+def _spaced(problem: RematProblem, crossing: Sequence[int], *, every: bool) -> list[SegmentChoice]:
     """Segments of about equal length with ends where the least crosses, for many numbers of them:
     what a layered model does by hand, a few layers to a segment."""
     plans: dict[tuple[Segment, ...], None] = {}
@@ -116,9 +116,9 @@ def _ends(problem: RematProblem, crossing: Sequence[int], count: int) -> list[in
     return sorted(found)
 
 
-def _undominated(found: Iterable[Choice]) -> list[Choice]:
+def _undominated(found: Iterable[SegmentChoice]) -> list[SegmentChoice]:
     """Those that no other is at least as good as, whether a backward is split or not."""
-    best: list[Choice] = []
+    best: list[SegmentChoice] = []
     for choice in sorted(found, key=lambda c: (c.seconds, c.kept, c.peak, len(c.segments))):
         if not any(
             other.kept <= choice.kept and other.peak <= choice.peak and other.whole <= choice.whole

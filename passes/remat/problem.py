@@ -20,7 +20,7 @@ Segment: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RematOp:
     """One op.
 
     Attributes:
@@ -49,7 +49,7 @@ class RematProblem:
             the end.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[RematOp, ...]
     sizes: tuple[int, ...]
     places: tuple[int, ...]
 
@@ -90,7 +90,7 @@ class RematProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SegmentChoice:
     """Segments of a stage, and what they come to for one micro-batch.
 
     Attributes:
@@ -115,7 +115,7 @@ class Choice:
         return self.peak - self.kept
 
 
-def evaluate(problem: RematProblem, segments: Collection[Segment]) -> Choice:
+def evaluate(problem: RematProblem, segments: Collection[Segment]) -> SegmentChoice:
     """What some segments come to, by the definition."""
     ordered = tuple(sorted(segments))
     kept: set[int] = set()
@@ -137,7 +137,7 @@ def evaluate(problem: RematProblem, segments: Collection[Segment]) -> Choice:
     held += sum(keep(step.saves) for step in problem.steps[place:])
     seconds = sum(map(problem.seconds, ordered))
     whole = held + problem.bytes(again - kept)
-    return Choice(ordered, seconds, held, max(peak, held), whole)
+    return SegmentChoice(ordered, seconds, held, max(peak, held), whole)
 
 
 def uniform(problem: RematProblem, count: int) -> list[Segment]:

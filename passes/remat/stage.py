@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpipe_compiler.ir import Graph, Mode
 from gpipe_compiler.passes.effects import Effects
-from gpipe_compiler.passes.remat.problem import RematProblem, Segment, Step, Storages
+from gpipe_compiler.passes.remat.problem import RematOp, RematProblem, Segment, Storages
 from gpipe_compiler.passes.saved_tensors import SavedTensors
 
 _NOTHING: Storages = frozenset()
@@ -45,7 +45,7 @@ def stage_problem(
             place = position.get(maker.name, -1) if maker is not None else -1
             reads.append((place, storages(saved.by_value.get(value, _NOTHING))))
         steps.append(
-            Step(
+            RematOp(
                 seconds[name],
                 storages(saved.by_op.get(name, _NOTHING)),
                 name in saved.early,

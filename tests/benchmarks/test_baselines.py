@@ -23,8 +23,8 @@ from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.classic import block_ends
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.orders import topological_orders
-from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Traffic
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.step import StageTimes
 
@@ -38,7 +38,7 @@ def chain(seconds: list[float], parameters: list[int]) -> CutProblem:
     return CutProblem(
         tuple(Node(f"op{i}", s, 2 * s) for i, s in enumerate(seconds)),
         tuple(Traffic(f"v{i}", i, (i + 1,), 1, 1) for i in range(last)),
-        kept=tuple(Kept((i,), 2 * n, 0, n) for i, n in enumerate(parameters) if n),
+        kept=tuple(Resident((i,), 2 * n, 0, n) for i, n in enumerate(parameters) if n),
     )
 
 
@@ -118,7 +118,9 @@ def test_best_in_a_row_is_the_best_of_all_cuts_of_these_rows(
     draw = random.Random(seed)
     problem = random_problem(draw, 7)
     kind = ScheduleKind.ONE_F_ONE_B if early else ScheduleKind.GPIPE
-    setting = dataclasses.replace(Setting.equal(kind, 3, 4, Link(100.0, 0.01)), objective=objective)
+    setting = dataclasses.replace(
+        CutSetting.equal(kind, 3, 4, Link(100.0, 0.01)), objective=objective
+    )
     graph = contract(problem, 3)
     if graph.parts < 3:
         return
@@ -146,9 +148,9 @@ def test_scores_are_those_of_a_cut_that_has_no_choice(seed: int, kind: ScheduleK
     if contract(problem, 3).parts < 3:
         return
     stage_of = Row(problem, 3).equal_ops()
-    seat = Seat(memory=draw.choice([0.0, 50.0]), update_s_per_byte=0.01)
+    seat = DeviceSlot(memory=draw.choice([0.0, 50.0]), update_s_per_byte=0.01)
     setting = dataclasses.replace(
-        Setting.equal(kind, 3, 5, Link(100.0, 0.01), seat),
+        CutSetting.equal(kind, 3, 5, Link(100.0, 0.01), seat),
         recompute=tuple(draw.random() < 0.5 for _ in range(3)),
     )
 
@@ -178,7 +180,7 @@ def test_scores_are_those_of_a_cut_that_has_no_choice(seed: int, kind: ScheduleK
 def test_steps_of_pipelines_that_recompute_as_published_ones(
     microbatches: int, how: Recompute, seconds: float
 ) -> None:
-    setting = Setting.equal(ScheduleKind.GPIPE, 2, microbatches, LINK)
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 2, microbatches, LINK)
     setting = dataclasses.replace(setting, recompute=(True, True))
 
     assert as_run(setting, [StageTimes(1, 2), StageTimes(1, 2)], how).step_s == seconds
@@ -188,7 +190,7 @@ def test_steps_of_pipelines_that_recompute_as_published_ones(
 def test_no_pipeline_of_equal_stages_is_faster_than_the_ceiling(stages: int, micro: int) -> None:
     priced = Priced(chain([1.0] * stages, [1] * stages), tuple(range(stages)))
     setting = dataclasses.replace(
-        Setting.equal(ScheduleKind.GPIPE, stages, micro, LINK), recompute=(True,) * stages
+        CutSetting.equal(ScheduleKind.GPIPE, stages, micro, LINK), recompute=(True,) * stages
     )
     alone = stages * 4.0  # a micro-batch on one device: forward twice, and a backward of two
     step = as_run(setting, [StageTimes(1, 2)] * stages, Recompute.EARLY).step_s

@@ -33,7 +33,7 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan, Prediction, Stage
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -120,7 +120,7 @@ def cut(graph: Graph, count: int) -> Plan:
 
 def _plan(graph: Graph, stage_of: dict[str, int], count: int) -> Plan:
     """The plan of an assignment, without figures."""
-    table = tabulate(Facts.of(graph, roofline(graph, DEFAULT_HOST)), stage_of, count)
+    table = tabulate(CutFacts.of(graph, roofline(graph, DEFAULT_HOST)), stage_of, count)
     stages = tuple(
         Stage(
             index=index,

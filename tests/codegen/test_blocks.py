@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.ir import ModuleCall
@@ -77,7 +77,7 @@ class Layers(nn.Module):
 def text_of(plan: Plan) -> str:
     """The source of the one stage of a plan."""
     assert plan.graph is not None
-    return write_stages(plan, Facts.of(plan.graph)).stages[0].text
+    return write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
 
 
 def module_of(text: str) -> nn.Module:
@@ -108,7 +108,7 @@ def test_what_several_stages_have_is_written_once(planned: Callable[..., Plan]) 
     """Layers that differ in numbers included; a stage that is written alone imports nothing."""
     plan = planned(Layers(4, differ=True), torch.rand(2, 3, 4), count=2)
     assert plan.graph is not None
-    facts = Facts.of(plan.graph)
+    facts = CodeFacts.of(plan.graph)
 
     sources = write_stages(plan, facts)
     (alone,) = write_stages(plan, facts, plan.stages[1:]).stages

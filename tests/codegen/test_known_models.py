@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from gpipe_compiler.cluster import Cluster, Device, Link
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.compile import plan, trace
 
@@ -62,7 +62,7 @@ def test_the_stages_of_a_model(label: str, request: pytest.FixtureRequest) -> No
     graph = trace(model.model, model.args, model.kwargs, target=model.target, loss_fn=model.loss_fn)
     made = plan(graph, stages=4, microbatches=4, cluster=CLUSTER)
     assert made.graph is not None
-    sources = write_stages(made, Facts.of(made.graph))
+    sources = write_stages(made, CodeFacts.of(made.graph))
     texts = {f"stage_{stage.index}.py": stage.text for stage in sources.stages}
     texts["layers.py"] = sources.layers
     folder = GOLDEN / label

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler.codegen.constants import UnwritableError, write_literal
-from gpipe_compiler.codegen.expressions import Writer
+from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.functions import BINARY, UNARY, spell
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import (
@@ -32,7 +32,7 @@ from gpipe_compiler.codegen.layout import (
     name,
     tuple_of,
 )
-from gpipe_compiler.codegen.names import RESERVED, Names, identifier
+from gpipe_compiler.codegen.names import RESERVED, Identifiers, identifier
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.errors import EmitError, SourceLocation
@@ -43,7 +43,7 @@ words = st.text("abcxyz_.0", min_size=1, max_size=30)
 
 @given(st.lists(st.text(max_size=60), max_size=20))
 def test_names_are_identifiers_given_out_once(wanted: list[str]) -> None:
-    names = Names()
+    names = Identifiers()
 
     given_out = [names.take(text) for text in wanted]
 
@@ -154,7 +154,7 @@ arguments = st.recursive(
 @settings(max_examples=200)
 def test_operators_nest_with_the_parentheses_they_need(tree: object) -> None:
     """Written with operators and evaluated, a tree of calls gives what the calls give."""
-    writer = Writer(Imports(), {}, {}, variables={key: name(key) for key in NUMBERS})
+    writer = ExpressionWriter(Imports(), {}, {}, variables={key: name(key) for key in NUMBERS})
     count = 0
 
     def build(item: object) -> tuple[object, object]:
@@ -213,7 +213,7 @@ def dropout(*args: Any) -> FunctionCall:
     ],
 )
 def test_calls_as_a_person_writes_them(made: FunctionCall | MethodCall, expected: str) -> None:
-    writer = Writer(
+    writer = ExpressionWriter(
         Imports(),
         {},
         {},
@@ -229,7 +229,7 @@ def test_calls_as_a_person_writes_them(made: FunctionCall | MethodCall, expected
 
 
 def writer_sum() -> Expression:
-    inner = Writer(Imports(), {}, {}, variables={key: name(key) for key in "xy"})
+    inner = ExpressionWriter(Imports(), {}, {}, variables={key: name(key) for key in "xy"})
     return inner.call(FunctionCall(operator.add, (Ref("x"), Ref("y"))))
 
 
@@ -272,7 +272,7 @@ def test_lines_break_where_ruff_breaks_them(
 
 
 def test_unary_spellings_are_operators() -> None:
-    writer = Writer(Imports(), {}, {}, variables={"x": name("x")})
+    writer = ExpressionWriter(Imports(), {}, {}, variables={"x": name("x")})
 
     texts = [writer.call(FunctionCall(function, (Ref("x"),))).flat for function in UNARY]
 

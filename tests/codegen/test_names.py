@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.plan import Plan
 
@@ -222,7 +222,7 @@ def test_a_users_name_stands_for_the_users_value(
     model, x = made(), torch.rand(2, 3, 4)
     plan = planned(copy.deepcopy(model), torch.rand(2, 3, 4), count=1)
     assert plan.graph is not None
-    text = write_stages(plan, Facts.of(plan.graph)).stages[0].text
+    text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
     namespace: dict[str, Any] = {}
     exec(compile(text, "<stage>", "exec"), namespace)
     stage = namespace["Stage0"]()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.options.policy import Policy
-from gpipe_compiler.passes.memory_trace.part import Part, PartModule
+from gpipe_compiler.passes.memory_trace.part import GraphPart, PartModule
 from gpipe_compiler.plan import Plan
 
 
@@ -167,9 +167,9 @@ def test_what_is_held_is_what_is_needed(label: str, training: bool, in_place: bo
     graph = made.graph
     assert graph is not None
     stage = made.stages[0]
-    (source,) = write_stages(made, Facts.of(graph)).stages
+    (source,) = write_stages(made, CodeFacts.of(graph)).stages
     ops = tuple(graph.op_of[name] for name in stage.ops if name not in graph.loss_only)
-    part = Part(graph, ops, source.inputs, source.outputs, ())
+    part = GraphPart(graph, ops, source.inputs, source.outputs, ())
     tensors = {
         name: torch.empty(state.shape, dtype=state.dtype).requires_grad_(
             training and state.requires_grad

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import ByMode, FunctionCall
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import Setting, transform
+from gpipe_compiler.passes.pipeline import PassSetting, transform
 
 transformers = pytest.importorskip("transformers")
 
@@ -74,7 +74,7 @@ def test_attention_is_called_as_the_model_calls_it(name: str) -> None:
     with Calls() as own, torch.no_grad():
         model(ids)
     graph = trace(model, (), {"input_ids": ids}, training=False, loss=LossChoice.MODEL)
-    simple = transform(graph, Setting(2))
+    simple = transform(graph, PassSetting(2))
 
     found = [
         said(dict(op.call.kwargs))
@@ -103,7 +103,7 @@ def test_biases_of_t5_are_held_once_and_not_for_every_sample() -> None:
     with Calls() as own, torch.no_grad():
         model(**inputs)
     graph = trace(model, (), inputs, training=False, loss=LossChoice.MODEL)
-    simple = transform(graph, Setting(2))
+    simple = transform(graph, PassSetting(2))
 
     found = {
         simple.values[op.call.kwargs["attn_mask"].name].shape

@@ -20,7 +20,7 @@ from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import choose, trace_with, unchecked
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
-from gpipe_compiler.frontend.shorten import Place, Run, shortened
+from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options.choices import Frontend
@@ -441,7 +441,7 @@ def test_a_layer_that_differs_stays_in_its_place(lengths: list[int]) -> None:
     graph, _ = choose(subject, Frontend.EXPORT)
 
     assert short is not None
-    assert short.runs == (Run("layers", 6, 1, 14),)
+    assert short.runs == (EqualRun("layers", 6, 1, 14),)
     assert len(lengths) == 1
     assert text_of(graph) == text_of(trace_with(subject, Frontend.EXPORT))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
 from gpipe_compiler.ir.blocks import BlockCall, Body, Part, calls_in, nest, ops_of
-from gpipe_compiler.ir.classes import Blocks, Methods, find_blocks
+from gpipe_compiler.ir.classes import MethodBlocks, Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import states_read
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
         return self.cells[1](y, first) * self.cells[2].scale
 
 
-def blocks_of(graph: Graph) -> Blocks:
+def blocks_of(graph: Graph) -> MethodBlocks:
     ops = tuple(op for op in graph.ops if op.name not in graph.loss_only)
     inner = [op for outer in ops for op in ops_within(outer)]
     modules = dict.fromkeys(op.call.module for op in inner if isinstance(op.call, ModuleCall))

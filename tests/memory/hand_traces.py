@@ -13,12 +13,12 @@ from gpipe_compiler.memory.job import DeviceJob, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.passes.allocation_trace import (
     AllocationTrace,
-    Block,
     BlockKind,
-    Event,
     StageTraces,
+    StorageEvent,
+    StorageLife,
 )
-from gpipe_compiler.runtime.core.request import Work
+from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase
@@ -64,7 +64,9 @@ def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False)
     backward = later if split else backward
     return StageTraces(
         ops=("op",),
-        blocks={n: Block(size, kind, 0, str(size), "uint8") for n, (size, kind) in kinds.items()},
+        blocks={
+            n: StorageLife(size, kind, 0, str(size), "uint8") for n, (size, kind) in kinds.items()
+        },
         received={"x": X},
         returned={} if last else {"y": Y},
         arriving={} if last else {"y": GY},
@@ -80,7 +82,7 @@ def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False)
 
 
 def _tape(pairs: Sequence[tuple[int, int]]) -> AllocationTrace:
-    return AllocationTrace(tuple(Event(block, bool(alive), 0) for block, alive in pairs))
+    return AllocationTrace(tuple(StorageEvent(block, bool(alive), 0) for block, alive in pairs))
 
 
 def players(
@@ -113,7 +115,7 @@ def players(
         microbatches=microbatches,
         microbatch_size=1,
     )
-    wiring = wire(spec, placement, Work.TRAIN, (), split)
+    wiring = wire(spec, placement, RunRequest.TRAIN, (), split)
     programs = lower(orders, placement, spec.crossings)
     middle = chain_tapes(first=False, last=False, split=bool(split))
     stages = []

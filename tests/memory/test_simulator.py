@@ -12,7 +12,13 @@ from hand_traces import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, playe
 from gpipe_compiler.memory.job import MemoryRun
 from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
 from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, Holder, Point
+from gpipe_compiler.plan.memory_curve import (
+    CATEGORIES,
+    Category,
+    DeviceMemory,
+    MemoryPoint,
+    PeakHolder,
+)
 from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 
@@ -101,8 +107,8 @@ def test_what_is_told_one_by_one_comes_to_the_same(schedule: ScheduleKind, remat
 
 
 def test_a_device_goes_to_json_and_back() -> None:
-    points = tuple(Point(f"0F{n}", n * n % 7, 0) for n in range(1000))
-    holder = Holder("8 uint8", Category.ACTIVATIONS, "op", 8, 1, 0)
+    points = tuple(MemoryPoint(f"0F{n}", n * n % 7, 0) for n in range(1000))
+    holder = PeakHolder("8 uint8", Category.ACTIVATIONS, "op", 8, 1, 0)
     memory = DeviceMemory(6, "0F2", tuple(range(7)), points, (holder,) * 20, (0,), (6,)).shortened()
 
     assert len(memory.points) == 160

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.schedule.actions import Phase
 from gpipe_compiler.simulate.in_flight import loads
 from gpipe_compiler.simulate.step import StageTimes, recomputed, simulate
@@ -77,7 +77,7 @@ def _beside_last(problem: CutProblem, stage_of: list[int], stages: int) -> bool:
     return any(s == stages - 1 and n not in must for n, s in enumerate(stage_of))
 
 
-def seatings(setting: Setting) -> list[tuple[int, ...]]:
+def seatings(setting: CutSetting) -> list[tuple[int, ...]]:
     """Every order of as many seats as there are devices in which hosts stay together."""
     devices = max(setting.placement) + 1
     found = {}
@@ -91,7 +91,7 @@ def seatings(setting: Setting) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def _own(setting: Setting, seat: int) -> tuple[float, ...]:
+def _own(setting: CutSetting, seat: int) -> tuple[float, ...]:
     s = setting.seats[seat]
     return s.kind, s.memory, s.update_s_per_byte, s.update_latency_s
 
@@ -99,7 +99,7 @@ def _own(setting: Setting, seat: int) -> tuple[float, ...]:
 class Measure:
     """What cuts come to in one setting, straight from the definitions."""
 
-    def __init__(self, problem: CutProblem, setting: Setting) -> None:
+    def __init__(self, problem: CutProblem, setting: CutSetting) -> None:
         self.problem = problem if setting.kind is not None else problem.forward_only()
         self.setting = setting
         self.asked = setting.recompute or (False,) * setting.stages
@@ -219,7 +219,7 @@ class Measure:
         return simulate(self.setting.orders, times).step_s
 
 
-def least(problem: CutProblem, setting: Setting) -> tuple[int, float]:
+def least(problem: CutProblem, setting: CutSetting) -> tuple[int, float]:
     """(excess, objective) of the best cut; infinite where there is none."""
     measure = Measure(problem, setting)
     best = (10**18, math.inf)

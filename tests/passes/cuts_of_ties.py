@@ -7,8 +7,8 @@ import random
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Traffic
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Traffic
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 KINDS = (None, ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1)
@@ -29,7 +29,7 @@ def tied(seed: int) -> CutProblem:
                 nodes.append(Node(f"op{len(nodes)}", forward, backward, backward / 3))
                 values.append(Traffic("v", before, (len(nodes) - 1,), 64, 64))
                 before = len(nodes) - 1
-                kept.append(Kept((before,), 256, 64, 256))
+                kept.append(Resident((before,), 256, 64, 256))
             ends.append(before)
         nodes.append(Node(f"op{len(nodes)}", own[0][0]))
         values += [Traffic("v", end, (len(nodes) - 1,), 64, 64) for end in ends]
@@ -40,7 +40,7 @@ def cuts() -> list[str]:
     """A line for every cut: its stages, and all digits of its time."""
     lines = []
     for seed, kind, memory in itertools.product(SEEDS, KINDS, (float("inf"), 1.0)):
-        setting = Setting.equal(kind, 3, 4, Link(1e9, 1e-6), Seat(memory=memory))
+        setting = CutSetting.equal(kind, 3, 4, Link(1e9, 1e-6), DeviceSlot(memory=memory))
         found = cut(tied(seed), setting, work=2_000_000)
         lines.append(f"{seed} {kind} {memory}: {found.stage_of} {found.step_s!r}")
     return lines

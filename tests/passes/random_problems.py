@@ -9,8 +9,8 @@ from dataclasses import replace
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Seconds, Traffic
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 LINKS = (Link(1e9, 0.0), Link(2.0, 0.0), Link(1.0, 0.5), Link(0.2, 1.0))
@@ -26,7 +26,7 @@ def random_problem(draw: random.Random, size: int) -> CutProblem:
     for _ in range(draw.choice([0, 1, size])):
         users = draw.sample(range(size), min(size, draw.choice([1, 1, 2, 3])))
         sizes = (draw.choice([0, draw.randint(1, 9)]) for _ in range(3))
-        kept.append(Kept(tuple(sorted(users)), *sizes))
+        kept.append(Resident(tuple(sorted(users)), *sizes))
     last = frozenset([size - 1]) if draw.random() < 0.4 else frozenset()
     edges = (
         tuple(sorted(draw.choices(range(size), k=2))) for _ in range(draw.choice([0, 1, size]))
@@ -79,7 +79,7 @@ def random_constraints(draw: random.Random, problem: CutProblem, stages: int) ->
     )
 
 
-def random_setting(draw: random.Random, problem: CutProblem, *, alike: bool = False) -> Setting:
+def random_setting(draw: random.Random, problem: CutProblem, *, alike: bool = False) -> CutSetting:
     """Any schedule and objective, up to four stages.
 
     Args:
@@ -96,7 +96,9 @@ def random_setting(draw: random.Random, problem: CutProblem, *, alike: bool = Fa
             recompute = tuple(draw.random() < 0.5 for _ in range(stages))
         seats, links = _machines(draw, problem, microbatches, devices, alike=alike)
         objective = draw.choice([Objective.STEP, Objective.STEP, Objective.BOTTLENECK])
-        setting = Setting(kind, stages, microbatches, seats, links, devices, recompute, objective)
+        setting = CutSetting(
+            kind, stages, microbatches, seats, links, devices, recompute, objective
+        )
         try:
             assert setting.orders
         except PlanError:
@@ -106,14 +108,14 @@ def random_setting(draw: random.Random, problem: CutProblem, *, alike: bool = Fa
 
 def _machines(
     draw: random.Random, problem: CutProblem, microbatches: int, devices: int, *, alike: bool
-) -> tuple[tuple[Seat, ...], tuple[tuple[Link, ...], ...]]:
+) -> tuple[tuple[DeviceSlot, ...], tuple[tuple[Link, ...], ...]]:
     whole = sum(k.bytes + microbatches * k.microbatch_bytes for k in problem.kept)
     limited = draw.random() < 0.6
 
-    def seat() -> Seat:
+    def seat() -> DeviceSlot:
         memory = draw.randint(0, max(1, whole)) if limited else math.inf
         kind = draw.randint(0, len(problem.other_kinds))
-        return Seat(kind, memory, 0, draw.choice([0, 0.5, 2.0]), draw.choice([0, 1.0]))
+        return DeviceSlot(kind, memory, 0, draw.choice([0, 0.5, 2.0]), draw.choice([0, 1.0]))
 
     alike = alike or draw.random() < 0.4
     count = devices + (not alike and draw.random() < 0.25)

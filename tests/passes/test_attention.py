@@ -15,7 +15,7 @@ from gpipe_compiler.ir import FunctionCall, Graph, Ref
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.attention import call_attention_plainly
-from gpipe_compiler.passes.pipeline import Setting, transform
+from gpipe_compiler.passes.pipeline import PassSetting, transform
 from gpipe_compiler.passes.shapes import annotate
 
 INF = float("inf")
@@ -113,7 +113,7 @@ class Attends(nn.Module):
 def simplified(model: nn.Module, length: int = 8) -> tuple[Graph, dict[str, object]]:
     """The graph, and the options of its one call of attention."""
     graph = trace(model, (torch.randn(4, length, 8),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = transform(graph, Setting(2))
+    graph = transform(graph, PassSetting(2))
     (call,) = [
         op.call
         for op in graph.ops

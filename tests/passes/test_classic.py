@@ -21,27 +21,27 @@ from gpipe_compiler.passes.cut import cut, ground
 from gpipe_compiler.passes.cut.classic import block_ends, classic_cuts, equal_ends
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Traffic
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 
 SEEDS = st.integers(0, 2**48)
 SIZES = st.sampled_from([4, 7, 12, 20])
 
 
-def drawn(seed: int, size: int) -> tuple[CutProblem, Setting]:
+def drawn(seed: int, size: int) -> tuple[CutProblem, CutSetting]:
     """Devices of any kinds, memory limits and links among them."""
     draw = random.Random(seed)
     problem = random_problem(draw, size)
     return problem, random_setting(draw, problem)
 
 
-def classic(problem: CutProblem, setting: Setting) -> list[tuple[int, ...]]:
+def classic(problem: CutProblem, setting: CutSetting) -> list[tuple[int, ...]]:
     """Those that leave no stage empty."""
     measured = problem if setting.kind is not None else problem.forward_only()
     found = classic_cuts(contract(measured.check(), setting.stages), setting.stages)
     return [stage_of for stage_of in found if len(set(stage_of)) == setting.stages]
 
 
-def hold(problem: CutProblem, setting: Setting) -> None:
+def hold(problem: CutProblem, setting: CutSetting) -> None:
     """No classic cut is better than the one found, on any order of devices."""
     try:
         answer = cut(problem, setting)

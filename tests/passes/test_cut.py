@@ -21,22 +21,22 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.choices import Objective
 from gpipe_compiler.passes.cut import Cut, cut, ground
 from gpipe_compiler.passes.cut import choose as cut_module
-from gpipe_compiler.passes.cut.problem import CutProblem, Kept, Node, Seconds, Traffic
-from gpipe_compiler.passes.cut.setting import Seat, Setting
+from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Seconds, Traffic
+from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 SEEDS = st.integers(0, 2**48)
 FAST = Link(100.0, 0.0)
 
 
-def drawn(seed: int, most: int, *, alike: bool = False) -> tuple[CutProblem, Setting]:
+def drawn(seed: int, most: int, *, alike: bool = False) -> tuple[CutProblem, CutSetting]:
     draw = random.Random(seed)
     problem = random_problem(draw, draw.randint(1, most))
     setting = random_setting(draw, problem, alike=alike)
     return random_constraints(draw, problem, setting.stages), setting
 
 
-def hold(problem: CutProblem, setting: Setting, answer: Cut) -> None:
+def hold(problem: CutProblem, setting: CutSetting, answer: Cut) -> None:
     """What the answer says of itself is so."""
     measure = Measure(problem, setting)
     assert answer.stage_of in set(assignments(measure.problem, setting.stages))
@@ -49,7 +49,7 @@ def hold(problem: CutProblem, setting: Setting, answer: Cut) -> None:
     assert isinstance(answer.proved, bool)  # numpy's own cannot be written into a plan
 
 
-def hold_best(problem: CutProblem, setting: Setting) -> None:
+def hold_best(problem: CutProblem, setting: CutSetting) -> None:
     excess, value = least(problem, setting)
     if math.isinf(value):
         for prove in (False, True):
@@ -140,7 +140,7 @@ def chain(size: int, **more: object) -> CutProblem:
 
 
 def test_the_same_problem_gets_the_same_cut() -> None:
-    setting = Setting.equal(ScheduleKind.GPIPE, 4, 4, FAST)
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 4, 4, FAST)
 
     answers = {cut(chain(12), setting) for _ in range(3)}
 
@@ -151,8 +151,8 @@ def test_the_same_problem_gets_the_same_cut() -> None:
 def test_the_faster_device_takes_the_larger_stage() -> None:
     """Three ops of 3 s, or of 1.5 s on the fast kind: 2 on it and 1 on the slow one take 3 s."""
     kinds = (tuple(Seconds(0.5, 1.0) for _ in range(3)),)
-    setting = Setting.equal(ScheduleKind.GPIPE, 2, 4, FAST)
-    seats = (Seat(0), Seat(1))
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 2, 4, FAST)
+    seats = (DeviceSlot(0), DeviceSlot(1))
 
     answer = cut(chain(3, other_kinds=kinds), dataclasses.replace(setting, seats=seats), prove=True)
 
@@ -163,7 +163,7 @@ def test_the_faster_device_takes_the_larger_stage() -> None:
 
 def test_the_bottleneck_counts_all_transfers_of_a_stage() -> None:
     """A stage of two ops computes 6 s; 4 bytes at 100 bytes/s take 0.04 s, there and back."""
-    setting = Setting.equal(ScheduleKind.GPIPE, 3, 4, FAST)
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 3, 4, FAST)
     setting = dataclasses.replace(setting, objective=Objective.BOTTLENECK)
 
     answer = cut(chain(6), setting, prove=True)
@@ -174,8 +174,8 @@ def test_the_bottleneck_counts_all_transfers_of_a_stage() -> None:
 
 def test_what_nothing_fits_is_exceeded_by_the_least() -> None:
     """10 bytes an op, 15 on each of two devices: 5 too many on both, whichever way 4 ops go."""
-    kept = tuple(Kept((n,), 10) for n in range(4))
-    setting = Setting.equal(ScheduleKind.GPIPE, 2, 4, FAST, Seat(memory=15))
+    kept = tuple(Resident((n,), 10) for n in range(4))
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 2, 4, FAST, DeviceSlot(memory=15))
 
     answer = cut(chain(4, kept=kept), setting, prove=True)
 
@@ -185,7 +185,7 @@ def test_what_nothing_fits_is_exceeded_by_the_least() -> None:
 
 def test_what_cannot_be_cut_is_said() -> None:
     def asked(problem: CutProblem, stages: int, microbatches: int = 1) -> Cut:
-        return cut(problem, Setting.equal(ScheduleKind.GPIPE, stages, microbatches, FAST))
+        return cut(problem, CutSetting.equal(ScheduleKind.GPIPE, stages, microbatches, FAST))
 
     with pytest.raises(PlanError, match=r"4 stages are more than the 3 parts .* 3 ops"):
         asked(chain(3), 4)
@@ -212,7 +212,7 @@ def test_what_cannot_be_cut_is_said() -> None:
     ],
 )
 def test_contradictions_name_the_ops(constraints: dict[str, object], said: str) -> None:
-    setting = Setting.equal(ScheduleKind.GPIPE, 2, 2, FAST)
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 2, 2, FAST)
 
     with pytest.raises(PlanError, match=said):
         cut(chain(3, **constraints), setting)

@@ -14,9 +14,9 @@ from gpipe_compiler.ir.interpret import Interpreter, bind
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.planner.cut_problem import Facts, problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, problem_of
 from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -28,9 +28,9 @@ KINDS = (
 
 
 def tables_for(graph, stages, kind=ScheduleKind.GPIPE, link=LINK):
-    facts = Facts.of(graph, roofline(graph, DEFAULT_HOST))
+    facts = CutFacts.of(graph, roofline(graph, DEFAULT_HOST))
     problem = problem_of(facts)
-    found = cut(problem, Setting.equal(kind, stages, 4, link))
+    found = cut(problem, CutSetting.equal(kind, stages, 4, link))
     names = (node.name for node in problem.nodes)
     return facts, tabulate(facts, dict(zip(names, found.stage_of, strict=True)), stages)
 
@@ -184,7 +184,7 @@ def test_what_is_only_looked_at_brings_no_gradient_back(builder):
     cut_off = b.method("detach", h, name="cut_off")
     g = b.module("second", cut_off, name="g")
     graph = annotate(b.graph((best, g), b.method("sum", g, name="loss")), BATCH)
-    facts = Facts.of(graph, roofline(graph, DEFAULT_HOST))
+    facts = CutFacts.of(graph, roofline(graph, DEFAULT_HOST))
     stage_of = {"h": 0, "best": 1, "cut_off": 1, "g": 1, "loss": 1}
 
     table = tabulate(facts, stage_of, 2)
@@ -204,7 +204,7 @@ def test_a_problem_weighs_values_once_and_leaves_copies_out(builder):
     s = b.call(torch.add, h, table, name="s")
     loss = b.call(torch.nn.functional.cross_entropy, s, Ref("target"), name="loss")
     graph = annotate(b.graph(s, loss), BATCH)
-    facts = Facts.of(graph, roofline(graph, DEFAULT_HOST))
+    facts = CutFacts.of(graph, roofline(graph, DEFAULT_HOST))
 
     problem = problem_of(facts)
 

@@ -23,13 +23,13 @@ from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
 from gpipe_compiler.passes.cut.search import search
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import tables
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
-def drawn(draw: random.Random, *, equal: bool) -> tuple[CutProblem, Setting]:
+def drawn(draw: random.Random, *, equal: bool) -> tuple[CutProblem, CutSetting]:
     """Most values have readers far apart; what a stage receives comes as fast from all others."""
     size, stages = draw.randint(4, 8), draw.randint(2, 4)
     nodes = tuple(Node(f"op{i}", draw.randint(0, 5), draw.randint(0, 5)) for i in range(size))
@@ -45,7 +45,7 @@ def drawn(draw: random.Random, *, equal: bool) -> tuple[CutProblem, Setting]:
         tuple(NO_LINK if a == b else speeds[0 if equal else max(a, b)] for b in range(stages))
         for a in range(stages)
     )
-    setting = Setting.equal(ScheduleKind.GPIPE, stages, 2, speeds[0])
+    setting = CutSetting.equal(ScheduleKind.GPIPE, stages, 2, speeds[0])
     setting = dataclasses.replace(setting, links=links, objective=Objective.BOTTLENECK)
     return CutProblem(nodes, tuple(values)), setting
 

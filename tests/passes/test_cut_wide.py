@@ -25,7 +25,7 @@ from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.frontier import frontier
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Node, Traffic
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.step import StageTimes, simulate
 
@@ -91,7 +91,9 @@ def bottleneck(times: list[StageTimes]) -> float:
     return max(t.forward_s + t.backward_s + t.receive_s + t.gradient_s + t.update_s for t in times)
 
 
-def value_of(problem: CutProblem, stage_of: tuple[int, ...], setting: Setting, link: Link) -> float:
+def value_of(
+    problem: CutProblem, stage_of: tuple[int, ...], setting: CutSetting, link: Link
+) -> float:
     times = times_of(problem, stage_of, link, setting.placement)
     if setting.objective is Objective.BOTTLENECK:
         return bottleneck(times)
@@ -101,15 +103,15 @@ def value_of(problem: CutProblem, stage_of: tuple[int, ...], setting: Setting, l
 
 def setting_of(
     kind: ScheduleKind | None, stages: int, microbatches: int, link: Link, objective: Objective
-) -> Setting:
-    plain = Setting.equal(kind, stages, microbatches, link)
+) -> CutSetting:
+    plain = CutSetting.equal(kind, stages, microbatches, link)
     return dataclasses.replace(plain, objective=objective)
 
 
 def family(problem: CutProblem, link: Link, speeds: tuple[float, ...] = (1.0,)) -> set[frozenset]:
     """The original nodes in each down-set of the sweep."""
     graph = contract(problem.check(), 2)
-    setting = Setting.equal(ScheduleKind.GPIPE, 2, 1, link)
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 2, 1, link)
     lineup = DeviceOrder.of(setting, (0, 1), (), [0.0, 0.0])
     masks = frontier(graph, lineup, 100_000, speeds)
     return {
@@ -159,7 +161,7 @@ def test_few_are_asked_for() -> None:
     nodes = tuple(Node(f"op{i}", 1.0 + i % 7, 1.0) for i in range(40))
     values = tuple(Traffic(f"v{i}", i, (i + 1,), 1, 1) for i in range(39))
     graph = contract(CutProblem(nodes, values), 2)
-    setting = Setting.equal(ScheduleKind.GPIPE, 2, 1, Link(1e9, 0.0))
+    setting = CutSetting.equal(ScheduleKind.GPIPE, 2, 1, Link(1e9, 0.0))
     lineup = DeviceOrder.of(setting, (0, 1), (), [0.0, 0.0])
 
     assert 5 <= len(frontier(graph, lineup, 10, (1.0,))) <= 10
@@ -209,7 +211,7 @@ def test_no_cut_is_below_the_bound(
             assert all(certificate.stage_of[a] <= certificate.stage_of[b] for a, b in edges)
 
 
-def on_two_devices(setting: Setting, link: Link) -> Setting:
+def on_two_devices(setting: CutSetting, link: Link) -> CutSetting:
     row = range(2)
     links = tuple(tuple(NO_LINK if a == b else link for b in row) for a in row)
     return dataclasses.replace(setting, seats=setting.seats[:2], links=links, devices=2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.ir import Block, ByMode, NoGrad, Op, Ref, RegionCall, StateRef
+from gpipe_compiler.ir import ByMode, NoGrad, Op, Ref, RegionBody, RegionCall, StateRef
 from gpipe_compiler.ir.ops import MethodCall
 from gpipe_compiler.passes.effects import effects
 
@@ -90,7 +90,7 @@ def test_a_write_through_a_view_reaches_the_buffer(builder):
 def test_a_write_inside_a_region_is_the_region_s(builder):
     b = builder(x=torch.randn(3, 4))
     count = b.add_state("count", torch.zeros(()))
-    body = Block(
+    body = RegionBody(
         ("h",),
         (
             Op("inner", MethodCall("add_", (count, 1)), None),

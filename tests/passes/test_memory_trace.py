@@ -25,7 +25,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTraces
 from gpipe_compiler.passes.memory_trace import MemoryTraces, trace_stage
-from gpipe_compiler.passes.memory_trace.part import Part, part_module, stage_run
+from gpipe_compiler.passes.memory_trace.part import GraphPart, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices
@@ -41,7 +41,7 @@ WIDTH = 16
 class Real:
     """A stage on real tensors, one action after another, as the engine asks for them."""
 
-    def __init__(self, memory_traces: MemoryTraces, part: Part, *, split: bool) -> None:
+    def __init__(self, memory_traces: MemoryTraces, part: GraphPart, *, split: bool) -> None:
         given_ = memory_traces._given(part)
         self.part = part
         self.forms = given_.tensors

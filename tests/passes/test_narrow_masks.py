@@ -13,7 +13,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import Setting, transform
+from gpipe_compiler.passes.pipeline import PassSetting, transform
 
 LEAST = torch.finfo(torch.float32).min
 HEADS = 2
@@ -87,7 +87,7 @@ def masks(graph: Graph) -> set[tuple[int, ...]]:
 
 def simplified(model: Biased, length: int) -> Graph:
     x = torch.randn(4, length, 8)
-    return transform(trace(model, (x,), loss=LossChoice.SUM_OF_SQUARES), Setting(2))
+    return transform(trace(model, (x,), loss=LossChoice.SUM_OF_SQUARES), PassSetting(2))
 
 
 def same_as_model(graph: Graph, model: Biased, batch: int, length: int) -> None:

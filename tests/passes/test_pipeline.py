@@ -16,7 +16,14 @@ from gpipe_compiler.ir import Graph, MethodCall, Op
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes import pipeline
-from gpipe_compiler.passes.pipeline import ANALYSES, PASSES, Pass, Pipeline, Setting, transform
+from gpipe_compiler.passes.pipeline import (
+    ANALYSES,
+    PASSES,
+    Pass,
+    PassPipeline,
+    PassSetting,
+    transform,
+)
 from gpipe_compiler.planner.planner import Planner
 
 
@@ -34,7 +41,7 @@ def graph() -> Graph:
     return trace(Twice(), (torch.randn(8, 4),), training=False)
 
 
-def sigmoid_for_tanh(graph: Graph, at: Setting) -> Graph:
+def sigmoid_for_tanh(graph: Graph, at: PassSetting) -> Graph:
     def changed(op: Op) -> Op:
         call = op.call
         tanh = op.name == "tanh"
@@ -57,11 +64,11 @@ def test_a_pass_is_added_by_one_entry_of_the_list(
 
 
 def test_an_illegal_graph_names_the_pass(graph: Graph) -> None:
-    def forgets(graph: Graph, at: Setting) -> Graph:
+    def forgets(graph: Graph, at: PassSetting) -> Graph:
         return graph.replace(ops=graph.ops[1:])
 
     with pytest.raises(IllegalGraphError, match="after forgets"):
-        transform(graph, Setting(2), Pipeline((*PASSES, Pass("forgets", forgets))))
+        transform(graph, PassSetting(2), PassPipeline((*PASSES, Pass("forgets", forgets))))
 
 
 def test_an_op_that_a_constraint_names_stays(graph: Graph) -> None:
@@ -77,8 +84,8 @@ def test_an_op_that_a_constraint_names_stays(graph: Graph) -> None:
 def printed(graph: Graph, *names: str) -> list[str]:
     """What is written of a run of which these are printed."""
     lines: list[str] = []
-    asked = dataclasses.replace(Pipeline().asked(names), write=lines.append)
-    transform(graph, Setting(2), asked)
+    asked = dataclasses.replace(PassPipeline().asked(names), write=lines.append)
+    transform(graph, PassSetting(2), asked)
     return lines
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.passes.remat import FEW, Choice, RematProblem, choices, evaluate
-from gpipe_compiler.passes.remat.problem import Segment, Step, uniform
+from gpipe_compiler.passes.remat import FEW, RematProblem, SegmentChoice, choices, evaluate
+from gpipe_compiler.passes.remat.problem import RematOp, Segment, uniform
 from gpipe_compiler.passes.remat.search import undominated
 
 MICROBATCHES = (1, 2, 5)
@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn, most: int = 6) -> RematProblem:
             saves.add(len(sizes))
             sizes.append(draw(st.integers(1, 9)))
         steps.append(
-            Step(
+            RematOp(
                 draw(st.integers(0, 5)),
                 frozenset(saves),
                 draw(st.booleans()),
@@ -145,18 +145,18 @@ def test_never_worse_than_none_full_and_equal_segments(problem: RematProblem, mo
 def residual_chain(layers: int) -> RematProblem:
     """Layers of five ops: a norm, widened four times, bent, narrowed, and added to what came in."""
     sizes = [1]
-    steps: list[Step] = []
+    steps: list[RematOp] = []
     came = (-1, frozenset({0}))
     for _ in range(layers):
         normed, widened, bent, out = (frozenset({len(sizes) + index}) for index in range(4))
         sizes += [1, 4, 4, 1]
         at = len(steps)
         steps += [
-            Step(1.0, came[1], reads=(came,)),
-            Step(4.0, normed, reads=((at, normed),)),
-            Step(3.0, widened, reads=((at + 1, widened),)),
-            Step(4.0, bent, reads=((at + 2, bent),)),
-            Step(1.0, reads=(came, (at + 3, frozenset()))),
+            RematOp(1.0, came[1], reads=(came,)),
+            RematOp(4.0, normed, reads=((at, normed),)),
+            RematOp(3.0, widened, reads=((at + 1, widened),)),
+            RematOp(4.0, bent, reads=((at + 2, bent),)),
+            RematOp(1.0, reads=(came, (at + 3, frozenset()))),
         ]
         came = (at + 4, out)
     return RematProblem(tuple(steps), tuple(sizes), tuple(range(len(steps) + 1)))
@@ -177,7 +177,7 @@ def test_segments_of_whole_layers_are_among_those_of_a_long_chain() -> None:
     assert least <= 1.1 * min(by_hand)
 
 
-def as_good(choice: Choice, other: Choice) -> bool:
+def as_good(choice: SegmentChoice, other: SegmentChoice) -> bool:
     return (
         choice.seconds <= other.seconds
         and choice.kept <= other.kept
@@ -189,9 +189,9 @@ def as_good(choice: Choice, other: Choice) -> bool:
 def test_what_runs_again_by_hand() -> None:
     """Three ops of 1, 2 and 4 seconds; the last saves what it reads before its kernel runs."""
     steps = (
-        Step(1.0, frozenset({1}), reads=((-1, frozenset({0})),)),
-        Step(2.0, reads=((0, frozenset({1})),)),
-        Step(4.0, frozenset({2}), early=True, reads=((1, frozenset({2})),)),
+        RematOp(1.0, frozenset({1}), reads=((-1, frozenset({0})),)),
+        RematOp(2.0, reads=((0, frozenset({1})),)),
+        RematOp(4.0, frozenset({2}), early=True, reads=((1, frozenset({2})),)),
     )
     problem = RematProblem(steps, (10, 100, 1000), (0, 1, 2, 3))
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST
 from gpipe_compiler.ir import Graph, Ref, Stretch
 from gpipe_compiler.passes import shapes
-from gpipe_compiler.passes.blocks import Blocks
+from gpipe_compiler.passes.blocks import ShortenedGraph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.distinct import distinct
@@ -146,7 +146,7 @@ def test_a_chain_of_equal_blocks_is_one_stretch(builder: type) -> None:
 
 def test_each_distinct_op_of_the_blocks_is_met_once(builder: type) -> None:
     graph = annotate(chain(builder, [RESIDUAL] * 40), 2)
-    blocks = Blocks.of(graph)
+    blocks = ShortenedGraph.of(graph)
     assert blocks is not None
 
     groups = [names for _, names in distinct(graph, DryRun.of(blocks.short, training=True))]

@@ -14,7 +14,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Ref, RegionCall
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import Setting, transform
+from gpipe_compiler.passes.pipeline import PassSetting, transform
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
 
@@ -190,7 +190,7 @@ def test_numbers_and_gradients_of_a_model_are_the_same_bits(batch):
     torch.manual_seed(0)
     model = Scaled()
     graph = trace(model, (torch.randn(3, 6, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    simple = transform(graph, Setting(3))
+    simple = transform(graph, PassSetting(3))
     (region,) = [op.call for op in simple.ops if isinstance(op.call, RegionCall)]
     assert len(region.body.ops) == 3
     x = torch.randn(batch, 6, 4)
@@ -207,7 +207,7 @@ def test_numbers_and_gradients_of_a_model_are_the_same_bits(batch):
 
 def test_gradients_of_three_readers_are_added_up_in_the_order_of_the_model():
     simple = transform(
-        trace(Scaled(), (torch.randn(3, 6, 4),), loss=LossChoice.SUM_OF_SQUARES), Setting(3)
+        trace(Scaled(), (torch.randn(3, 6, 4),), loss=LossChoice.SUM_OF_SQUARES), PassSetting(3)
     )
 
     assert "reshape" in simple.op_of

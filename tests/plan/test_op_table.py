@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import (
-    Block,
     FunctionCall,
     Graph,
     Input,
@@ -18,6 +17,7 @@ from gpipe_compiler.ir import (
     NoGrad,
     Op,
     Ref,
+    RegionBody,
     RegionCall,
     State,
     StateKind,
@@ -27,7 +27,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.plan.op_table import OpNote, list_ops
 
 WEIGHT = State("fc.weight", StateKind.PARAMETER, (2, 3), torch.float32)
-REGION = RegionCall(NoGrad(), Block(("i",), (), (Ref("i"),)), (Ref("a"),))
+REGION = RegionCall(NoGrad(), RegionBody(("i",), (), (Ref("i"),)), (Ref("a"),))
 
 
 def graph() -> Graph:

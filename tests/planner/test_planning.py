@@ -24,7 +24,7 @@ from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
-from gpipe_compiler.planner.cut_problem import Prepared
+from gpipe_compiler.planner.cut_problem import MicrobatchGraph
 from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
 from gpipe_compiler.report.text import plain_text, summary_table
 from gpipe_compiler.runtime.schedule import forward_only
@@ -74,7 +74,7 @@ def planned(
     policy = Policy(schedule)
     devices = pipeline_devices(CLUSTER, stages, policy, training=graph.loss is not None)
     choice = Choice(stages, devices, schedule, microbatches)
-    prepared = Prepared.of(graph, [roofline(graph, DEFAULT_HOST)])
+    prepared = MicrobatchGraph.of(graph, [roofline(graph, DEFAULT_HOST)])
     return make_plan(prepared, choice, policy, CLUSTER, BATCH)
 
 
@@ -189,7 +189,7 @@ def test_an_output_of_pairs_of_samples_is_refused() -> None:
     def planned_in(count: int) -> Plan:
         size = BATCH // count
         annotated = annotate(graph, size)
-        prepared = Prepared.of(annotated, [roofline(annotated, DEFAULT_HOST)])
+        prepared = MicrobatchGraph.of(annotated, [roofline(annotated, DEFAULT_HOST)])
         choice = Choice(2, 2, ScheduleKind.GPIPE, count)
         return make_plan(prepared, choice, Policy(), CLUSTER, BATCH)
 
@@ -202,7 +202,7 @@ def test_an_output_of_pairs_of_samples_is_refused() -> None:
 def test_costs_of_another_size_are_refused() -> None:
     graph = annotate(traced(), 8)
 
-    prepared = Prepared.of(graph, [roofline(graph, DEFAULT_HOST)])
+    prepared = MicrobatchGraph.of(graph, [roofline(graph, DEFAULT_HOST)])
     choice = Choice(2, 2, ScheduleKind.GPIPE, 4)
 
     with pytest.raises(UsageError, match=r"annotated for 8 samples .* a micro-batch has 2"):

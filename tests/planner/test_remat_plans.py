@@ -22,7 +22,7 @@ from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import stage_times
-from gpipe_compiler.planner.cut_problem import Facts
+from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.report.text import format_plan
@@ -103,7 +103,7 @@ def test_no_other_cut_that_recomputes_is_faster(graph: Graph) -> None:
     made = planned(graph, Policy(remat=RematChoice.FULL), stages=2)
     assert made.graph is not None
     costs = roofline(made.graph, made.devices[0])
-    facts = Facts.of(made.graph, costs)
+    facts = CutFacts.of(made.graph, costs)
     free = [op.name for op in facts.kept if op.name not in facts.atoms.last_stage]
     steps = []
     for place in range(1, len(free) + 1):

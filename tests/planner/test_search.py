@@ -22,7 +22,7 @@ from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Auto, Policy, RematChoice
-from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, Point
+from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.planner import planner
 from gpipe_compiler.planner import search as exploring
 from gpipe_compiler.planner.cut_problem import problem_of
@@ -30,8 +30,8 @@ from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore, planned
 from gpipe_compiler.planner.search_space import (
-    Wish,
-    Work,
+    SearchSpace,
+    WorkSums,
     choices,
     devices_to_explore,
     least_peak_bytes,
@@ -78,7 +78,7 @@ def graph() -> gpc.Graph:
     return gpc.trace(Branches(), torch.ones(BATCH, 16), target=target, loss_fn=loss)
 
 
-def all_of(planner: Planner, wish: Wish, policy: Policy) -> list[Point]:
+def all_of(planner: Planner, wish: SearchSpace, policy: Policy) -> list[ParetoPoint]:
     """Every choice, planned, with memory as the search has it."""
     found = []
     training = planner.graph.loss is not None
@@ -92,22 +92,22 @@ def all_of(planner: Planner, wish: Wish, policy: Policy) -> list[Point]:
     return found
 
 
-def wish_for(cluster: Cluster, remat: RematChoice = RematChoice.AUTO) -> Wish:
-    return Wish.of(cluster, AUTO, AUTO, AUTO, Policy(remat=remat))
+def wish_for(cluster: Cluster, remat: RematChoice = RematChoice.AUTO) -> SearchSpace:
+    return SearchSpace.of(cluster, AUTO, AUTO, AUTO, Policy(remat=remat))
 
 
 @pytest.fixture(scope="module")
-def every(graph: gpc.Graph) -> list[Point]:
+def every(graph: gpc.Graph) -> list[ParetoPoint]:
     """All points on three devices that hold anything."""
     cluster = toy(ROOM)
     return all_of(Planner(graph, cluster), wish_for(cluster), Policy())
 
 
-def figures(points: Iterator[Point] | list[Point]) -> set[tuple[float, int]]:
+def figures(points: Iterator[ParetoPoint] | list[ParetoPoint]) -> set[tuple[float, int]]:
     return {(point.step_s, point.peak_bytes) for point in points}
 
 
-def undominated(points: list[Point]) -> set[tuple[float, int]]:
+def undominated(points: list[ParetoPoint]) -> set[tuple[float, int]]:
     """By the definition, among those that fit."""
     known = figures([point for point in points if not point.over_bytes])
     return {
@@ -117,11 +117,11 @@ def undominated(points: list[Point]) -> set[tuple[float, int]]:
     }
 
 
-def faster(one: Point, other: Point) -> bool:
+def faster(one: ParetoPoint, other: ParetoPoint) -> bool:
     return one.step_s < other.step_s and one.peak_bytes <= other.peak_bytes
 
 
-def check(found: exploring.Explored, truth: list[Point]) -> None:
+def check(found: exploring.Explored, truth: list[ParetoPoint]) -> None:
     """The chosen is the best that fits, the marked are the undominated, each reason is true."""
     points = found.frontier.points
     fitting = [point for point in truth if not point.over_bytes]
@@ -160,7 +160,7 @@ def as_searched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_searched")
 class TestAgainstEverything:
-    def test_with_room_for_all(self, graph: gpc.Graph, every: list[Point]) -> None:
+    def test_with_room_for_all(self, graph: gpc.Graph, every: list[ParetoPoint]) -> None:
         cluster = toy(ROOM)
         found = explore(Planner(graph, cluster), wish_for(cluster), Policy())
 
@@ -169,7 +169,9 @@ class TestAgainstEverything:
         assert Fate.SLOWER in fates  # bounds do spare work
 
     @pytest.mark.parametrize("share", [0.2, 0.6])
-    def test_with_little_room(self, graph: gpc.Graph, every: list[Point], share: float) -> None:
+    def test_with_little_room(
+        self, graph: gpc.Graph, every: list[ParetoPoint], share: float
+    ) -> None:
         peaks = sorted(point.peak_bytes for point in every if point.choice.devices < 3)
         cluster = toy(peaks[int(share * len(peaks))], 2)
         planner, wish = Planner(graph, cluster), wish_for(cluster)
@@ -214,7 +216,7 @@ class TestAgainstEverything:
 class TestTrueMemory:
     @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
     def test_what_is_chosen_truly_fits_or_is_told_not_to(
-        self, graph: gpc.Graph, every: list[Point], share: float
+        self, graph: gpc.Graph, every: list[ParetoPoint], share: float
     ) -> None:
         peaks = sorted(point.peak_bytes for point in every if point.choice.devices < 3)
         memory = peaks[int(share * len(peaks))]
@@ -235,11 +237,13 @@ class TestTrueMemory:
 
 
 class TestBounds:
-    def test_no_plan_is_better_than_its_bounds(self, graph: gpc.Graph, every: list[Point]) -> None:
+    def test_no_plan_is_better_than_its_bounds(
+        self, graph: gpc.Graph, every: list[ParetoPoint]
+    ) -> None:
         planner = Planner(graph, toy(ROOM))
         for point in every:
             prepared = planner.prepare(point.choice.microbatches, Policy())
-            work = Work.of(problem_of(prepared.facts), training=True)
+            work = WorkSums.of(problem_of(prepared.facts), training=True)
 
             assert least_step_s(work, point.choice) <= point.step_s * (1 + 1e-9)
             assert least_peak_bytes(work, point.choice) <= point.peak_bytes
@@ -249,7 +253,7 @@ class TestBounds:
 
     def test_the_bound_of_gpipe_is_its_step_where_stages_are_equal(self) -> None:
         # Two equal halves: 2 (1 + 2) + (4 - 1) (1 + 2) seconds.
-        work = Work(2.0, 4.0, 2.0, 1.0, 2.0, 3.0, 100, 50, 10)
+        work = WorkSums(2.0, 4.0, 2.0, 1.0, 2.0, 3.0, 100, 50, 10)
         choice = Choice(2, 2, ScheduleKind.GPIPE, 4)
         assert least_step_s(work, choice) == pytest.approx(15.0)
         assert least_peak_bytes(work, choice) == (100 + 4 * 10) // 2
@@ -275,7 +279,7 @@ class TestChoices:
         assert {(c.schedule, c.remat) for c in found} == {(ScheduleKind.GPIPE, RematChoice.NONE)}
 
     def test_what_is_given_is_kept(self) -> None:
-        wish = Wish.of(toy(ROOM, 4), 4, 2, AUTO, Policy())
+        wish = SearchSpace.of(toy(ROOM, 4), 4, 2, AUTO, Policy())
         found = choices(wish, 8, Policy(), training=True)
 
         assert {(c.stages, c.microbatches, c.remat) for c in found} == {(4, 2, RematChoice.NONE)}
@@ -293,7 +297,7 @@ class TestChoices:
             loss_fn=nn.MSELoss(),
         )
         cluster = toy(10**9, 2)
-        wish = Wish.of(cluster, AUTO, None, ScheduleKind.GPIPE, Policy())
+        wish = SearchSpace.of(cluster, AUTO, None, ScheduleKind.GPIPE, Policy())
         points = explore(Planner(graph, cluster), wish, Policy()).frontier.points
         assert {(p.choice.stages, p.choice.microbatches) for p in points} == {(1, 4), (2, 4)}
 
@@ -322,7 +326,7 @@ class TestExploration:
     def test_what_cannot_be_planned_says_why(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
         pinned = Planner(graph, cluster, constraints=Constraints(pins=(("second", 2),)))
-        wish = Wish.of(cluster, AUTO, 4, ScheduleKind.GPIPE, Policy())
+        wish = SearchSpace.of(cluster, AUTO, 4, ScheduleKind.GPIPE, Policy())
         found = explore(pinned, wish, Policy())
 
         fates = {point.choice.stages: point for point in found.frontier.points}
@@ -334,17 +338,17 @@ class TestExploration:
         cluster = toy(ROOM, 2)
         planner = Planner(graph, cluster, constraints=Constraints(pins=(("second", 7),)))
         with pytest.raises(UsageError, match="--pin second=7"):
-            explore(planner, Wish.of(cluster, AUTO, 4, AUTO, Policy()), Policy())
+            explore(planner, SearchSpace.of(cluster, AUTO, 4, AUTO, Policy()), Policy())
 
     def test_a_schedule_that_cannot_have_the_stages_is_refused(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
-        wish = Wish.of(cluster, 3, AUTO, ScheduleKind.ZBV, Policy())
+        wish = SearchSpace.of(cluster, 3, AUTO, ScheduleKind.ZBV, Policy())
         with pytest.raises(PlanError, match="no such stages"):
             explore(Planner(graph, cluster), wish, Policy())
 
     def test_time_that_is_up_is_told(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
-        wish = Wish.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, Policy())
+        wish = SearchSpace.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, Policy())
         found = explore(Planner(graph, cluster), wish, Policy(), seconds=0.0)
 
         assert sum(point.fate is Fate.PLANNED for point in found.frontier.points) == 1
@@ -371,7 +375,7 @@ class TestExploration:
     def test_replicas_share_the_batch(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 4)
         policy = Policy(data_parallel=2)
-        wish = Wish.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, policy)
+        wish = SearchSpace.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, policy)
         found = explore(Planner(graph, cluster), wish, policy)
 
         assert {point.choice.devices for point in found.frontier.points} == {1, 2}
@@ -393,7 +397,7 @@ class TestFrontier:
         assert kept is not None
         assert kept.chosen == frontier.chosen
 
-    def test_shortened_it_keeps_what_is_marked(self, every: list[Point]) -> None:
+    def test_shortened_it_keeps_what_is_marked(self, every: list[ParetoPoint]) -> None:
         whole = Frontier.of(every, BATCH)
         short = whole.shortened(2)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.simulate.step import StageTimes
 
 
@@ -17,7 +17,7 @@ def random_cut(seed: int) -> Callable[..., Cut]:
 
     def cut(
         problem: CutProblem,
-        setting: Setting,
+        setting: CutSetting,
         **_: object,
     ) -> Cut:
         draw = random.Random(seed)

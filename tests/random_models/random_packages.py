@@ -35,7 +35,7 @@ from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
-from gpipe_compiler.planner.cut_problem import Facts, Prepared, problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of
 from gpipe_compiler.planner.planning import make_plan, pipeline_devices
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
@@ -122,7 +122,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     annotated = annotate(graph, layout.size, layout.precision)
     graph = check(weigh_loss(annotated), after="loss_weight")
     costs = roofline(graph, cluster.devices[0])
-    problem = problem_of(Facts.of(graph, costs))
+    problem = problem_of(CutFacts.of(graph, costs))
     stages, kind = min(layout.stages, most_stages(problem)), layout.schedule
     while stages > 1 and not device_counts(kind, stages):
         stages -= 1
@@ -135,7 +135,7 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
     policy = replace(layout.policy, schedule=kind)
     if not layout.training:
         devices = pipeline_devices(cluster, stages, policy, training=False)
-    prepared = Prepared.of(graph, [costs])
+    prepared = MicrobatchGraph.of(graph, [costs])
     choice = Choice(stages, devices, kind, layout.microbatches)
     made = partial(make_plan, prepared, choice, policy, cluster, layout.size * layout.microbatches)
     if layout.cut is None:

@@ -29,7 +29,7 @@ from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Policy, RematChoice
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.passes.cut.setting import Setting
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import problem_of
@@ -268,7 +268,7 @@ def hold(recipe: Recipe, asked: Asked) -> str:
     return "no such cut"
 
 
-def _compare(plan: Plan, asked: Asked, problem: CutProblem, setting: Setting) -> str:
+def _compare(plan: Plan, asked: Asked, problem: CutProblem, setting: CutSetting) -> str:
     room = [setting.seats[seat].memory for seat in plan.seats]
     fits = all(size <= most for size, most in zip(plan.prediction.device_bytes, room, strict=True))
     cuts = list(itertools.islice(cut_brute.assignments(problem, asked.stages), MOST_CUTS + 1))

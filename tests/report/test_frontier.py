@@ -8,7 +8,7 @@ import pytest
 
 from gpipe_compiler.options.policy import RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, Point
+from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.report.frontier import document, format_ratio, reason, show_frontier
 from gpipe_compiler.report.html import format_report
 from gpipe_compiler.report.text import format_plan, plain_text
@@ -16,7 +16,7 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 GIB = 2**30
 PLAIN = Choice(4, 4, ScheduleKind.ONE_F_ONE_B, 8)
-BEST = Point(PLAIN, Fate.PLANNED, 1.0, 4 * GIB, bubble=0.2)
+BEST = ParetoPoint(PLAIN, Fate.PLANNED, 1.0, 4 * GIB, bubble=0.2)
 
 
 def other(**changes: object) -> Choice:
@@ -24,7 +24,7 @@ def other(**changes: object) -> Choice:
     return Choice(**(fields | changes))  # type: ignore[arg-type]  # fields by name
 
 
-def beside_the_best(point: Point) -> tuple[str, Frontier]:
+def beside_the_best(point: ParetoPoint) -> tuple[str, Frontier]:
     frontier = Frontier.of([BEST, point], 64)
     (same,) = (p for p in frontier.points if p.choice == point.choice)
     return reason(same, frontier), frontier
@@ -34,10 +34,10 @@ def beside_the_best(point: Point) -> tuple[str, Frontier]:
     ("point", "said"),
     [
         # Half the time waiting instead of a fifth: (1 - 0.2) / (1 - 0.5) = 1.6 times as long.
-        (Point(other(), Fate.PLANNED, 1.6, 5 * GIB, bubble=0.5), "60% slower: bubble 50%"),
+        (ParetoPoint(other(), Fate.PLANNED, 1.6, 5 * GIB, bubble=0.5), "60% slower: bubble 50%"),
         # Three quarters of what is not waited for is work: 4/3 times as long.
         (
-            Point(
+            ParetoPoint(
                 other(remat=RematChoice.FULL),
                 Fate.PLANNED,
                 4 / 3,
@@ -48,38 +48,41 @@ def beside_the_best(point: Point) -> tuple[str, Frontier]:
             "33% slower: recomputing 20%; 1 GiB less",
         ),
         (
-            Point(other(stages=2, devices=2), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.2),
+            ParetoPoint(other(stages=2, devices=2), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.2),
             "2x slower: on 2, not 4 devices",
         ),
         # 4 x 2.5 x 0.8 device seconds of work instead of 4 x 1 x 0.8.
         (
-            Point(other(microbatches=64), Fate.PLANNED, 2.5, 5 * GIB, bubble=0.2),
+            ParetoPoint(other(microbatches=64), Fate.PLANNED, 2.5, 5 * GIB, bubble=0.2),
             "2.5x slower: smaller micro-batches cost 2.5x as much",
         ),
         # 4 x 2 x 0.6 against 4 x 1 x 0.8: 1.5 times; waiting: 0.8 / 0.6.
         (
-            Point(other(microbatches=4), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.4),
+            ParetoPoint(other(microbatches=4), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.4),
             "2x slower: larger micro-batches cost 50% more, bubble 40%",
         ),
-        (Point(other(), Fate.PLANNED, 1.0, 5 * GIB, bubble=0.2), "same speed, 1 GiB more memory"),
         (
-            Point(other(schedule=ScheduleKind.ZB_H1), Fate.PLANNED, 1.0, 4 * GIB, bubble=0.2),
+            ParetoPoint(other(), Fate.PLANNED, 1.0, 5 * GIB, bubble=0.2),
+            "same speed, 1 GiB more memory",
+        ),
+        (
+            ParetoPoint(other(schedule=ScheduleKind.ZB_H1), Fate.PLANNED, 1.0, 4 * GIB, bubble=0.2),
             "the same, with zb-h1",
         ),
         (
-            Point(other(), Fate.PLANNED, 0.5, 6 * GIB, int(1.2 * GIB), 0.1),
+            ParetoPoint(other(), Fate.PLANNED, 0.5, 6 * GIB, int(1.2 * GIB), 0.1),
             "does not fit by 1.2 GiB",
         ),
         (
-            Point(other(), Fate.LARGER, 0.5, 6 * GIB, 2 * GIB),
+            ParetoPoint(other(), Fate.LARGER, 0.5, 6 * GIB, 2 * GIB),
             "does not fit: at least 2 GiB too much",
         ),
-        (Point(other(), Fate.SLOWER, 1.5, 6 * GIB), "not planned: its bounds already lose"),
-        (Point(other(), Fate.REFUSED, problem="too many stages"), "too many stages"),
-        (Point(other(), Fate.NOT_REACHED), "not looked at: time was up"),
+        (ParetoPoint(other(), Fate.SLOWER, 1.5, 6 * GIB), "not planned: its bounds already lose"),
+        (ParetoPoint(other(), Fate.REFUSED, problem="too many stages"), "too many stages"),
+        (ParetoPoint(other(), Fate.NOT_REACHED), "not looked at: time was up"),
     ],
 )
-def test_why_a_setting_loses(point: Point, said: str) -> None:
+def test_why_a_setting_loses(point: ParetoPoint, said: str) -> None:
     words, frontier = beside_the_best(point)
 
     assert words == said
@@ -96,8 +99,8 @@ def test_ratios(ratio: float, said: str) -> None:
 
 
 def test_of_equally_fast_ones_the_smaller_is_chosen_and_of_equal_ones_the_simpler() -> None:
-    small = Point(other(microbatches=16), Fate.PLANNED, 1.0005, GIB)
-    twin = Point(other(microbatches=16, stages=8), Fate.PLANNED, 1.0005, GIB)
+    small = ParetoPoint(other(microbatches=16), Fate.PLANNED, 1.0005, GIB)
+    twin = ParetoPoint(other(microbatches=16, stages=8), Fate.PLANNED, 1.0005, GIB)
     frontier = Frontier.of([BEST, twin, small], 64)
 
     assert frontier.chosen is not None
@@ -106,8 +109,8 @@ def test_of_equally_fast_ones_the_smaller_is_chosen_and_of_equal_ones_the_simple
 
 
 def test_nothing_is_chosen_where_nothing_fits_and_the_nearest_is_first() -> None:
-    far = Point(other(), Fate.PLANNED, 0.5, 9 * GIB, 5 * GIB)
-    near = Point(PLAIN, Fate.PLANNED, 2.0, 5 * GIB, GIB)
+    far = ParetoPoint(other(), Fate.PLANNED, 0.5, 9 * GIB, 5 * GIB)
+    near = ParetoPoint(PLAIN, Fate.PLANNED, 2.0, 5 * GIB, GIB)
     frontier = Frontier.of([far, near], 64)
 
     assert frontier.chosen is None
@@ -117,7 +120,7 @@ def test_nothing_is_chosen_where_nothing_fits_and_the_nearest_is_first() -> None
 
 def test_the_table_shows_the_best_and_says_what_it_leaves_out() -> None:
     worse = [
-        Point(other(microbatches=n), Fate.PLANNED, 1.0 + n, 5 * GIB, bubble=0.3)
+        ParetoPoint(other(microbatches=n), Fate.PLANNED, 1.0 + n, 5 * GIB, bubble=0.3)
         for n in range(1, 40)
     ]
     text = plain_text(show_frontier(Frontier.of([BEST, *worse], 64)))
@@ -132,7 +135,7 @@ def test_the_table_shows_the_best_and_says_what_it_leaves_out() -> None:
 
 
 def test_json_has_throughput_and_reason() -> None:
-    frontier = Frontier.of([BEST, Point(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
+    frontier = Frontier.of([BEST, ParetoPoint(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
     first, second = document(frontier)["points"]
 
     assert (first["samples_per_s"], first["reason"]) == (64.0, "chosen")
@@ -141,7 +144,7 @@ def test_json_has_throughput_and_reason() -> None:
 
 
 def test_a_plan_shows_what_it_was_chosen_from_on_every_way(plan: Plan) -> None:
-    frontier = Frontier.of([BEST, Point(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
+    frontier = Frontier.of([BEST, ParetoPoint(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
     chosen = dataclasses.replace(plan, frontier=frontier)
 
     for text in (format_plan(chosen), format_report(chosen)):

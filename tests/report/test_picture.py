@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.picture import (
-    Layout,
-    Place,
+    BoxPosition,
+    PictureLayout,
     curve,
     draw,
     lay_out,
@@ -30,7 +30,7 @@ pytest.importorskip("grandalf")
 TOLERANCE = 1e-6
 
 
-def overlap(a: Place, b: Place) -> bool:
+def overlap(a: BoxPosition, b: BoxPosition) -> bool:
     return (
         a.x < b.x + b.width - TOLERANCE
         and b.x < a.x + a.width - TOLERANCE
@@ -39,7 +39,7 @@ def overlap(a: Place, b: Place) -> bool:
     )
 
 
-def touches(place: Place, point: tuple[float, float]) -> bool:
+def touches(place: BoxPosition, point: tuple[float, float]) -> bool:
     x, y = point
     return (
         place.x - 1 <= x <= place.x + place.width + 1
@@ -77,7 +77,7 @@ def test_boxes_never_overlap_and_arrows_join_them_downwards(
         assert layout.places[start].y < layout.places[end].y
 
 
-def check_layout(layout: Layout, sizes: Mapping[str, tuple[float, float]]) -> None:
+def check_layout(layout: PictureLayout, sizes: Mapping[str, tuple[float, float]]) -> None:
     places = list(layout.places.values())
     assert {n: (p.width, p.height) for n, p in layout.places.items()} == dict(sizes)
     assert not any(overlap(a, b) for i, a in enumerate(places) for b in places[:i])

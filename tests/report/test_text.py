@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.terminal import Progress
+from gpipe_compiler.report.terminal import Spinner
 from gpipe_compiler.report.text import format_plan, plain_text, show_plan, summary_table
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat
 from gpipe_compiler.runtime.train.comparison import Row
@@ -238,7 +238,7 @@ def test_progress_tells_only_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> N
     clock = iter([0.0, 0.5, 0.5, 3.0, 3.0, 3.1])  # begins and ends of three steps
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     console = Console(width=80, force_terminal=False)
-    with console.capture() as capture, Progress(console) as progress:
+    with console.capture() as capture, Spinner(console) as progress:
         progress("quick [step]")
         progress("slow [step]")
         progress("quick again")

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from gpipe_compiler.runtime.train import check
-from gpipe_compiler.runtime.train.comparison import Kind, compare, flat_tensors, pack, unpack
+from gpipe_compiler.runtime.train.comparison import (
+    ComparedKind,
+    compare,
+    flat_tensors,
+    pack,
+    unpack,
+)
 
 
-def row(actual, expected, kind=Kind.GRADIENT):
+def row(actual, expected, kind=ComparedKind.GRADIENT):
     (found,) = compare({kind: {"w": actual}}, {kind: {"w": expected}})
     return found
 
@@ -36,14 +42,14 @@ def test_numbers_that_are_not_finite_hide_nothing(odd):
     expected = {"odd": torch.tensor([odd, 1.0]), "plain": torch.ones(2)}
     actual = {"odd": torch.tensor([odd, 2.0]), "plain": torch.tensor([1.0, 1.1])}
 
-    (found,) = compare({Kind.OUTPUT: actual}, {Kind.OUTPUT: expected})
+    (found,) = compare({ComparedKind.OUTPUT: actual}, {ComparedKind.OUTPUT: expected})
 
     assert {fault.split()[0] for fault in found.faults} == {"odd", "plain"}
 
 
 def test_a_number_that_only_one_side_lacks_fails():
-    assert not row(torch.tensor([math.nan]), torch.tensor([1.0]), Kind.OUTPUT).passed
-    assert not row(torch.tensor([1.0]), torch.tensor([math.nan]), Kind.OUTPUT).passed
+    assert not row(torch.tensor([math.nan]), torch.tensor([1.0]), ComparedKind.OUTPUT).passed
+    assert not row(torch.tensor([1.0]), torch.tensor([math.nan]), ComparedKind.OUTPUT).passed
 
 
 def test_a_reference_that_is_not_finite_proves_nothing():
@@ -58,25 +64,25 @@ def test_zero_reference_admits_no_difference():
 
 
 def test_integers_are_equal_or_not():
-    assert not row(torch.tensor([1000001]), torch.tensor([1000000]), Kind.BUFFER).passed
+    assert not row(torch.tensor([1000001]), torch.tensor([1000000]), ComparedKind.BUFFER).passed
 
 
 def test_integers_that_no_float_tells_apart_are_not_equal():
-    assert not row(torch.tensor([2**62]), torch.tensor([2**62 + 1]), Kind.OUTPUT).passed
+    assert not row(torch.tensor([2**62]), torch.tensor([2**62 + 1]), ComparedKind.OUTPUT).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64])
 def test_types_that_have_few_kernels_are_compared(dtype):
     one, eight = torch.tensor([1, 2]).to(dtype), torch.tensor([8, 2]).to(dtype)
-    assert row(one, one, Kind.OUTPUT).passed
-    assert not row(one, eight, Kind.BUFFER).passed
-    assert row(eight, one, Kind.BUFFER).largest_difference == 7
+    assert row(one, one, ComparedKind.OUTPUT).passed
+    assert not row(one, eight, ComparedKind.BUFFER).passed
+    assert row(eight, one, ComparedKind.BUFFER).largest_difference == 7
 
 
 def test_missing_extra_and_misshapen_tensors_are_faults():
     (found,) = compare(
-        {Kind.OUTPUT: {"b": torch.ones(2), "c": torch.ones(1)}},
-        {Kind.OUTPUT: {"a": torch.ones(1), "b": torch.ones(3)}},
+        {ComparedKind.OUTPUT: {"b": torch.ones(2), "c": torch.ones(1)}},
+        {ComparedKind.OUTPUT: {"a": torch.ones(1), "b": torch.ones(3)}},
     )
 
     assert [fault.split(" ", 1)[1] for fault in found.faults] == [
@@ -87,19 +93,22 @@ def test_missing_extra_and_misshapen_tensors_are_faults():
 
 
 def test_reference_files_come_back():
-    tensors = {Kind.OUTPUT: {"logits": torch.ones(2)}, Kind.LOSS: {"loss": torch.tensor(1.0)}}
+    tensors = {
+        ComparedKind.OUTPUT: {"logits": torch.ones(2)},
+        ComparedKind.LOSS: {"loss": torch.tensor(1.0)},
+    }
 
     again = unpack(pack(tensors))
 
     assert again.keys() == tensors.keys()
-    assert torch.equal(again[Kind.OUTPUT]["logits"], torch.ones(2))
+    assert torch.equal(again[ComparedKind.OUTPUT]["logits"], torch.ones(2))
 
 
 def test_sparse_gradients_are_held_like_dense_ones():
     whole = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
-    reference = unpack(pack({Kind.GRADIENT: {"w": whole.to_sparse()}}))
-    (same,) = compare({Kind.GRADIENT: {"w": whole.to_sparse()}}, reference)
-    (other,) = compare({Kind.GRADIENT: {"w": 2 * whole.to_sparse()}}, reference)
+    reference = unpack(pack({ComparedKind.GRADIENT: {"w": whole.to_sparse()}}))
+    (same,) = compare({ComparedKind.GRADIENT: {"w": whole.to_sparse()}}, reference)
+    (other,) = compare({ComparedKind.GRADIENT: {"w": 2 * whole.to_sparse()}}, reference)
     assert same.passed
     assert not other.passed
 
@@ -115,10 +124,10 @@ def test_another_type_with_equal_numbers_is_a_fault():
     """But for the loss, and for 32 bits where torch computes in 16 under autocast."""
     ones = torch.ones(3)
     assert "is of torch.float64, not torch.float32" in row(ones.double(), ones).faults[0]
-    assert not row(ones.int(), ones, Kind.OUTPUT).passed
-    assert not row(ones, ones.bfloat16(), Kind.OUTPUT).passed
-    assert row(ones, ones.bfloat16(), Kind.LOSS).passed
-    wide, narrow = {Kind.OUTPUT: {"w": ones}}, {Kind.OUTPUT: {"w": ones.bfloat16()}}
+    assert not row(ones.int(), ones, ComparedKind.OUTPUT).passed
+    assert not row(ones, ones.bfloat16(), ComparedKind.OUTPUT).passed
+    assert row(ones, ones.bfloat16(), ComparedKind.LOSS).passed
+    wide, narrow = {ComparedKind.OUTPUT: {"w": ones}}, {ComparedKind.OUTPUT: {"w": ones.bfloat16()}}
     assert compare(wide, narrow, {})[0].passed
     assert not compare(narrow, wide, {})[0].passed
 
@@ -126,8 +135,8 @@ def test_another_type_with_equal_numbers_is_a_fault():
 @pytest.mark.parametrize(("far", "passes"), [(0.004, True), (0.3, False)])
 def test_under_autocast_one_batch_proves_where_gradients_round(far: float, passes: bool):
     """On another, where the model goes another way by its values, roundings may differ."""
-    bias = {Kind.GRADIENT: {"bias": torch.ones(3)}}
-    other = {Kind.GRADIENT: {"bias": torch.full((3,), 1 + far)}}
+    bias = {ComparedKind.GRADIENT: {"bias": torch.ones(3)}}
+    other = {ComparedKind.GRADIENT: {"bias": torch.full((3,), 1 + far)}}
 
     def passed(batches, lower):
         found = check._compared(batches, {}, lower)

@@ -22,7 +22,7 @@ from gpipe_compiler.runtime.core.precision import crossing_dtypes
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
 from gpipe_compiler.runtime.train.check import LOSS_SCALE, check_pipeline
-from gpipe_compiler.runtime.train.comparison import Kind, pack
+from gpipe_compiler.runtime.train.comparison import ComparedKind, pack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,10 +248,10 @@ def test_a_check_allows_for_the_sum_in_16_bits(precision, broken, tmp_path):
             gradients["l.weight"] *= 0.8
         after = {name: p - gradients[name] for name, p in loop.weights().items()}
         reference = {
-            Kind.OUTPUT: {"output": outputs},
-            Kind.LOSS: {"loss": loss},
-            Kind.GRADIENT: gradients,
-            Kind.WEIGHT: after,
+            ComparedKind.OUTPUT: {"output": outputs},
+            ComparedKind.LOSS: {"loss": loss},
+            ComparedKind.GRADIENT: gradients,
+            ComparedKind.WEIGHT: after,
         }
         save_file(pack(reference), tmp_path / "reference.safetensors")
         rows = check_pipeline(pipe, None, data[0], None, [tmp_path / "reference.safetensors"])

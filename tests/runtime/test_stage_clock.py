@@ -17,12 +17,12 @@ from gpipe_compiler.runtime.core.engine import Engine
 from gpipe_compiler.runtime.core.local_transport import LocalEndpoint
 from gpipe_compiler.runtime.core.options import ExecutionOptions
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.core.wiring import Step
+from gpipe_compiler.runtime.core.wiring import ActionStep
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Transfer
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
 from gpipe_compiler.runtime.train import stage_clock, stage_engine
 from gpipe_compiler.runtime.train.stage_clock import measure_stages, message_seconds
-from gpipe_compiler.runtime.train.stage_engine import Event, Handling, Turn
+from gpipe_compiler.runtime.train.stage_engine import Handling, MessageEvent, Turn
 from gpipe_compiler.runtime.train.stage_times import MeasuredStages, StageSeconds
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
@@ -108,7 +108,7 @@ def test_what_a_device_does_after_the_others_is_not_beside_them():
     options = ExecutionOptions(BatchNorm.MICRO, Precision.FP32, (Remat.NONE,))
     plain = Engine({0: nn.Identity()}, torch.device("cpu"), None, options)
     engine = stage_engine.WatchedEngine(plain, [])
-    steps = [Step(Compute(0, Phase.FORWARD, microbatch), ()) for microbatch in range(3)]
+    steps = [ActionStep(Compute(0, Phase.FORWARD, microbatch), ()) for microbatch in range(3)]
     engine.asked = steps, [SimpleNamespace(joint=None)], None
     run = stage_engine.TimedSteps(steps, torch.device("cpu"), apart=True)
     run.seconds, run.middles = [1.0, 2.0, 3.0], [0.5, 2.0, 4.5]
@@ -145,20 +145,20 @@ def test_measurements_go_through_json():
     assert MeasuredStages.from_json(found.to_json()) == found
 
 
-def first_process(own_start: float) -> list[Event]:
+def first_process(own_start: float) -> list[MessageEvent]:
     """Sends two micro-batches in 2 ms each, the second one 10 ms after the first."""
     return [
-        Event(Handling.SEND, Transfer("x", m, 0, 1), start, start + 0.002)
+        MessageEvent(Handling.SEND, Transfer("x", m, 0, 1), start, start + 0.002)
         for m, start in enumerate((own_start, own_start + 0.010))
     ]
 
 
-def second_process() -> list[Event]:
+def second_process() -> list[MessageEvent]:
     """Waits for the first until 9 ms, and takes the second one in 3 ms when it lies there."""
     return [
-        Event(Handling.EXPECT, Transfer("x", 0, 0, 1), 0.0, 0.001),
-        Event(Handling.WAIT, Transfer("x", 0, 0, 1), 0.001, 0.009),
-        Event(Handling.TAKE, Transfer("x", 1, 0, 1), 0.020, 0.023),
+        MessageEvent(Handling.EXPECT, Transfer("x", 0, 0, 1), 0.0, 0.001),
+        MessageEvent(Handling.WAIT, Transfer("x", 0, 0, 1), 0.001, 0.009),
+        MessageEvent(Handling.TAKE, Transfer("x", 1, 0, 1), 0.020, 0.023),
     ]
 
 
@@ -175,7 +175,9 @@ def test_a_message_is_under_way_as_long_as_it_is_waited_for(host, start, way_s):
 
 
 def test_what_lies_there_whenever_it_is_taken_is_not_under_way():
-    lying = [Event(Handling.TAKE, Transfer("x", m, 0, 1), 5.0 + m, 5.003 + m) for m in range(2)]
+    lying = [
+        MessageEvent(Handling.TAKE, Transfer("x", m, 0, 1), 5.0 + m, 5.003 + m) for m in range(2)
+    ]
 
     found = message_seconds([("here", first_process(0.0)), ("here", lying)])
 

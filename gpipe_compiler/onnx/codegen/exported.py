@@ -23,7 +23,7 @@ from onnx import GraphProto
 from torch import nn
 from torch.export import Dim
 
-from gpipe_compiler.codegen.facts import Facts
+from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall, Op, ValueKind
@@ -48,7 +48,7 @@ def export_stages(plan: Plan, folder: Path, progress: Callable[[str], None]) -> 
     """
     graph = plan.graph
     assert graph is not None
-    facts = Facts.of(graph)
+    facts = CodeFacts.of(graph)
     for stage in plan.stages:
         progress(f"exporting stage {stage.index} of {len(plan.stages)}")
         _refuse_other_kinds(graph, stage)

@@ -17,7 +17,7 @@ from onnx import AttributeProto, NodeProto, helper
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.ir import Graph, Op, Ref, StateRef
 from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of, subgraphs, tensor_sizes
-from gpipe_compiler.passes.cost import Costs, Kernel, OpCost
+from gpipe_compiler.passes.cost import Costs, KernelCost, OpCost
 
 Sizes: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -52,7 +52,7 @@ def onnx_rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
     ]
 
 
-def _on(kernel: Kernel, launches: int, device: Device) -> OpCost:
+def _on(kernel: KernelCost, launches: int, device: Device) -> OpCost:
     return OpCost(
         forward_s=kernel.seconds(device) + launches * device.launch_s,
         flops=kernel.flops,
@@ -60,7 +60,7 @@ def _on(kernel: Kernel, launches: int, device: Device) -> OpCost:
     )
 
 
-def _kernel(op: Op, sizes: Sizes) -> Kernel | None:
+def _kernel(op: Op, sizes: Sizes) -> KernelCost | None:
     node = node_of(op)
     if node.op_type in _FREE:
         return None
@@ -71,7 +71,7 @@ def _kernel(op: Op, sizes: Sizes) -> Kernel | None:
     read = sum(map(_bytes, inputs))
     if node.op_type in _LOOK_UPS:
         read = min(read, written + sum(map(_bytes, inputs[1:])))
-    return Kernel(
+    return KernelCost(
         flops(node, [item and item[0] for item in inputs], [item and item[0] for item in outputs]),
         read + written,
         _arithmetic([item[1] for item in (*inputs, *outputs) if item is not None]),

@@ -10,7 +10,7 @@ from onnxruntime import OrtValue
 
 from ...runtime.errors import PipelineError
 from .spec import PipelineSpec
-from .stage import Stage, Values
+from .stage import OnnxStage, Values
 
 Action: TypeAlias = tuple[int, int]
 """Stage and micro-batch."""
@@ -74,7 +74,7 @@ class Engine:
         stages: those it holds, by number.
     """
 
-    def __init__(self, spec: PipelineSpec, stages: Mapping[int, Stage]) -> None:
+    def __init__(self, spec: PipelineSpec, stages: Mapping[int, OnnxStage]) -> None:
         self.stages = stages
         self._sources = {name: source for name, (source, _) in spec.crossings.items()}
         self._away = {
@@ -115,7 +115,7 @@ class Engine:
         return results
 
     def _compute(
-        self, stage: Stage, number: int, values: Values, results: Values, endpoint: Endpoint
+        self, stage: OnnxStage, number: int, values: Values, results: Values, endpoint: Endpoint
     ) -> None:
         for name in stage.spec.inputs:
             if name not in values:

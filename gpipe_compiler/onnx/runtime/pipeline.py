@@ -15,7 +15,7 @@ from .distributed import World, gathered, rank_here, run_rank
 from .engine import Engine
 from .local import run_local
 from .spec import PipelineSpec
-from .stage import SessionChoice, Stage
+from .stage import OnnxStage, SessionChoice
 
 
 class Pipeline:
@@ -112,14 +112,14 @@ def choices(spec: PipelineSpec, devices: str | Sequence[str] | None) -> tuple[De
 
 def load_stages(
     spec: PipelineSpec, folder: Path, device: int, choice: SessionChoice
-) -> dict[int, Stage]:
+) -> dict[int, OnnxStage]:
     """The stages that lie on a device, by number.
 
     Raises:
         StageError: when ONNX Runtime refuses one.
     """
     return {
-        index: Stage(index, stage, folder, choice)
+        index: OnnxStage(index, stage, folder, choice)
         for index, stage in enumerate(spec.stages)
         if spec.placement[index] == device
     }

@@ -52,7 +52,7 @@ class SessionChoice:
         return options
 
 
-class Stage:
+class OnnxStage:
     """The model of one stage, loaded.
 
     Raises:

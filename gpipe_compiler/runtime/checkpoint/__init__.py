@@ -18,13 +18,13 @@ from .progress import Progress, RandomState
 
 if TYPE_CHECKING:
     from .loading import load_checkpoint
-    from .plain import Saved, export, read_checkpoint
+    from .plain import PlainCheckpoint, export, read_checkpoint
     from .saving import save_checkpoint
 
 __all__ = [
+    "PlainCheckpoint",
     "Progress",
     "RandomState",
-    "Saved",
     "export",
     "latest",
     "load_checkpoint",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Saved": ".plain",
+    "PlainCheckpoint": ".plain",
     "export": ".plain",
     "load_checkpoint": ".loading",
     "read_checkpoint": ".plain",

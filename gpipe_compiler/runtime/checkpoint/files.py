@@ -26,7 +26,7 @@ from ..errors import CheckpointError
 from .folder import INDEX, METADATA, TRAINER, Index, checksum, sync
 
 
-class Writer(FileSystemWriter):
+class RankFileWriter(FileSystemWriter):
     """Writes one file per rank.
 
     Nothing is copied ahead: torch would wait for the copies from one GPU only, and this process

@@ -29,7 +29,7 @@ from .progress import Progress, progress_from
 
 
 @dataclass(frozen=True)
-class Saved:
+class PlainCheckpoint:
     """A whole checkpoint, on the CPU.
 
     Attributes:
@@ -65,7 +65,7 @@ class Saved:
         return state_for(optimizer, Naming(named), self.groups, self.states)
 
 
-def read_checkpoint(path: Path) -> Saved:
+def read_checkpoint(path: Path) -> PlainCheckpoint:
     """Read all of a checkpoint.
 
         saved = read_checkpoint(path)
@@ -82,7 +82,7 @@ def read_checkpoint(path: Path) -> Saved:
     tensors = stored.read(f"model.{name}" for name in names if name not in aliases)
     groups = stored_groups(stored, aliases)
     trained = {name for group in groups for name in group["params"]}
-    return Saved(
+    return PlainCheckpoint(
         model={name: tensors[f"model.{aliases.get(name, name)}"] for name in names},
         groups=groups,
         states=stored_states(stored, aliases, trained),

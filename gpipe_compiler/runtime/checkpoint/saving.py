@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks, described
 from ..errors import CheckpointError
-from .files import Writer, checksums, with_aliases, write_trainer
+from .files import RankFileWriter, checksums, with_aliases, write_trainer
 from .folder import (
     METADATA,
     TRAINER,
@@ -98,7 +98,7 @@ class _Saving:
             lambda found: (make_temporary(self.directory, progress.step), merged(found)),
         )
         try:
-            writer = Writer(folder)
+            writer = RankFileWriter(folder)
             plans = together(
                 "the plan of the checkpoint",
                 lambda: self._plan(writer, groups),
@@ -130,19 +130,19 @@ class _Saving:
         model = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         return {"model": model, "optimizer": optimizer}
 
-    def _plan(self, writer: Writer, groups: Groups) -> SavePlan:
+    def _plan(self, writer: RankFileWriter, groups: Groups) -> SavePlan:
         first = self.ranks.rank == 0
         self.planner.set_up_planner(self._tree(groups), is_coordinator=first)
         writer.set_up_storage_writer(first)
         plan: SavePlan = writer.prepare_local_plan(self.planner.create_local_plan())
         return plan
 
-    def _plan_all(self, writer: Writer, plans: Sequence[SavePlan]) -> list[SavePlan]:
+    def _plan_all(self, writer: RankFileWriter, plans: Sequence[SavePlan]) -> list[SavePlan]:
         finished, self.metadata = self.planner.create_global_plan(list(plans))
         result: list[SavePlan] = writer.prepare_global_plan(finished)
         return result
 
-    def _write(self, writer: Writer, folder: Path, plan: SavePlan) -> Written:
+    def _write(self, writer: RankFileWriter, folder: Path, plan: SavePlan) -> Written:
         plan = self.planner.finish_plan(plan)
         if not plan.items:
             return [], []
@@ -157,7 +157,7 @@ class _Saving:
 
     def _finish(
         self,
-        writer: Writer,
+        writer: RankFileWriter,
         folder: Path,
         written: Sequence[Written],
         progress: Progress,

@@ -14,12 +14,12 @@ from ..errors import PipelineError, StageError
 from ..schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
 from ..wording import said
 from .batchnorm import Gather, alone
-from .full_batch import Batch
+from .full_batch import ActionBatch
 from .options import ExecutionOptions
 from .precision import run_of_device
-from .request import StepRequest, Values, Work
-from .stage_run import Kept, StageRun
-from .wiring import Need, Part, StageWiring, Step
+from .request import RunRequest, StepRequest, Values
+from .stage_run import BackwardGraph, StageRun
+from .wiring import ActionStep, GradientPart, Need, StageWiring
 
 
 class Endpoint(Protocol):
@@ -99,7 +99,7 @@ class Engine:
 
     def run(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ActionStep],
         wiring: Sequence[StageWiring],
         request: StepRequest,
         endpoint: Endpoint,
@@ -116,7 +116,7 @@ class Engine:
         """
         run = _Run(self, wiring, request, endpoint)
         last = {} if ended is None else _last_backwards(steps)
-        gradients = torch.enable_grad() if request.work is Work.TRAIN else torch.no_grad()
+        gradients = torch.enable_grad() if request.work is RunRequest.TRAIN else torch.no_grad()
         with gradients, run_of_device(self.options.precision):
             for position, step in enumerate(steps):
                 run.execute(step)
@@ -155,7 +155,7 @@ class _Run:
         self.results: list[Values] = [{} for _ in range(request.microbatches)]
         self.wanted: dict[tuple[str, int], torch.Tensor | None] = {}
 
-    def execute(self, step: Step) -> None:
+    def execute(self, step: ActionStep) -> None:
         action = step.action
         match action:
             case Compute():
@@ -168,17 +168,19 @@ class _Run:
                 self.endpoint.exchange(action)
         self._drop(step)
 
-    def _drop(self, step: Step) -> None:
+    def _drop(self, step: ActionStep) -> None:
         for name, microbatch in step.drops:
             self.values[microbatch].pop(name, None)
 
-    def _compute(self, action: Compute, step: Step) -> None:
+    def _compute(self, action: Compute, step: ActionStep) -> None:
         stage = self.wiring[action.stage]
         m = action.microbatch
         if stage.joint is None:
-            batch = Batch((m,), (self.request.sizes[m],), {})
+            batch = ActionBatch((m,), (self.request.sizes[m],), {})
         else:
-            batch = Batch(tuple(range(self.request.microbatches)), self.request.sizes, stage.joint)
+            batch = ActionBatch(
+                tuple(range(self.request.microbatches)), self.request.sizes, stage.joint
+            )
         try:
             match action.phase:
                 case Phase.FORWARD:
@@ -195,7 +197,7 @@ class _Run:
                 f"stage {action.stage}, {_WORDS[action.phase]} of {what}: {said(error)}"
             ) from error
 
-    def _forward(self, stage: StageWiring, batch: Batch, step: Step) -> None:
+    def _forward(self, stage: StageWiring, batch: ActionBatch, step: ActionStep) -> None:
         received = [
             batch.join(need.value, [self._received(need, m) for m in batch.microbatches])
             for need in stage.needs
@@ -226,7 +228,7 @@ class _Run:
         self.values[microbatch][value] = tensor
         return tensor
 
-    def _backward(self, stage: StageWiring, batch: Batch) -> None:
+    def _backward(self, stage: StageWiring, batch: ActionBatch) -> None:
         # Recomputing needs no gradient yet: it comes before waiting for them.
         run = self.stages[stage.index]
         kept = run.graph(batch.first)
@@ -240,7 +242,7 @@ class _Run:
                     self.gradients[name, stage.index, m] = piece
 
     def _roots(
-        self, stage: StageWiring, batch: Batch, kept: Kept
+        self, stage: StageWiring, batch: ActionBatch, kept: BackwardGraph
     ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the gradients of what the stage has made arrive, and these."""
         roots, gradients = [], []
@@ -269,7 +271,7 @@ class _Run:
         return roots, gradients
 
     def _gradient(
-        self, stage: StageWiring, value: str, parts: Sequence[Part], microbatch: int
+        self, stage: StageWiring, value: str, parts: Sequence[GradientPart], microbatch: int
     ) -> torch.Tensor | None:
         """The sum of what the users of a value give back; None is zeros."""
         gradient = None
@@ -294,7 +296,7 @@ class _Run:
         self.endpoint.send(transfer, total)
 
 
-def _last_backwards(steps: Sequence[Step]) -> dict[int, int]:
+def _last_backwards(steps: Sequence[ActionStep]) -> dict[int, int]:
     """The stage whose last backward stands at each of these places in a program."""
     places = {
         step.action.stage: place

@@ -15,7 +15,7 @@ from .inputs import Inputs, batch_of, bind, passed_to, split
 from .loss_weights import Counts, LossWeigher, summed
 from .outputs import as_returned, rebuild
 from .programs import ProgramCache
-from .request import RandomKey, StepRequest, Values, Work
+from .request import RandomKey, RunRequest, StepRequest, Values
 from .runners import Runner
 from .topology import Replicas, Topology
 from .wiring import inputs_for, output_leaves
@@ -33,7 +33,7 @@ class CallArgs:
         read: the checksum of the mini-batch that this is a replica's share of (`Call`).
     """
 
-    work: Work
+    work: RunRequest
     training: bool
     inputs: Inputs
     target: object
@@ -61,7 +61,7 @@ class Call:
         total: the loss weights of the mini-batch, over all replicas; () without any.
     """
 
-    work: Work
+    work: RunRequest
     training: bool
     sizes: tuple[int, ...] = ()
     loss_weights: tuple[Counts, ...] = ()
@@ -122,7 +122,7 @@ def _exchange(replicas: Replicas, call: Call) -> list[Call]:
         gathered = replicas.peers.gather_objects(call.packed(), what)
         calls = replicas.peers.broadcast_object(gathered, 0, what)
     calls = replicas.pipeline.broadcast_object(calls, 0, "the call")
-    return [Call(**{**found, "work": Work(found["work"])}) for found in calls]
+    return [Call(**{**found, "work": RunRequest(found["work"])}) for found in calls]
 
 
 def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
@@ -230,11 +230,11 @@ class Execution:
 
     def loss_weights(self, inputs: Inputs, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
-        bound = bind(inputs, target, self._spec, inputs_for(self._spec, Work.TRAIN))
+        bound = bind(inputs, target, self._spec, inputs_for(self._spec, RunRequest.TRAIN))
         parts, sizes = split(bound, self._spec, 1)
         return summed(self._weigher.weigh(parts, sizes))
 
-    def _check(self, work: Work) -> None:
+    def _check(self, work: RunRequest) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise UsageError(
                 "autocast around a pipeline does not reach its stages",
@@ -255,7 +255,7 @@ class Execution:
             if self._topology.replicas > 1 and batch_of(bound, self._spec) == 0:
                 return Call(work, training), bound, []
             microbatches = self._microbatches
-            if self._apart and args.outputs and not (training or work is Work.TRAIN):
+            if self._apart and args.outputs and not (training or work is RunRequest.TRAIN):
                 microbatches = 1
             parts, sizes = split(bound, self._spec, microbatches)
             weights = self._weigher.weigh(parts, sizes) if work.makes_loss else ()
@@ -266,7 +266,7 @@ class Execution:
 
     def _wanted(self, args: CallArgs) -> frozenset[str]:
         """The inputs whose gradients the caller wants."""
-        if args.work is not Work.TRAIN:
+        if args.work is not RunRequest.TRAIN:
             return frozenset()
         passed = passed_to(self._spec, args.inputs, args.target)
         return frozenset(name for name, tensor in passed.items() if tensor.requires_grad)

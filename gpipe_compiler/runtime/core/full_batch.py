@@ -73,7 +73,7 @@ def batch_dims(spec: PipelineSpec, leaves: Sequence[Leaf]) -> BatchDims:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ActionBatch:
     """What one action of a stage works on: a micro-batch, or all of them as one.
 
     Values have a piece for each micro-batch, along their batch dimension. A value without one is

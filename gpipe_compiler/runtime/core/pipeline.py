@@ -29,7 +29,7 @@ from .options import (
 from .programs import ProgramCache
 from .random import seed_in_eval
 from .reducer import collected, make_reducer, share_initial
-from .request import RandomKey, Work
+from .request import RandomKey, RunRequest
 from .runners import Runner, make_runner
 from .sharding import checksum_of, share_of
 from .topology import Topology
@@ -102,7 +102,9 @@ class Pipeline:
         programs = ProgramCache(
             spec, self._topology, self.schedule, self.options.batchnorm, self._owners
         )
-        for work in (Work.INFER,) if spec.loss is None else (Work.INFER, Work.TRAIN):
+        for work in (
+            (RunRequest.INFER,) if spec.loss is None else (RunRequest.INFER, RunRequest.TRAIN)
+        ):
             programs.of(work, self.microbatches, training=self._mode)
         store = None if weights is None else Weights.open(Path(weights))
         where = self._topology.where.items()
@@ -204,7 +206,7 @@ class Pipeline:
         """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
         scale = weight * self.scaler.get_scale()
         with collected(self.local_stages.shared, self._reducer):
-            terms, found = self._run(Work.TRAIN, inputs, target, outputs, scale)
+            terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale)
         self.step_number += 1
         self._calls = 0
         assert terms is not None  # training makes a loss, or raises
@@ -228,7 +230,7 @@ class Pipeline:
         self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
     ) -> tuple[torch.Tensor, object]:
         """The same, with the terms of the loss that `loss_weights` counts for, in a row."""
-        terms, found = self._run(Work.EVALUATE, inputs, target, outputs)
+        terms, found = self._run(RunRequest.EVALUATE, inputs, target, outputs)
         assert terms is not None  # evaluation makes a loss, or raises
         return terms, found
 
@@ -238,15 +240,20 @@ class Pipeline:
         Stages are in train or eval mode as `train()` and `eval()` say. Where an output of the batch
         does not follow from those of its micro-batches, eval mode takes the batch in one piece.
         """
-        return self._run(Work.INFER, inputs, None, True)[1]
+        return self._run(RunRequest.INFER, inputs, None, True)[1]
 
     def _run(
-        self, work: Work, inputs: Inputs, target: object, outputs: bool, loss_scale: float = 1.0
+        self,
+        work: RunRequest,
+        inputs: Inputs,
+        target: object,
+        outputs: bool,
+        loss_scale: float = 1.0,
     ) -> tuple[torch.Tensor | None, object]:
         for shared in self.local_stages.shared:
             shared.spread()
         seed = self.seed
-        if not (self._mode or work is Work.TRAIN):
+        if not (self._mode or work is RunRequest.TRAIN):
             seed = seed_in_eval(seed, self._calls)
             self._calls += 1
         key = RandomKey(seed, self.step_number)

@@ -10,13 +10,13 @@ from ..schedule import forward_only, lower, orders_for, prove
 from ..schedule.actions import Compute, Orders, Phase, Programs, parse_order
 from ..spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
 from .full_batch import joint_stages
-from .request import Work
+from .request import RunRequest
 from .topology import Topology, planned_placement
-from .wiring import StageWiring, Step, crossings_for, inputs_for, steps_of, wire
+from .wiring import ActionStep, StageWiring, crossings_for, inputs_for, steps_of, wire
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSchedule:
     """A schedule for one placement, proved to end.
 
     Attributes:
@@ -27,11 +27,11 @@ class Prepared:
 
     placement: tuple[int, ...]
     microbatches: int
-    work: Work
+    work: RunRequest
     crossings: tuple[Crossing, ...]
     wiring: tuple[StageWiring, ...]
     programs: Programs
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[ActionStep, ...], ...]
     inputs: frozenset[str]
 
     @property
@@ -55,12 +55,12 @@ def prepare(
     spec: PipelineSpec,
     placement: Sequence[int],
     microbatches: int,
-    work: Work,
+    work: RunRequest,
     schedule: ScheduleKind,
     shared: Mapping[str, Sequence[int]],
     joint: Collection[int] = (),
     wanted: frozenset[str] = frozenset(),
-) -> Prepared:
+) -> PreparedSchedule:
     """A schedule ready to run.
 
     Args:
@@ -79,7 +79,9 @@ def prepare(
     if microbatches == 1:
         joint = ()
     in_a_row = list(placement) == sorted(placement)
-    if joint and not (in_a_row and (schedule is ScheduleKind.GPIPE or work is not Work.TRAIN)):
+    if joint and not (
+        in_a_row and (schedule is ScheduleKind.GPIPE or work is not RunRequest.TRAIN)
+    ):
         raise UsageError(
             f"exact BatchNorm does not go with the schedule {schedule.value}: every micro-batch "
             "must have gone through a stage before the first goes on, forward or back",
@@ -87,11 +89,11 @@ def prepare(
         )
     crossings = crossings_for(spec, work, wanted)
     orders = _orders(spec, placement, microbatches, work, schedule, joint)
-    sums = shared if work is Work.TRAIN else {}
+    sums = shared if work is RunRequest.TRAIN else {}
     programs = lower(orders, placement, crossings, sums, joint)
     prove(programs, placement, crossings, joint)
     wiring = wire(spec, placement, work, joint, _split(programs), wanted)
-    return Prepared(
+    return PreparedSchedule(
         placement=tuple(placement),
         microbatches=microbatches,
         work=work,
@@ -107,11 +109,11 @@ def _orders(
     spec: PipelineSpec,
     placement: Sequence[int],
     microbatches: int,
-    work: Work,
+    work: RunRequest,
     schedule: ScheduleKind,
     joint: Collection[int],
 ) -> Orders:
-    if work is not Work.TRAIN:
+    if work is not RunRequest.TRAIN:
         return forward_only(placement, microbatches, joint)
     planned = (spec.schedule, spec.microbatches, planned_placement(spec))
     # Without joint stages a device may have been meant to take its stages in turn.
@@ -154,16 +156,18 @@ class ProgramCache:
         self._schedule = schedule
         self._batchnorm = batchnorm
         self._owners = owners
-        self._known: dict[tuple[Work, int, frozenset[int], frozenset[str]], Prepared] = {}
+        self._known: dict[
+            tuple[RunRequest, int, frozenset[int], frozenset[str]], PreparedSchedule
+        ] = {}
 
     def of(
         self,
-        work: Work,
+        work: RunRequest,
         microbatches: int,
         *,
         training: bool,
         wanted: frozenset[str] = frozenset(),
-    ) -> Prepared:
+    ) -> PreparedSchedule:
         """The programs for so many micro-batches, of stages in this mode.
 
         Args:

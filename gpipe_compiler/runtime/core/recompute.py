@@ -155,7 +155,7 @@ class _EnoughError(Exception):
     """Ends a second run that has made all that was saved."""
 
 
-class Saved(ABC):
+class SegmentTensor(ABC):
     """What autograd holds in place of a tensor that a segment saves."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Saved(ABC):
 
 
 @dataclass(slots=True)
-class _Held(Saved):
+class _Held(SegmentTensor):
     """The tensor itself."""
 
     tensor: torch.Tensor | None
@@ -184,7 +184,7 @@ def _held(saved: _Held) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot(Saved):
+class _Slot(SegmentTensor):
     """A tensor that a second run makes again."""
 
     run: SecondRun

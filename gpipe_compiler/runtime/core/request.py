@@ -12,7 +12,7 @@ Values = dict[str, torch.Tensor]
 """Tensors by the names of the pipeline's values."""
 
 
-class Work(Enum):
+class RunRequest(Enum):
     """What a run comes to."""
 
     TRAIN = "train"
@@ -25,7 +25,7 @@ class Work(Enum):
     @property
     def makes_loss(self) -> bool:
         """Whether the loss is computed."""
-        return self is not Work.INFER
+        return self is not RunRequest.INFER
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StepRequest:
         loss_scale: gradients are those of the loss times this; the loss is told without it.
     """
 
-    work: Work
+    work: RunRequest
     sizes: tuple[int, ...]
     inputs: Sequence[Mapping[str, torch.Tensor]]
     loss_weights: tuple[tuple[float, ...], ...]

@@ -21,7 +21,7 @@ from .local_transport import Inbox, LocalEndpoint, Workers
 from .options import ExecutionOptions
 from .outputs import join
 from .precision import crossing_dtypes, run_of_devices
-from .programs import Prepared
+from .programs import PreparedSchedule
 from .reducer import Reducer, share_buffers, written
 from .request import StepRequest, Values
 from .topology import Replicas, Topology
@@ -54,7 +54,7 @@ class Runner(Protocol):
     threads: int
     engines: Sequence[Engine]
 
-    def run(self, prepared: Prepared, request: StepRequest) -> Result:
+    def run(self, prepared: PreparedSchedule, request: StepRequest) -> Result:
         """Execute every device's program once."""
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class LocalRunner:
         self.threads = threads or torch.get_num_threads()
         self.workers: Workers[DeviceResult] = Workers(devices, threads)
 
-    def run(self, prepared: Prepared, request: StepRequest) -> Result:
+    def run(self, prepared: PreparedSchedule, request: StepRequest) -> Result:
         """Execute every device's program once."""
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.devices]
         tasks = []
@@ -158,7 +158,7 @@ class DistributedRunner:
         self.engines: Sequence[Engine] = (engine,)
         self.makers = makers(spec)
 
-    def run(self, prepared: Prepared, request: StepRequest) -> Result:
+    def run(self, prepared: PreparedSchedule, request: StepRequest) -> Result:
         """Execute this rank's program once; the loss comes to all ranks, outputs to the first."""
         endpoint = DistributedEndpoint(
             self.network,
@@ -211,7 +211,7 @@ class DistributedRunner:
             return (own,)
         return self.replicas.peers.gathered(own, "the statistics of the replicas")
 
-    def _crossings(self, prepared: Prepared) -> list[Crossing]:
+    def _crossings(self, prepared: PreparedSchedule) -> list[Crossing]:
         """What is sent, in the types that it has in this precision."""
         training = all(
             module.training for engine in self.engines for module in engine.modules.values()
@@ -224,7 +224,9 @@ class DistributedRunner:
         dtypes = self.dtypes[training]
         return [dataclasses.replace(one, dtype=dtypes[one.value]) for one in prepared.crossings]
 
-    def _gather(self, prepared: Prepared, request: StepRequest, result: DeviceResult) -> Values:
+    def _gather(
+        self, prepared: PreparedSchedule, request: StepRequest, result: DeviceResult
+    ) -> Values:
         """The outputs, on rank 0: one after another, in the same order on all ranks."""
         outputs: Values = {}
         for leaf in output_leaves(self.spec.outputs):
@@ -242,7 +244,7 @@ class DistributedRunner:
                 outputs[leaf.value] = mine
         return outputs
 
-    def _sum(self, prepared: Prepared, total: SharedSum) -> None:
+    def _sum(self, prepared: PreparedSchedule, total: SharedSum) -> None:
         ranks = sorted({prepared.placement[stage] for stage in total.stages})
 
         def over_ranks(name: str, gradient: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .recompute import Saved
+from .recompute import SegmentTensor
 
 Edge: TypeAlias = tuple[Node, int]
 """A node of a backward graph, and the number of the gradient that arrives at it."""
@@ -329,7 +329,7 @@ def _release(nodes: Iterable[Node]) -> None:
             for item in saved if isinstance(saved, tuple | list) else (saved,):
                 # Saved tensors that are None, or that somebody else has hooks on, refuse.
                 with contextlib.suppress(RuntimeError):
-                    if isinstance(item.data, Saved):
+                    if isinstance(item.data, SegmentTensor):
                         item.data.release()
                     else:
                         item.register_hooks(_nothing, _gone)

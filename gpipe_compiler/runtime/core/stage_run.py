@@ -18,7 +18,7 @@ from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
 from .random import OverDraws, SeededRandom
 from .recompute import Received, SegmentContext, Segments, WrittenBuffers, unwritten
-from .request import StepRequest, Values, Work
+from .request import RunRequest, StepRequest, Values
 from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
 
@@ -59,7 +59,7 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class BackwardGraph:
     """The graph that a backward runs through.
 
     Attributes:
@@ -91,7 +91,7 @@ class StageRun:
         self._module = module
         self._job = request
         self._loss_name = loss_name if stage.makes_loss else None
-        self._training = request.work is Work.TRAIN
+        self._training = request.work is RunRequest.TRAIN
         self._deferred: DeferredStatistics | None = None
         if options.batchnorm is BatchNorm.DEFERRED:
             self._deferred = DeferredStatistics(module, stage.spec.renamed)
@@ -100,7 +100,7 @@ class StageRun:
         self._recomputes = gradients and options.remat[stage.index] is Remat.FULL
         self._segments = Segments(module, stage.spec.segments, keeps=stage.split)
         self._segmented = options.remat[stage.index] is Remat.SEGMENTS
-        self._kept: dict[int, Kept | Received] = {}
+        self._kept: dict[int, BackwardGraph | Received] = {}
         self._weights: dict[int, WeightPart] = {}
 
     @cached_property
@@ -132,10 +132,10 @@ class StageRun:
         # Torch's mean losses lie in memory as large as what they are the mean of.
         return Computed({}, outputs, tuple(loss.detach().clone() for loss in found.losses))
 
-    def graph(self, microbatch: int) -> Kept:
+    def graph(self, microbatch: int) -> BackwardGraph:
         """What the backward of a micro-batch runs through: kept, or computed again. Once only."""
         kept = self._kept.pop(microbatch)
-        if isinstance(kept, Kept):
+        if isinstance(kept, BackwardGraph):
             return kept
         with self._written.replaced(kept.state):
             return self._graph(self._compute(microbatch, kept.arguments, again=True))
@@ -168,14 +168,14 @@ class StageRun:
         """The second part of a backward that is split. Once only."""
         self._weights.pop(microbatch).run()
 
-    def _graph(self, found: Computed) -> Kept:
+    def _graph(self, found: Computed) -> BackwardGraph:
         """What a backward needs of a forward."""
         roots = {
             name: root
             for name, _ in self._stage.returned
             if name in found.outputs and (root := Root.of(found.outputs[name])) is not None
         }
-        return Kept(found.leaves, roots, tuple(map(Root.of, found.losses)))
+        return BackwardGraph(found.leaves, roots, tuple(map(Root.of, found.losses)))
 
     def finish(self, gather: Gather) -> None:
         """After the last micro-batch: what changes once a mini-batch."""

@@ -12,7 +12,7 @@ from ..schedule.lowering import first_targets
 from ..spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
 from .full_batch import BatchDims, batch_dims
 from .nest import items_of
-from .request import Work
+from .request import RunRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GradientPart:
     """A summand of a value's gradient: from `stage`, which is on this device or is `remote`.
 
     A remote part is already the sum over the stages of its device.
@@ -57,7 +57,7 @@ class StageWiring:
     spec: StageSpec
     needs: tuple[Need, ...]
     arguments: int
-    returned: tuple[tuple[str, tuple[Part, ...]], ...]
+    returned: tuple[tuple[str, tuple[GradientPart, ...]], ...]
     makes_loss: bool
     joint: BatchDims | None = None
     split: bool = False
@@ -65,7 +65,7 @@ class StageWiring:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ActionStep:
     """An action, and what the device has to know to take it.
 
     The actions of a joint stage are one step, where the last of them stands.
@@ -83,7 +83,7 @@ class Step:
 def wire(
     spec: PipelineSpec,
     placement: Sequence[int],
-    work: Work,
+    work: RunRequest,
     joint: Collection[int] = (),
     split: Collection[int] = (),
     wanted: frozenset[str] = frozenset(),
@@ -120,14 +120,14 @@ def _with_gradients(needs: Sequence[Need], wanted: frozenset[str]) -> tuple[Need
 
 
 def crossings_for(
-    spec: PipelineSpec, work: Work, wanted: frozenset[str] = frozenset()
+    spec: PipelineSpec, work: RunRequest, wanted: frozenset[str] = frozenset()
 ) -> tuple[Crossing, ...]:
     """The boundary values that are sent: inference does without those that serve only the loss.
 
     Args:
         wanted: inputs whose gradients come back, through all that may follow from them.
     """
-    if work is Work.TRAIN:
+    if work is RunRequest.TRAIN:
         inputs = {source.name for source in spec.inputs} - wanted
         return tuple(
             dataclasses.replace(crossing, gradient=True)
@@ -149,12 +149,12 @@ def crossings_for(
     return tuple(kept)
 
 
-def most_work(spec: PipelineSpec) -> Work:
+def most_work(spec: PipelineSpec) -> RunRequest:
     """The work that reads the most: training, where there is a loss."""
-    return Work.INFER if spec.loss is None else Work.TRAIN
+    return RunRequest.INFER if spec.loss is None else RunRequest.TRAIN
 
 
-def inputs_for(spec: PipelineSpec, work: Work) -> frozenset[str]:
+def inputs_for(spec: PipelineSpec, work: RunRequest) -> frozenset[str]:
     """The inputs of the pipeline that some stage reads, or the weight of the loss."""
     read = {name for stage in spec.stages for name in stage.inputs}
     if work.makes_loss and spec.loss is not None:
@@ -184,7 +184,7 @@ def makers(spec: PipelineSpec) -> dict[str, int]:
     return table
 
 
-def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[Step, ...]:
+def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[ActionStep, ...]:
     """A device's program with the place at which every value is let go."""
     order = [action for action in program if isinstance(action, Compute)]
     stages = [stage.index for stage in wiring if stage.joint is not None]
@@ -192,7 +192,7 @@ def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[
     drops = _drops(program, wiring, joint)
     waits = waiting(order, stages)
     return tuple(
-        Step(
+        ActionStep(
             action,
             drops.get(position, ()),
             isinstance(action, Compute)
@@ -231,7 +231,7 @@ def _wire_stage(
     stage: int,
     placement: Sequence[int],
     crossings: dict[str, Crossing],
-    work: Work,
+    work: RunRequest,
 ) -> StageWiring:
     own = spec.stages[stage]
     loss = spec.loss if work.makes_loss else None
@@ -267,7 +267,7 @@ def _need(name: str, stage: int, placement: Sequence[int], crossings: dict[str, 
     return Need(name, crossing.gradient, sender=crossing.source, via=via)
 
 
-def _parts(crossing: Crossing, placement: Sequence[int]) -> tuple[Part, ...]:
+def _parts(crossing: Crossing, placement: Sequence[int]) -> tuple[GradientPart, ...]:
     """Summands from the last stage to the first, as autograd comes to them in the plain model.
 
     Those of another device stand together in the place of its first stage.
@@ -277,7 +277,7 @@ def _parts(crossing: Crossing, placement: Sequence[int]) -> tuple[Part, ...]:
     parts = []
     for target in sorted(crossing.targets, reverse=True):
         if placement[target] == home:
-            parts.append(Part(target, remote=False))
+            parts.append(GradientPart(target, remote=False))
         elif target in firsts:
-            parts.append(Part(target, remote=True))
+            parts.append(GradientPart(target, remote=True))
     return tuple(parts)

@@ -37,7 +37,7 @@ from ..core.wiring import inputs_for, most_work, output_leaves
 from ..errors import UsageError
 from ..spec import BatchNorm, Joined, Leaf, LossSpec, PipelineSpec, Precision
 from .comparison import (
-    Kind,
+    ComparedKind,
     Row,
     Tensors,
     close_names,
@@ -133,7 +133,7 @@ def _compared(
         return [compare(actual, expected) for actual, expected in pairs]
     close = {
         kind: [close_names(kind, actual, expected) for actual, expected in pairs]
-        for kind in (Kind.GRADIENT, Kind.WEIGHT)
+        for kind in (ComparedKind.GRADIENT, ComparedKind.WEIGHT)
     }
     rows = []
     for number, (actual, expected) in enumerate(pairs):
@@ -151,7 +151,7 @@ def _state(pipe: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
     yield from pipe.named_buffers()
 
 
-SummedIn: TypeAlias = Mapping[Kind, Mapping[str, torch.dtype]]
+SummedIn: TypeAlias = Mapping[ComparedKind, Mapping[str, torch.dtype]]
 """For tensors that are sums, the coarser type of these."""
 
 
@@ -172,7 +172,11 @@ def _summed_in(pipe: Pipeline) -> SummedIn:
     means = [path for path, leaf in leaves if leaf.joined in (Joined.MEAN, Joined.SUM)]
     outputs = dict.fromkeys(map(path_name, means), dtype)
     gradients = dict.fromkeys(names, dtype)
-    return {Kind.OUTPUT: outputs, Kind.GRADIENT: gradients, Kind.WEIGHT: gradients}
+    return {
+        ComparedKind.OUTPUT: outputs,
+        ComparedKind.GRADIENT: gradients,
+        ComparedKind.WEIGHT: gradients,
+    }
 
 
 @contextlib.contextmanager
@@ -195,20 +199,20 @@ def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
     """Outputs in eval mode; then loss, gradients, buffers and weights of one training step."""
     with kept_buffers(pipe.stages.values()):
         outputs = flat_tensors(pipe.eval()(inputs))
-    results: dict[Kind, Mapping[str, torch.Tensor]] = {Kind.OUTPUT: outputs}
+    results: dict[ComparedKind, Mapping[str, torch.Tensor]] = {ComparedKind.OUTPUT: outputs}
     if pipe.spec.loss is None:
         return results
     pipe.train().zero_grad()
     pipe.scaler.update(LOSS_SCALE)
-    results[Kind.LOSS] = {"loss": pipe.step(inputs, target)}
+    results[ComparedKind.LOSS] = {"loss": pipe.step(inputs, target)}
     if pipe.scaler.is_enabled():
         pipe.scaler.unscale_(torch.optim.SGD(pipe.parameters()))
     gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
     _descend(pipe)
     return results | {
-        Kind.GRADIENT: gradients,
-        Kind.BUFFER: dict(pipe.named_buffers()),
-        Kind.WEIGHT: {n: p.detach() for n, p in pipe.named_parameters() if p.requires_grad},
+        ComparedKind.GRADIENT: gradients,
+        ComparedKind.BUFFER: dict(pipe.named_buffers()),
+        ComparedKind.WEIGHT: {n: p.detach() for n, p in pipe.named_parameters() if p.requires_grad},
     }
 
 
@@ -235,9 +239,9 @@ def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Ex
 
 def _without_constants(actual: Tensors, expected: Tensors) -> Tensors:
     """The buffers that the model has too; a stage keeps the model's constants as buffers."""
-    known = expected.get(Kind.BUFFER, {})
-    buffers = {n: buffer for n, buffer in actual.get(Kind.BUFFER, {}).items() if n in known}
-    return {**actual, Kind.BUFFER: buffers}
+    known = expected.get(ComparedKind.BUFFER, {})
+    buffers = {n: buffer for n, buffer in actual.get(ComparedKind.BUFFER, {}).items() if n in known}
+    return {**actual, ComparedKind.BUFFER: buffers}
 
 
 def _held(expected: Tensors, pipe: Pipeline) -> Tensors:
@@ -246,9 +250,9 @@ def _held(expected: Tensors, pipe: Pipeline) -> Tensors:
         return expected
     kept = dict(expected)
     if pipe.rank != 0:
-        kept.pop(Kind.OUTPUT, None)
+        kept.pop(ComparedKind.OUTPUT, None)
     names = {name for stage in pipe.stages for name in pipe.spec.stages[stage].state.values()}
-    for kind in (Kind.GRADIENT, Kind.BUFFER, Kind.WEIGHT):
+    for kind in (ComparedKind.GRADIENT, ComparedKind.BUFFER, ComparedKind.WEIGHT):
         group = expected.get(kind, {})
         kept[kind] = {name: tensor for name, tensor in group.items() if name in names}
     return kept
@@ -292,7 +296,9 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         leaf.value: join(leaf, [values[leaf.value] for values in evaluated], sizes)
         for leaf in output_leaves(spec.outputs)
     }
-    results: Tensors = {Kind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sum(sizes)))}
+    results: Tensors = {
+        ComparedKind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sum(sizes)))
+    }
     if spec.loss is None:
         return results
     if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
@@ -359,7 +365,7 @@ class _Stages:
                 total = total + torch.stack(weighted).sum().detach()
         for statistics in deferred.values():
             statistics.commit()
-        return {Kind.LOSS: {"loss": total}, **self._state(scale)}
+        return {ComparedKind.LOSS: {"loss": total}, **self._state(scale)}
 
     def _state(self, scale: float) -> Tensors:
         """Gradients, buffers, and weights moved by the gradients."""
@@ -377,9 +383,9 @@ class _Stages:
                     gradients[name] = gradient if known is None else known + gradient
             buffers.update({stage.renamed.get(own, own): b for own, b in module.named_buffers()})
         return {
-            Kind.GRADIENT: gradients,
-            Kind.BUFFER: buffers,
-            Kind.WEIGHT: {
+            ComparedKind.GRADIENT: gradients,
+            ComparedKind.BUFFER: buffers,
+            ComparedKind.WEIGHT: {
                 name: tensor - LEARNING_RATE * gradients[name] if name in gradients else tensor
                 for name, tensor in parameters.items()
             },

@@ -41,7 +41,7 @@ FLOOR = 1e-6
 ROUNDINGS = 8
 
 
-class Kind(Enum):
+class ComparedKind(Enum):
     """What is compared; the value is the prefix of its tensors in a reference file."""
 
     OUTPUT = "output"
@@ -51,7 +51,7 @@ class Kind(Enum):
     WEIGHT = "weight"
 
 
-Tensors = Mapping[Kind, Mapping[str, torch.Tensor]]
+Tensors = Mapping[ComparedKind, Mapping[str, torch.Tensor]]
 """For every kind, its tensors by name."""
 
 
@@ -85,7 +85,7 @@ class Row:
 def compare(
     actual: Tensors,
     expected: Tensors,
-    summed_in: Mapping[Kind, Mapping[str, torch.dtype]] | None = None,
+    summed_in: Mapping[ComparedKind, Mapping[str, torch.dtype]] | None = None,
 ) -> tuple[Row, ...]:
     """A row for every kind of tensor in the reference.
 
@@ -108,18 +108,18 @@ def compare(
             {name: _tolerance(dtype) for name, dtype in coarse.get(kind, {}).items()},
             may_widen=summed_in is not None,
         )
-        for kind in Kind
+        for kind in ComparedKind
         if expected.get(kind)
     )
 
 
-def close_names(kind: Kind, actual: Tensors, expected: Tensors) -> frozenset[str]:
+def close_names(kind: ComparedKind, actual: Tensors, expected: Tensors) -> frozenset[str]:
     """The tensors of a kind that are as close as their own type asks for."""
     one, other = _all_dense(actual).get(kind, {}), _all_dense(expected)
     sizes = {
         group: {name: _magnitude(tensor) for name, tensor in tensors.items()}
         for group, tensors in other.items()
-        if group in (kind, Kind.GRADIENT)
+        if group in (kind, ComparedKind.GRADIENT)
     }
     known = other.get(kind, {})
     scales = _scales(kind, known, sizes) if known else {}
@@ -192,15 +192,17 @@ def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
     """The inverse of `pack`."""
-    tensors: dict[Kind, dict[str, torch.Tensor]] = {}
+    tensors: dict[ComparedKind, dict[str, torch.Tensor]] = {}
     for key, tensor in packed.items():
         kind, name = key.split("/", 1)
-        tensors.setdefault(Kind(kind), {})[name] = tensor
+        tensors.setdefault(ComparedKind(kind), {})[name] = tensor
     return tensors
 
 
 def _scales(
-    kind: Kind, expected: Mapping[str, torch.Tensor], sizes: Mapping[Kind, Mapping[str, float]]
+    kind: ComparedKind,
+    expected: Mapping[str, torch.Tensor],
+    sizes: Mapping[ComparedKind, Mapping[str, float]],
 ) -> dict[str, float]:
     """What each tensor's difference is measured by.
 
@@ -211,12 +213,14 @@ def _scales(
     Args:
         sizes: the largest entry of every expected tensor.
     """
-    measured_by = sizes.get(Kind.GRADIENT, {}) if kind is Kind.WEIGHT else sizes[kind]
+    measured_by = (
+        sizes.get(ComparedKind.GRADIENT, {}) if kind is ComparedKind.WEIGHT else sizes[kind]
+    )
     floor = FLOOR / RELATIVE * max(measured_by.values(), default=0.0)
     scales = {}
     for name, tensor in expected.items():
         scales[name] = measured_by.get(name, 0.0) + floor
-        if kind is Kind.WEIGHT:
+        if kind is ComparedKind.WEIGHT:
             rounding = 4 * max(_eps(tensor.dtype), _eps(torch.float32))
             scales[name] += rounding / _tolerance(tensor.dtype) * sizes[kind][name]
     return scales
@@ -256,7 +260,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _row(
-    kind: Kind,
+    kind: ComparedKind,
     actual: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     scales: Mapping[str, float],
@@ -273,7 +277,7 @@ def _row(
     for name in expected.keys() & actual.keys():
         if actual[name].shape != expected[name].shape:
             continue
-        if kind is not Kind.LOSS and _retyped(actual[name], expected[name], may_widen):
+        if kind is not ComparedKind.LOSS and _retyped(actual[name], expected[name], may_widen):
             faults.append(f"{name} is of {actual[name].dtype}, not {expected[name].dtype}")
         difference = _difference(actual[name], expected[name])
         share = _share(difference, scales[name])
@@ -294,9 +298,9 @@ def _share(difference: float, scale: float) -> float:
     return difference / scale if scale else float("inf")
 
 
-def _not_finite(kind: Kind, expected: Mapping[str, torch.Tensor]) -> Iterable[str]:
+def _not_finite(kind: ComparedKind, expected: Mapping[str, torch.Tensor]) -> Iterable[str]:
     """A loss or a gradient that is not finite in the reference proves nothing."""
-    if kind in (Kind.LOSS, Kind.GRADIENT):
+    if kind in (ComparedKind.LOSS, ComparedKind.GRADIENT):
         for name, tensor in expected.items():
             if not bool(tensor.isfinite().all()):
                 yield f"{name} is not finite in the model itself, so there is nothing to hold to"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ..core.pipeline import Pipeline
 from ..core.ranks import Ranks
 from ..schedule.actions import Transfer
-from .stage_engine import Event, Handling, Turn, WatchedEngine
+from .stage_engine import Handling, MessageEvent, Turn, WatchedEngine
 from .stage_times import MeasuredStages, StageSeconds
 
 PHASE_S = 0.4
@@ -57,7 +57,9 @@ class MessageSeconds(NamedTuple):
     take_s: float
 
 
-def message_seconds(seen: Sequence[tuple[str, Sequence[Event]]]) -> dict[Transfer, MessageSeconds]:
+def message_seconds(
+    seen: Sequence[tuple[str, Sequence[MessageEvent]]],
+) -> dict[Transfer, MessageSeconds]:
     """The medians of what was seen of every message, its micro-batches taken together.
 
     A message is on its way until who waits for it has it. One that nobody had to wait for is on its
@@ -112,7 +114,7 @@ class _Clock:
         self.inputs = inputs
         self.target = target
         self.engines: list[WatchedEngine] = []
-        self.events: list[Event] = []
+        self.events: list[MessageEvent] = []
         self.ranks = Ranks(pipe.world)
 
     def measure(self, phase_s: float) -> MeasuredStages:

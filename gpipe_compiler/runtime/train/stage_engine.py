@@ -14,7 +14,7 @@ import torch
 
 from ..core.engine import DeviceResult, Endpoint, Engine
 from ..core.request import StepRequest
-from ..core.wiring import StageWiring, Step
+from ..core.wiring import ActionStep, StageWiring
 from ..schedule.actions import Compute, Phase, SharedSum, Transfer
 from ..spec import Remat
 from .stage_times import StageSeconds
@@ -35,7 +35,7 @@ class Handling(Enum):
     WAIT = "wait"
 
 
-class Event(NamedTuple):
+class MessageEvent(NamedTuple):
     """A device has handled a message, from `start` to `end` by the clock of its host."""
 
     handling: Handling
@@ -52,7 +52,7 @@ class _Recorder:
         endpoint: Endpoint,
         device: torch.device,
         record: dict[Transfer, torch.Tensor | None],
-        events: list[Event],
+        events: list[MessageEvent],
     ) -> None:
         self._record = record
         self._endpoint = endpoint
@@ -86,7 +86,7 @@ class _Recorder:
     def _noted(self, handling: Handling, transfer: Transfer) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._events.append(Event(handling, transfer, start, time.perf_counter()))
+        self._events.append(MessageEvent(handling, transfer, start, time.perf_counter()))
 
 
 class _Replay:
@@ -114,7 +114,7 @@ class _Replay:
         """Nothing is under way."""
 
 
-class TimedSteps(list[Step]):
+class TimedSteps(list[ActionStep]):
     """A program that notes how long the engine is at each of its steps, and at all of them.
 
     Args:
@@ -126,7 +126,7 @@ class TimedSteps(list[Step]):
         begun, ended: from when until when the device was at work, by the clock.
     """
 
-    def __init__(self, steps: Sequence[Step], device: torch.device, *, apart: bool) -> None:
+    def __init__(self, steps: Sequence[ActionStep], device: torch.device, *, apart: bool) -> None:
         super().__init__(steps)
         self._device = device
         self._apart = apart
@@ -134,7 +134,7 @@ class TimedSteps(list[Step]):
         self.middles: list[float] = []
         self.begun = self.ended = 0.0
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[ActionStep]:
         self.begun = time.perf_counter()
         for step in super().__iter__():
             start = time.perf_counter()
@@ -160,11 +160,11 @@ class Turn(Enum):
 class WatchedEngine(Engine):
     """An engine that, once it has seen a real run, can make it again without waiting."""
 
-    def __init__(self, engine: Engine, events: list[Event]) -> None:
+    def __init__(self, engine: Engine, events: list[MessageEvent]) -> None:
         vars(self).update(vars(engine))
         self._events = events
         self.turn = Turn.WAITING
-        self.asked: tuple[Sequence[Step], Sequence[StageWiring], StepRequest] | None = None
+        self.asked: tuple[Sequence[ActionStep], Sequence[StageWiring], StepRequest] | None = None
         self.rounds: dict[Turn, list[TimedSteps]] = {turn: [] for turn in Turn}
         self.sums_s: list[float] = []
         self.last = TimedSteps((), self.device, apart=False)
@@ -173,7 +173,7 @@ class WatchedEngine(Engine):
 
     def run(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ActionStep],
         wiring: Sequence[StageWiring],
         request: StepRequest,
         endpoint: Endpoint,
