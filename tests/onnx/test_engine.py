@@ -239,12 +239,12 @@ def test_a_rank_that_is_killed_takes_the_other_down(package: Path, victim: int) 
         "p = importlib.util.module_from_spec(spec); sys.modules['p'] = p\n"
         "spec.loader.exec_module(p)\n"
         "from p.runtime.onnx import command, pipeline, stage\n"
-        "run = stage.Stage.run\n"
+        "run = stage.OnnxStage.run\n"
         "def dying(self, microbatch, received):\n"
         f"    if microbatch == 2 and int(os.environ['RANK']) == {victim}:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return run(self, microbatch, received)\n"
-        "stage.Stage.run = dying\n"
+        "stage.OnnxStage.run = dying\n"
         "sys.exit(command.main(p.SPEC, folder, ['infer']))\n"
     )
     with socket.socket() as found:

@@ -23,7 +23,7 @@ class Clock:
 def test_a_step_that_goes_on_says_so_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, written = Clock(), io.StringIO()
     monkeypatch.setattr(terminal, "time", clock)
-    with terminal.Progress(Console(file=written)) as told:
+    with terminal.Spinner(Console(file=written)) as told:
         for seconds, step in ((0, "look: 0"), (10, "look: 1"), (16, "look: 2"), (20, "look: 3")):
             clock.now = float(seconds)
             told(step)
