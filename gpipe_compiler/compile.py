@@ -70,6 +70,7 @@ class Compiled:
         not_validated: why nothing was compared, where that was not what the user asked for.
         frontier: all settings that were compared, where they were not given.
         batch: which dimensions are the batch, where they are others than 0 or not proven.
+        under_torchrun: the package may be run with one process for each device.
     """
 
     frontend: Frontend | None
@@ -79,6 +80,7 @@ class Compiled:
     not_validated: str = ""
     frontier: Frontier | None = None
     batch: str = ""
+    under_torchrun: bool = True
 
     @property
     def graph(self) -> Graph | None:
@@ -225,6 +227,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         package.not_validated,
         frontier,
         target.batch,
+        target.under_torchrun,
     )
 
 

@@ -131,9 +131,8 @@ class _Readers:
             if not _asks_for_shape(op):
                 for value in value_names((op.call.args, dict(op.call.kwargs))):
                     readers.setdefault(value, []).append(op.name)
-        loss = (graph.loss.value,) if graph.loss else ()
         table = {value: tuple(names) for value, names in readers.items()}
-        return cls(table, frozenset((*graph.output_values, *loss)))
+        return cls(table, frozenset(graph.ends))
 
     def only(self, value: str, op: str) -> bool:
         """Whether this op, once, is all that reads a value."""
@@ -303,7 +302,7 @@ def _prove(graph: Graph) -> None:
     assert graph.loss is not None
     run = DryRun.of(graph, training=True)
     values = run.run(graph.batch_size)
-    ends = (values[name] for name in (*graph.output_values, graph.loss.value))
+    ends = (values[name] for name in graph.ends)
     roots = [end for end in ends if isinstance(end, torch.Tensor) and end.requires_grad]
     if roots:
         with run.mode, quiet():

@@ -96,8 +96,7 @@ def _ranges(graph: Graph, order: Sequence[str]) -> dict[str, LiveRange]:
             dies[name] = index
         for name in op.outputs:
             born[name] = dies[name] = index
-    kept = graph.output_values + ((graph.loss.value,) if graph.loss else ())
-    dies.update((name, len(order)) for name in kept)
+    dies.update((name, len(order)) for name in graph.ends)
     return {name: LiveRange(born[name], dies[name]) for name in born}
 
 

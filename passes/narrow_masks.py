@@ -53,11 +53,10 @@ def narrow_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
 def _narrow(graph: Graph, kept: Collection[str]) -> set[str]:
     """The values that can be of one sample: the largest set that agrees with itself."""
     found = effects(graph)
-    ends = (*graph.output_values, *(() if graph.loss is None else (graph.loss.value,)))
     narrow = {
         op.result
         for op in graph.ops
-        if isinstance(op.result, str) and op.result not in ends and op.name not in kept
+        if isinstance(op.result, str) and op.result not in graph.ends and op.name not in kept
         if _could_be(graph, found, op, op.result)
     }
     while True:

@@ -24,35 +24,18 @@ from gpipe_compiler.passes.liveness import liveness
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.narrow_masks import narrow_masks
 from gpipe_compiler.passes.op_runs import runs_of
+from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
 from gpipe_compiler.passes.stores import read_stores
-from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted, printable_lines
 
 ALL = "all"
 """Stands for every transformation where a graph is printed."""
 
 INPLACE = "inplace"
-
-
-@dataclass(frozen=True, slots=True)
-class PassSetting:
-    """What a graph is transformed for.
-
-    Attributes:
-        samples: of a micro-batch.
-        precision: in which the analyses run the ops.
-        kept: names of ops that constraints name, and that are to stay.
-        in_place: whether ops may write over what nobody needs any more.
-    """
-
-    samples: int
-    precision: Precision = Precision.FP32
-    kept: frozenset[str] = frozenset()
-    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,7 @@ def _is_closed(graph: Graph, stretch: Stretch) -> bool:
         for name in graph.ops[index].outputs
     }
     inner = range(1, stretch.count - 2)
-    returned = (*graph.output_values, *(() if graph.loss is None else (graph.loss.value,)))
-    if any(block_of.get(name, -1) in inner for name in returned):
+    if any(block_of.get(name, -1) in inner for name in graph.ends):
         return False
     for index, op in enumerate(graph.ops):
         within = stretch.start <= index < stretch.end

@@ -63,16 +63,15 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     sizes, found = _Sizes(graph), effects(graph)
     chooses = any(called(op.call) == "where" for op in graph.ops)
     positions = Positions(graph, found) if chooses else None
-    ends = (*graph.output_values, *(() if graph.loss is None else (graph.loss.value,)))
     idle = {
         op.name: source
         for op in graph.ops
-        if isinstance(op.result, str) and op.result not in ends and op.name not in kept
+        if isinstance(op.result, str) and op.result not in graph.ends and op.name not in kept
         for source in _unchanged(graph, sizes, positions, op)
     }
     if not idle:
         return graph
-    reads = Counter(itertools.chain(ends, *map(_reads, graph.ops)))
+    reads = Counter(itertools.chain(graph.ends, *map(_reads, graph.ops)))
     names: dict[str, str] = {}  # what is read instead of the result of an op
     for op in graph.ops:
         source = idle.get(op.name)
@@ -293,7 +292,7 @@ def without_unread(graph: Graph, ops: Sequence[Op], pure: Callable[[Op], bool]) 
         graph: as it was before.
         pure: whether an op does nothing but make its results.
     """
-    read = {*graph.output_values, *(() if graph.loss is None else (graph.loss.value,))}
+    read = set(graph.ends)
     kept: list[Op] = []
     for op in reversed(ops):
         had_readers = not graph.consumers.keys().isdisjoint(op.outputs)

@@ -89,9 +89,8 @@ def _target(op: Op) -> tuple[str, object, str] | None:
 
 def _without_idle_views(graph: Graph, found: Effects, ops: list[Op]) -> Graph:
     """The graph of these ops, without those whose view of written memory nobody reads any more."""
-    ends = {*graph.output_values, *((graph.loss.value,) if graph.loss else ())}
     while True:
-        read = {name for op in ops for name in op.inputs} | ends
+        read = {name for op in ops for name in op.inputs}.union(graph.ends)
         idle = {
             op.name
             for op in ops

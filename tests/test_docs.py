@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 from torch.nn import functional as F
 
-from gpipe_compiler import emit, plan
+from gpipe_compiler import emit, passes, plan
 from gpipe_compiler import trace as trace_call
 from gpipe_compiler.cli.arguments import compile_parser, inspect_parser, memory_parser
 from gpipe_compiler.cli.main import compile_command
@@ -96,34 +97,69 @@ def commands_of(text: str) -> Iterator[list[str]]:
             yield shlex.split(line, comments=True)
 
 
-def passes_of_the_page(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Everything that the Python blocks of the page on passes define."""
-    found: dict[str, object] = {}
-    for index, block in enumerate(blocks_of("docs/writing_passes.md")):
-        module = ModuleType(f"documented_pass_{index}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look there
-        exec(compile(block, f"writing_passes.md, block {index}", "exec"), vars(module))
-        found |= vars(module)
-    return found
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`passes/pipeline.py` with the page's two passes: a file, an import and an entry each."""
+    analysis, transformation = blocks_of("docs/writing_passes.md")
+    (tmp_path / "parameter_use.py").write_text(analysis)
+    (tmp_path / "fuse_clamps.py").write_text(transformation)
+    text = Path(pipeline.__file__).read_text()
+    page = (ROOT / "docs" / "writing_passes.md").read_text()
+    own = "from gpipe_compiler.passes"
+    for added, before in (
+        (f"{own}.fuse_clamps import FuseClamps", f"{own}.inplace"),
+        (f"{own}.parameter_use import parameter_use", f"{own}.pass_setting"),
+        ('    Pass("fuse_clamps", FuseClamps()),', "    # Last: planning"),
+        ('    Analysis("parameter_use", parameter_use),', '    Analysis("effects", effects),'),
+    ):
+        assert added in page or added.startswith(own)
+        assert text.count(before) == 1
+        text = text.replace(before, f"{added}\n{before}")
+    name = "gpipe_compiler.passes.pipeline"
+    made = ModuleType(name)
+    monkeypatch.setattr(passes, "__path__", [*passes.__path__, str(tmp_path)])
+    monkeypatch.setitem(sys.modules, name, made)  # as it is while it imports the passes
+    exec(compile(text, "pipeline.py", "exec"), vars(made))
+    for kind in ("fuse_clamps", "parameter_use"):
+        monkeypatch.delitem(sys.modules, f"gpipe_compiler.passes.{kind}")
+    return made
 
 
 def test_the_documented_analysis_finds_the_layer_that_is_called_twice(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
+    graph: Graph, documented: ModuleType
 ) -> None:
-    use = passes_of_the_page(monkeypatch)["parameter_use"](graph)
+    use = documented.parameter_use(graph)
 
     assert {"layer.weight", "layer.bias"} == set(use.shared)
 
 
+@pytest.mark.parametrize("page", ["writing_passes", "adding_an_output_format"])
+def test_the_code_of_the_pages_passes_ruff(page: str) -> None:
+    """By this project's rules, as a contributor's file does."""
+    files = [block for block in blocks_of(f"docs/{page}.md") if block.startswith('"""')]
+    assert len(files) == 2
+    for block in files:
+        for command in (["check"], ["format", "--check"]):
+            ruff = [sys.executable, "-m", "ruff", *command]
+            ruff += ["--stdin-filename", str(ROOT / "gpipe_compiler" / "targets" / "x.py")]
+            found = subprocess.run(
+                [*ruff, "-"], input=block, capture_output=True, text=True, check=False
+            )
+            assert found.returncode == 0, found.stdout
+
+
 class Clamped(nn.Module):
-    """Two pairs of clamps, and one whose middle is read twice."""
+    """Two pairs of clamps, the first of what is written between; one that others read between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x.clamp_min(-1.0).clamp_max(1.0)).clamp_min(-0.5).clamp_max(0.5)
+        z = x * 2.0
+        least = z.clamp_min(-1.0)
+        z.add_(1.0)
+        y = self.layer(least.clamp_max(1.0) + z).clamp_min(-0.5).clamp_max(0.5)
         low = y.clamp_min(0.1)
         return low.clamp_max(0.2) + low
 
@@ -148,15 +184,14 @@ def methods_of(text: str) -> list[str]:
 
 
 def test_the_documented_passes_are_added_by_an_entry_each(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    documented: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The transformation with its option, by the command; and the package equals the model."""
-    page = passes_of_the_page(monkeypatch)
-    *plain, inplace = pipeline.PASSES
-    added = pipeline.Pass("fuse_clamps", page["FuseClamps"]())
-    monkeypatch.setattr(pipeline, "PASSES", (*plain, added, inplace))
-    table = pipeline.Analysis("parameter_use", page["parameter_use"])
-    monkeypatch.setattr(pipeline, "ANALYSES", (*pipeline.ANALYSES, table))
+    monkeypatch.setattr(pipeline, "PASSES", documented.PASSES)
+    monkeypatch.setattr(pipeline, "ANALYSES", documented.ANALYSES)
     (tmp_path / "clamped.py").write_text(CLAMPED_FILE)
     asked = [str(tmp_path / "clamped.py"), "--stages", "2", "-o", str(tmp_path / "package")]
     asked += ["--microbatches", "2", "--no-inplace", "--print-after", "parameter_use"]

@@ -173,10 +173,12 @@ def _print_compiled(compiled: Compiled) -> None:
         directory = directory.relative_to(Path.cwd())
     work = "train" if plan.training else "infer"
     script = directory / "run.py"
-    _say(f"written to {directory}. To run it here, and with one process per device:")
+    also = ", and with one process per device" if compiled.under_torchrun else ""
+    _say(f"written to {directory}. To run it here{also}:")
     _say(f"  {shell_line(['python', script, work])}")
-    count = len(plan.orders) * (plan.replicas if plan.training else 1)
-    _say(f"  {shell_line(['torchrun', '--nproc-per-node', str(count), script, work])}")
+    if compiled.under_torchrun:
+        count = len(plan.orders) * (plan.replicas if plan.training else 1)
+        _say(f"  {shell_line(['torchrun', '--nproc-per-node', str(count), script, work])}")
     shown = shell_line(["gpipe-inspect", directory])
     _say(f"For people: {directory / 'README.md'}, {directory / 'report.html'}; {shown}")
 

@@ -277,6 +277,11 @@ class Graph:
         return tuple(dict.fromkeys(value_names(self.outputs)))
 
     @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The values that somebody reads after the last op: those returned, and the loss."""
+        return (*self.output_values, *(() if self.loss is None else (self.loss.value,)))
+
+    @cached_property
     def loss_only(self) -> frozenset[str]:
         """Names of the ops that serve only the loss.
 

@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ class ExportedStages:
         found: the model, as its batch dimensions were found.
         subject: the same, batched as the package takes it.
     """
+
+    under_torchrun: ClassVar[bool] = True
 
     options: CompileOptions
     found: FoundBatch

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.codegen.package import Progress
@@ -42,6 +43,8 @@ from gpipe_compiler.validate.package import Validation
 @dataclass(frozen=True, eq=False)
 class OnnxStages:
     """An ONNX model, to be compiled to ONNX stages with its own nodes; see `Target`."""
+
+    under_torchrun: ClassVar[bool] = True
 
     options: CompileOptions
     model: OnnxModel

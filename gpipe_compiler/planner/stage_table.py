@@ -106,7 +106,7 @@ def _with_duplicates(
         assigned[stage_of[op.name]].add(op.name)
     found = [names | closure(graph, facts.effects, facts.duplicable, names) for names in assigned]
     present = frozenset().union(*found)
-    wanted = (*graph.output_values, *((graph.loss.value,) if graph.loss is not None else ()))
+    wanted = graph.ends
     missing = {
         maker.name
         for value in wanted

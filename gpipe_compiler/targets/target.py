@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from gpipe_compiler.codegen.package import Progress
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """A traced model, to be compiled to one output format."""
+    """A traced model, to be compiled to one output format.
+
+    Attributes:
+        under_torchrun: a package's `run.py` may be started once for each device.
+    """
+
+    under_torchrun: ClassVar[bool]
 
     @property
     def options(self) -> CompileOptions:
@@ -44,7 +50,7 @@ class Target(Protocol):
         """
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        """Writes the package, with `plan.json` and `report.html`, into an empty folder.
+        """Writes the package, `plan.json`, `report.html` and `README.md` with it, into a folder.
 
         Raises:
             EmitError: where something of the model cannot be written in this format.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -50,6 +50,8 @@ class TorchStages:
         optimizer: the one whose memory and time count, as the plan shows it.
         launch: runs the package for its comparison with the model.
     """
+
+    under_torchrun: ClassVar[bool] = True
 
     options: CompileOptions
     found: FoundBatch

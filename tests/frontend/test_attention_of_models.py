@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import ByMode, FunctionCall
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import PassSetting, transform
+from gpipe_compiler.passes.pass_setting import PassSetting
+from gpipe_compiler.passes.pipeline import transform
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,8 @@ from gpipe_compiler.ir import FunctionCall, Graph, Ref
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
 from gpipe_compiler.passes.attention import call_attention_plainly
-from gpipe_compiler.passes.pipeline import PassSetting, transform
+from gpipe_compiler.passes.pass_setting import PassSetting
+from gpipe_compiler.passes.pipeline import transform
 from gpipe_compiler.passes.shapes import annotate
 
 INF = float("inf")

@@ -13,7 +13,8 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import PassSetting, transform
+from gpipe_compiler.passes.pass_setting import PassSetting
+from gpipe_compiler.passes.pipeline import transform
 
 LEAST = torch.finfo(torch.float32).min
 HEADS = 2

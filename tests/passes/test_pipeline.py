@@ -16,14 +16,8 @@ from gpipe_compiler.ir import Graph, MethodCall, Op
 from gpipe_compiler.options.constraints import Constraints
 from gpipe_compiler.options.policy import Policy
 from gpipe_compiler.passes import pipeline
-from gpipe_compiler.passes.pipeline import (
-    ANALYSES,
-    PASSES,
-    Pass,
-    PassPipeline,
-    PassSetting,
-    transform,
-)
+from gpipe_compiler.passes.pass_setting import PassSetting
+from gpipe_compiler.passes.pipeline import ANALYSES, PASSES, Pass, PassPipeline, transform
 from gpipe_compiler.planner.planner import Planner
 
 

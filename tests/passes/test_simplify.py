@@ -14,7 +14,8 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Ref, RegionCall
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.passes.pipeline import PassSetting, transform
+from gpipe_compiler.passes.pass_setting import PassSetting
+from gpipe_compiler.passes.pipeline import transform
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
 

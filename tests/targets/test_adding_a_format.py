@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield made
-    ours = re.compile(r"runtime(\..*)?|gpipe_compiler\.targets\.json_stages")
+    ours = re.compile(r"runtime(\..*)?|gpipe_compiler\.targets\.json_stages(\..*)?")
     for name in [name for name in sys.modules if ours.fullmatch(name)]:
         del sys.modules[name]
 
@@ -79,6 +80,7 @@ COMMAND = ["model.py", "--stages", "3", "--microbatches", "4", "--mode", "infer"
 def test_the_format_of_the_page_equals_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    importlib.import_module("gpipe_compiler.targets.json_stages.run")  # as tools and tests do
     assert compile_command([*COMMAND, "--target", "json", "--json"]) == 0
 
     found = json.loads(capsys.readouterr().out)["validation"]
@@ -90,6 +92,17 @@ def test_the_format_of_the_page_equals_the_model(
     model = runpy.run_path("model.py")["build_model"]().eval()
     pipeline = runpy.run_path("model_x3/run.py")["Pipeline"]()
     torch.testing.assert_close(pipeline({"x": x, "mask": mask}), model(x, mask))
+
+
+def test_what_the_command_names_at_its_end_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compile_command([*COMMAND, "--target", "json", "--no-validate"]) == 0
+
+    _, (python, *words), people = map(str.split, capsys.readouterr().out.splitlines()[-3:])
+    assert (python, words) == ("python", ["model_x3/run.py", "infer"])
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    assert all(Path(name.strip(",;")).exists() for name in people[2:4])
 
 
 def test_an_interpreter_that_is_wrong_is_refused(
