@@ -133,11 +133,11 @@ def test_the_documented_analysis_finds_the_layer_that_is_called_twice(
     assert {"layer.weight", "layer.bias"} == set(use.shared)
 
 
-@pytest.mark.parametrize("page", ["writing_passes", "adding_an_output_format"])
+@pytest.mark.parametrize("page", ["writing_passes", "adding_a_schedule", "adding_an_output_format"])
 def test_the_code_of_the_pages_passes_ruff(page: str) -> None:
     """By this project's rules, as a contributor's file does."""
     files = [block for block in blocks_of(f"docs/{page}.md") if block.startswith('"""')]
-    assert len(files) == 2
+    assert files
     for block in files:
         for command in (["check"], ["format", "--check"]):
             ruff = [sys.executable, "-m", "ruff", *command]

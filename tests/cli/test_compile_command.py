@@ -43,6 +43,7 @@ class Outcome:
     not_validated: str = ""
     frontier: Frontier | None = None
     batch: str = ""
+    under_torchrun: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -43,6 +44,13 @@ def pipelines(draw):
     return tuple(placement), crossings, shared, draw(st.integers(1, 7))
 
 
+def placements(kind: ScheduleKind, devices: int) -> Iterator[tuple[int, ...]]:
+    """Those with up to three stages a device that a schedule can have."""
+    for each in (1, 2, 3):
+        with contextlib.suppress(ValueError):
+            yield placement_for(kind, each * devices, devices)
+
+
 @st.composite
 def scheduled(draw):
     """Any schedule of training with stages and micro-batches that it can have.
@@ -51,8 +59,6 @@ def scheduled(draw):
     """
     kind = draw(st.sampled_from(list(ScheduleKind)))
     devices = draw(st.integers(1, 6))
-    least, most = {ScheduleKind.INTERLEAVED: (2, 3), ScheduleKind.ZBV: (2, 2)}.get(kind, (1, 3))
-    stages = devices * draw(st.integers(least, most))
-    crossings, shared = draw(values(stages))
-    placement = placement_for(kind, stages, devices)
+    placement = draw(st.sampled_from(list(placements(kind, devices))))
+    crossings, shared = draw(values(len(placement)))
     return kind, placement, crossings, shared, draw(st.integers(1, 12))

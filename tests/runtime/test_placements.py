@@ -162,16 +162,16 @@ def test_stages_that_do_not_fit(spec, schedule, devices, possible):
 
 
 def test_schedules_that_cannot_have_the_stages():
-    """An odd number of them cannot be paired."""
+    """An odd number of them cannot be dealt in twos."""
     spec = skip_spec()
     three = dataclasses.replace(
         SPECS["tied"](),
         stages=tied_spec().stages[:3],
     )
     for schedule in ("zbv", "interleaved"):
-        with pytest.raises(UsageError, match="3 stages cannot be paired"):
+        with pytest.raises(UsageError, match="3 stages cannot be dealt so"):
             Pipeline(three, None, schedule=schedule)
-        with pytest.raises(ValueError, match="1 stage cannot be paired, 2 can"):
+        with pytest.raises(ValueError, match="1 stage cannot be dealt so, 2 can"):
             devices_for(ScheduleKind(schedule), 1)
     with pytest.raises(UsageError, match="there are gpipe, 1f1b, interleaved, zb-h1, zbv"):
         Pipeline(spec, None, schedule="zb-h3")

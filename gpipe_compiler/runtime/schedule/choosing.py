@@ -71,8 +71,8 @@ def devices_for(kind: ScheduleKind, stages: int) -> int:
     each = SCHEDULES[kind].stages_a_device[0]
     if stages % each:
         raise ValueError(
-            f"{kind.value} has two stages a device: {counted(stages, 'stage')} cannot be "
-            f"paired, {stages + 1} can"
+            f"{kind.value} has {each} stages a device: {counted(stages, 'stage')} cannot be "
+            f"dealt so, {stages + each - stages % each} can"
         )
     return stages // each
 

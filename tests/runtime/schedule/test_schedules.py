@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -31,29 +32,26 @@ from gpipe_compiler.runtime.schedule.actions import (
     Transfer,
     parse_order,
 )
+from gpipe_compiler.runtime.schedule.choosing import SCHEDULES, Schedule
 from gpipe_compiler.runtime.schedule.clock import needs_of
 
 GENERATORS = [gpipe, one_f_one_b, zb_h1, forward_only]
 
 
 @pytest.mark.parametrize(
-    ("generator", "placement", "microbatches"),
-    [
-        (gpipe, (0, 1, 2), 3),
-        (one_f_one_b, (0, 1, 2), 4),
-        (forward_only, (0, 1, 2), 3),
-        (interleaved, (0, 1, 0, 1), 4),
-        (zb_h1, (0, 1, 2), 4),
-        (zbv, (0, 1, 1, 0), 3),
-    ],
+    "schedule", [*SCHEDULES.values(), Schedule(forward_only)], ids=lambda s: s.order.__name__
 )
-def test_the_docstring_shows_the_schedule(generator, placement, microbatches):
+def test_the_docstring_shows_the_schedule(schedule):
     """What the documentation draws is what the generator makes."""
-    lines = inspect.cleandoc(generator.__doc__).splitlines()
-    drawn = "\n".join(line.strip() for line in lines if "|" in line)
+    lines = inspect.cleandoc(schedule.order.__doc__).splitlines()
+    drawn = [line.strip() for line in lines if "|" in line]
+    devices, microbatches = len(drawn), len(set(re.findall(r"F\d+", drawn[0])))
+    placement = schedule.place(devices * schedule.stages_a_device[0], devices)
 
-    needs = needs_of(chain(len(placement)))
-    assert drawn == diagram(generator(placement, microbatches), needs)
+    assert devices > 1
+    assert "\n".join(drawn) == diagram(
+        schedule.order(placement, microbatches), needs_of(chain(len(placement)))
+    )
 
 
 def test_1f1b_with_fewer_microbatches_than_stages():
