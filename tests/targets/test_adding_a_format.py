@@ -60,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     made.mkdir(parents=True)
     (made / "__init__.py").write_text(writer, encoding="utf-8")
     (made / "run.py").write_text(runner, encoding="utf-8")
-    monkeypatch.setattr(targets, "__path__", [*targets.__path__, str(made.parent)])
+    monkeypatch.setattr(targets, "__path__", [str(made.parent), *targets.__path__])
     monkeypatch.setitem(
         targets.TARGETS, "json", eval(f"{{{line}}}", {"OutputFormat": targets.OutputFormat})["json"]
     )
@@ -68,7 +68,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    _forget_imports()
     yield made
+    _forget_imports()
+
+
+def _forget_imports() -> None:
     ours = re.compile(r"runtime(\..*)?|gpipe_compiler\.targets\.json_stages(\..*)?")
     for name in [name for name in sys.modules if ours.fullmatch(name)]:
         del sys.modules[name]
@@ -117,6 +122,21 @@ def test_an_interpreter_that_is_wrong_is_refused(
 
     assert "does not reproduce the model" in capsys.readouterr().err
     assert not Path("model_x3").exists()
+
+
+def test_a_block_that_it_lacks_is_refused_with_the_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = "with torch.autocast('cpu', torch.bfloat16):\n            h = self.first(x)"
+    Path("model.py").write_text(
+        MODEL.replace("h = self.norm(self.first(x))", f"{block}\n        h = h")
+    )
+
+    assert compile_command([*COMMAND, "--target", "json"]) == 1
+
+    told = capsys.readouterr().err
+    assert "model.py:19: a block under" in told
+    assert "use --target torch" in told
 
 
 def test_training_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
