@@ -177,7 +177,7 @@ def test_schedules_that_cannot_have_the_stages():
         Pipeline(spec, None, schedule="zb-h3")
 
 
-@pytest.mark.parametrize("schedule", [kind.value for kind in ScheduleKind][1:])
+@pytest.mark.parametrize("schedule", [kind.value for kind in ScheduleKind if kind.value != "gpipe"])
 def test_exact_batchnorm_is_refused_with_the_way_out(schedule):
     """Without a loss too, where stages that do not follow each other would run in training mode."""
     expected = f"exact BatchNorm does not go with the schedule {schedule}"
@@ -187,7 +187,7 @@ def test_exact_batchnorm_is_refused_with_the_way_out(schedule):
     with Pipeline(silent, None, schedule=schedule, batchnorm="exact") as pipe:
         pipe.train()
         inputs, _ = joint_data(8)
-        if PLACES[schedule] == (0, 1, 2, 3):
+        if devices_for(ScheduleKind(schedule), 4) == 4:
             assert pipe(inputs) is not None
         else:
             with pytest.raises(UsageError, match=expected):
