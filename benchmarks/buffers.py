@@ -2,7 +2,7 @@
 
     python benchmarks/buffers.py
 
-For each model and mode, one stage of all ops at the batch size that is told, rehearsed on fake
+For each model and mode, one stage of all ops at the batch size that is told, traced on fake
 tensors: the activations and all that ops make on the way, where every block has a place of its own
 (no reuse), and the most that lives at a time. Gradients of parameters are not among them. Each row
 is told for the model with no op in place, and with all that `passes.inplace` puts in place.
@@ -51,16 +51,16 @@ class Activations:
     alive: int
 
     @classmethod
-    def of(cls, tapes: StageTraces, *, training: bool) -> Activations:
+    def of(cls, traces: StageTraces, *, training: bool) -> Activations:
         """Those of a forward, and of its backward in training.
 
         What the stage is given lives from the beginning, and what it hands on to the end.
         """
-        events = (*tapes.forward.events, *(tapes.first_backward.events if training else ()))
+        events = (*traces.forward.events, *(traces.first_backward.events if training else ()))
         sizes = {
-            event.block: tapes.blocks[event.block].bytes
+            event.block: traces.blocks[event.block].bytes
             for event in events
-            if tapes.blocks[event.block].kind not in OTHERS
+            if traces.blocks[event.block].kind not in OTHERS
         }
         made = {event.block for event in events if event.alive}
         alive = most = sum(size for block, size in sizes.items() if block not in made)
@@ -126,8 +126,8 @@ def _plain(op: Op) -> Op:
 def _activations(graph: Graph) -> Activations:
     names = [op.name for op in graph.ops]
     inputs = [source.name for source in graph.inputs]
-    tapes = trace_stage(graph, names, inputs, graph.output_values)
-    return Activations.of(tapes, training=graph.loss is not None)
+    traces = trace_stage(graph, names, inputs, graph.output_values)
+    return Activations.of(traces, training=graph.loss is not None)
 
 
 def table(rows: Sequence[Row]) -> str:

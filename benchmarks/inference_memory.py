@@ -71,8 +71,8 @@ def row(name: str, batch: int, folder: Path) -> list[str]:
     graph = made.plan.graph
     assert graph is not None
     names, inputs = [op.name for op in graph.ops], [source.name for source in graph.inputs]
-    tapes = trace_stage(graph, names, inputs, graph.output_values)
-    alive = Activations.of(tapes, training=False).alive
+    traces = trace_stage(graph, names, inputs, graph.output_values)
+    alive = Activations.of(traces, training=False).alive
     torch.save((subject.args, dict(subject.kwargs)), folder / f"{name}.pt")
     usual, kept = (child(name, folder, words) for words in ([], ["--keep"]))
     return [

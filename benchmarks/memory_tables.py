@@ -5,9 +5,9 @@
     python benchmarks/memory_tables.py amoebanet transformer [--devices 1 2 4 8]    # what fits 8 GB
 
 The first is `torchgpipe_memory.py`: its own balances, order and allocator. The second has the same
-balances and GPipe's schedule, every stage recomputing, in our runtime: from the tapes of its
-stages. The last two look for the largest networks that fit devices of 8 GB, with our cut, 1F1B and
-`--remat auto`, in as many micro-batches as there are samples. All of it from tensors without
+balances and GPipe's schedule, every stage recomputing, in our runtime: from the memory traces of
+its stages. The last two look for the largest networks that fit devices of 8 GB, with our cut, 1F1B
+and `--remat auto`, in as many micro-batches as there are samples. All of it from tensors without
 numbers; nothing is measured.
 
 Table 1 of GPipe (arXiv 1811.06965) has 224 x 224 images, mini-batches of 128 and 12 bytes for every

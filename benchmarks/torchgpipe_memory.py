@@ -3,8 +3,9 @@
 `benchmarks/amoebanetd-memory` of github.com/kakaobrain/torchgpipe trains AmoebaNet-D for two
 iterations (RMSprop, 128 images in 128 micro-batches, gradients never cleared) and tells
 `max_memory_cached` of PyTorch 1.3, summed over the devices, less 12 bytes for every parameter.
-Here every stage runs once on meta tensors, with all that lives and ends written down (`StageTape`);
-these tapes are played as torchgpipe orders them, into a model of the caching allocator.
+Here every stage runs once on meta tensors, with all that lives and ends written down
+(`StageTrace`); these traces are played as torchgpipe orders them, into a model of the caching
+allocator.
 
 What matters beside the network and its balance, by torchgpipe's sources:
 
@@ -176,7 +177,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class StageTape:
+class StageTrace:
     """What a stage does for one micro-batch.
 
     Attributes:
@@ -199,8 +200,8 @@ class StageTape:
     parameters: tuple[int, ...]
 
 
-def record(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[StageTape, tuple[Tensor, ...]]:
-    """The tape of a stage on the meta device, and what it hands on."""
+def record(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[StageTrace, tuple[Tensor, ...]]:
+    """The memory trace of a stage on the meta device, and what it hands on."""
     recorder = Recorder()
     recorder.know([*stage.parameters(), *stage.buffers(), *inputs])
     with recorder:
@@ -214,7 +215,7 @@ def record(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[StageTape, tup
         again = _forward_backward(recorder, stage, inputs, given, recomputed=True)
     parameters = tuple(parameter.nbytes for parameter in stage.parameters())
     buffers = tuple(buffer.nbytes for buffer in stage.buffers())
-    tape = StageTape(
+    trace = StageTrace(
         tuple(tensor.nbytes for tensor in inputs),
         tuple(tensor.nbytes for tensor in given),
         unkept,
@@ -224,7 +225,7 @@ def record(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[StageTape, tup
         parameters + buffers,
         parameters,
     )
-    return tape, tuple(tensor.detach() for tensor in given)
+    return trace, tuple(tensor.detach() for tensor in given)
 
 
 def _forward_backward(
@@ -282,23 +283,23 @@ class Place:
     last: bool
 
 
-def play(tape: StageTape, place: Place, micro_batches: int, *, streams: bool = True) -> Footprint:
+def play(trace: StageTrace, place: Place, micro_batches: int, *, streams: bool = True) -> Footprint:
     """What the device of a stage holds over two iterations.
 
     Args:
         streams: copies have streams of their own.
     """
     allocator = CachingAllocator()
-    for size in tape.state:
+    for size in trace.state:
         allocator.allocate(size)
     if place.first:
-        allocator.allocate(micro_batches * sum(tape.takes))
-    player = _Player(allocator, tape, place, micro_batches, streams)
-    player.iterate(tape.first)
-    for size in tape.parameters:
+        allocator.allocate(micro_batches * sum(trace.takes))
+    player = _Player(allocator, trace, place, micro_batches, streams)
+    player.iterate(trace.first)
+    for size in trace.parameters:
         allocator.allocate(size)
     player.step()
-    player.iterate(tape.last)
+    player.iterate(trace.last)
     player.step()
     return allocator.footprint
 
@@ -308,7 +309,7 @@ class _Player:
     """Plays iterations of one stage."""
 
     allocator: CachingAllocator
-    tape: StageTape
+    trace: StageTrace
     place: Place
     micro_batches: int
     streams: bool
@@ -317,23 +318,23 @@ class _Player:
         """All forwards and backwards; `last` is that of the last micro-batch."""
         inputs, outputs = [], []
         for index in range(self.micro_batches - 1):
-            inputs.append(self._copied(index, () if self.place.first else self.tape.takes))
+            inputs.append(self._copied(index, () if self.place.first else self.trace.takes))
             blocks: dict[int, int] = {}
-            self._play(self.tape.unkept.forward, blocks)
-            made = [blocks[number] for number in self.tape.unkept.outputs]
+            self._play(self.trace.unkept.forward, blocks)
+            made = [blocks[number] for number in self.trace.unkept.outputs]
             if self.place.last:
                 outputs += made
             else:
                 self._free(made)
         index = self.micro_batches - 1
-        inputs.append(self._copied(index, () if self.place.first else self.tape.takes))
+        inputs.append(self._copied(index, () if self.place.first else self.trace.takes))
         kept: dict[int, int] = {}
         self._play(last.forward, kept)
         gathered = [self.allocator.allocate(self._gathered()) for _ in range(3)]
         for index in reversed(range(self.micro_batches)):
-            arrived = self._copied(index, () if self.place.last else self.tape.hands_on)
-            done, blocks = (self.tape.again, {}) if kept is None else (last, kept)
-            if done is self.tape.again:
+            arrived = self._copied(index, () if self.place.last else self.trace.hands_on)
+            done, blocks = (self.trace.again, {}) if kept is None else (last, kept)
+            if done is self.trace.again:
                 self._play(done.forward, blocks)
             self._play(done.backward, blocks)
             kept = None
@@ -345,7 +346,7 @@ class _Player:
     def step(self) -> None:
         """RMSprop's: the root of a parameter's mean square is let go when the next one is made."""
         before = 0
-        for size in self.tape.parameters:
+        for size in self.trace.parameters:
             root = self.allocator.allocate(size)
             self.allocator.free(before)
             before = root
@@ -390,7 +391,7 @@ def footprints(
     found = []
     with ReluKeepsInput() if relu_keeps_input else nullcontext():
         for number, stage in enumerate(stages(model, row.balance)):
-            tape, passed = record(stage, passed)
+            trace, passed = record(stage, passed)
             place = Place(number == 0, number == len(row.balance) - 1)
-            found.append(play(tape, place, row.micro_batches, streams=streams))
+            found.append(play(trace, place, row.micro_batches, streams=streams))
     return found

@@ -1,4 +1,4 @@
-"""From a tape of the ops that were seen on meta tensors to the steps that fill one tensor."""
+"""From a trace of the ops that were seen on meta tensors to the steps that fill one tensor."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class _UntouchedError(Exception):
     """Nobody has written to the tensor."""
 
 
-def init_programs(tape: InitTrace, targets: Mapping[str, Operand]) -> dict[str, Steps]:
+def init_programs(trace: InitTrace, targets: Mapping[str, Operand]) -> dict[str, Steps]:
     """The steps of each tensor, by name; () where it is memory that nobody wrote to."""
-    history = _History(tape)
+    history = _History(trace)
     drawn: dict[int, tuple[str, int]] = {}
     found: dict[str, Steps] = {}
     for name, target in targets.items():
@@ -83,8 +83,8 @@ def _tidied(events: Iterable[InitOp]) -> Iterator[InitOp]:
 class _History:
     """Who wrote to which storage."""
 
-    def __init__(self, tape: InitTrace) -> None:
-        self.events = list(_tidied(tape.events))
+    def __init__(self, trace: InitTrace) -> None:
+        self.events = list(_tidied(trace.events))
         self.writers: dict[int, list[int]] = {}
         self.birth: dict[int, Operand] = {}
         for number, event in enumerate(self.events):

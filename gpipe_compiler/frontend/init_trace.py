@@ -1,4 +1,4 @@
-"""What was seen on meta tensors: a tape of ops that make or write them, and what each reads."""
+"""What was seen on meta tensors: the ops that make or write them, and what each reads."""
 
 from __future__ import annotations
 

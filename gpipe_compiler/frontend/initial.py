@@ -48,7 +48,7 @@ class Recording:
         owners: the storages by number, kept so that no other storage takes their address.
     """
 
-    tape: InitTrace = field(default_factory=InitTrace)
+    trace: InitTrace = field(default_factory=InitTrace)
     numbers: dict[int, int] = field(default_factory=dict)
     owners: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Recording:
     def steps_of(self, model: nn.Module) -> dict[str, Steps]:
         """The steps of every tensor of the model on meta, by name; () where they are not known."""
         targets = {name: self.operand(tensor) for name, tensor in tensors_of_model(model)}
-        return init_programs(self.tape, targets)
+        return init_programs(self.trace, targets)
 
 
 def on_meta_throughout(
@@ -170,11 +170,11 @@ class _Functions(TorchFunctionMode):
         known = _NO_OP_ON_META.get(frame.f_code.co_name)
         operand = self.recording.operand(tensor)
         if known is None:  # another version of torch: what it would have filled in is not known
-            self.recording.tape.create(None, operand)
+            self.recording.trace.create(None, operand)
             return
         op, names = known
         arguments = tuple(frame.f_locals[name] for name in names)
-        self.recording.tape.fill(op, operand, arguments, random=True)
+        self.recording.trace.fill(op, operand, arguments, random=True)
 
     def _data(self, result: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
@@ -182,7 +182,7 @@ class _Functions(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction(), _no_modes():
             real = torch.as_tensor(data, dtype=result.dtype, device="cpu")
-        self.recording.tape.create(_literal(real), self.recording.operand(result))
+        self.recording.trace.create(_literal(real), self.recording.operand(result))
 
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a descriptor of C
@@ -227,7 +227,7 @@ class _Ops(PlainDispatchMode):
         )
         out = kwargs.get("out")
         if isinstance(out, torch.Tensor) and func.overloadpacket is torch.ops.aten.eye:
-            record.tape.fill("eye_", record.operand(out), (), random=False)
+            record.trace.fill("eye_", record.operand(out), (), random=False)
             return
         if not created and not written and out is None:
             return  # a view
@@ -241,7 +241,7 @@ class _Ops(PlainDispatchMode):
             func.namespace == "aten" and out is None and func._schema.is_mutable == bool(written)
         )
         arguments, odd = self._arguments((tuple(args), options))
-        record.tape.events.append(
+        record.trace.events.append(
             InitOp(
                 op=func.overloadpacket.__name__,
                 args=arguments[0],

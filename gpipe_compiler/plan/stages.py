@@ -109,9 +109,9 @@ class Prediction:
         peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
             micro-batches, at its peak.
         device_bytes: the same for every device of the pipeline, with all its stages.
-        memory: for every device, where the tapes of its stages were played (`memory`): what
-            `device_bytes` and `peak_bytes` are made of. Empty where they are from the quick model
-            (`in_flight`), which counts what autograd keeps and no temporaries.
+        memory: for every device, what `device_bytes` and `peak_bytes` are made of, where the
+            memory traces of its stages were replayed (`memory`). Empty where they are from the
+            quick model (`in_flight`), which counts what autograd keeps and no temporaries.
         recompute: the share of device time spent running forwards again, 0 to 1.
         shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
             share.

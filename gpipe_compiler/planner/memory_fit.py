@@ -1,4 +1,4 @@
-"""Drafts whose devices hold what the tapes tell, and not only what the quick model counts.
+"""Drafts whose devices hold what memory traces tell, and not only what the quick model counts.
 
 The search for cuts counts what autograd keeps (`in_flight`). What a device truly takes may be more
 (temporaries, boundary values) or less (its gradients are not there yet when most activations are).

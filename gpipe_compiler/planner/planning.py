@@ -48,7 +48,7 @@ def make_plan(
         batch_size: samples of a mini-batch.
         constraints: what the stages are to keep to.
         work: how much every cut may work out (`passes.cut.cut`).
-        exact_memory: whether what the devices take is found out by rehearsing the stages, which
+        exact_memory: whether what the devices take is found out by tracing the stages, which
             torch must be able to run; else it is what the search counts (`in_flight`).
 
     The schedule is lowered and proved free of deadlock.

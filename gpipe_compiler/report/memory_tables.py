@@ -44,7 +44,7 @@ def check_memory(plan: Plan, device: int | None) -> None:
     if not memory:
         raise UsageError(
             f"the plan of {plan.name} does not tell what holds its memory",
-            hint="stages of ONNX models are not rehearsed; other packages are to be compiled again",
+            hint="stages of ONNX models are not traced; other packages are to be compiled again",
         )
     if device is not None and not 0 <= device < len(memory):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""torchgpipe's memory benchmark, rebuilt: against its published rows, hand-worked tapes, and what
+"""torchgpipe's memory benchmark, rebuilt: against its published rows, hand-worked traces, and what
 autograd is known to keep of two linear layers."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torchgpipe_memory import (
     Place,
     Published,
     ReluKeepsInput,
-    StageTape,
+    StageTrace,
     footprints,
     network,
     play,
@@ -25,12 +25,12 @@ ROW = 4000
 """Bytes of a row of 1000 floats."""
 
 
-def tape(takes: tuple[int, ...], hands_on: tuple[int, ...]) -> StageTape:
+def trace(takes: tuple[int, ...], hands_on: tuple[int, ...]) -> StageTrace:
     """A stage of one parameter of 3 MiB: it makes 6 MiB, and keeps 5 of them for the backward."""
     forward = ((0, 5 * MIB), (1, MIB + 512))
     again = (*forward, (2, 3 * MIB), (2, -1), (0, -1), (1, -1), (3, sum(takes)))
     first = ((2, 3 * MIB), (0, -1), (3, sum(takes)))
-    return StageTape(
+    return StageTrace(
         takes,
         hands_on,
         Pass((*forward, (0, -1)), (), (1,), ()),
@@ -45,7 +45,7 @@ def tape(takes: tuple[int, ...], hands_on: tuple[int, ...]) -> StageTape:
 def test_live_bytes_by_hand() -> None:
     # All 3 inputs; 5 MiB kept; the parameter, its gradient and mean square. The peak is in the
     # second iteration: the gradient to be added (3), what has arrived and what will go (2 + 2).
-    middle = play(tape((2 * MIB,), (2 * MIB,)), Place(first=False, last=False), 3)
+    middle = play(trace((2 * MIB,), (2 * MIB,)), Place(first=False, last=False), 3)
     inputs, kept, state, gradient, arrived = 3 * 2, 5, 3 * 3, 3, 2
     # The recomputed micro-batch has its output too, and one input less.
     recomputed = 2 * 2 + kept + state + gradient + arrived
@@ -55,7 +55,7 @@ def test_live_bytes_by_hand() -> None:
 
 
 def test_every_copy_stream_reserves_segments_of_its_own() -> None:
-    stage = tape((2 * MIB,), (2 * MIB,))
+    stage = trace((2 * MIB,), (2 * MIB,))
     place = Place(first=False, last=False)
     together = play(stage, place, 3, streams=False).reserved
     apart = play(stage, place, 3).reserved

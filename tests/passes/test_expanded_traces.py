@@ -127,7 +127,9 @@ def both(
     )
 
 
-def told(tape: AllocationTrace | None, *, anyhow: bool) -> list[tuple[bool, list[tuple[int, int]]]]:
+def told(
+    trace: AllocationTrace | None, *, anyhow: bool
+) -> list[tuple[bool, list[tuple[int, int]]]]:
     """The events, what ends in a row in order of its numbers.
 
     Args:
@@ -135,7 +137,7 @@ def told(tape: AllocationTrace | None, *, anyhow: bool) -> list[tuple[bool, list
             go of what it needs no more in the order in which it lies in memory.
     """
     found = []
-    for alive, group in itertools.groupby(tape.events if tape else (), lambda event: event.alive):
+    for alive, group in itertools.groupby(trace.events if trace else (), lambda event: event.alive):
         pairs = [(event.block, event.op) for event in group]
         if not alive:
             pairs = sorted((block, 0 if anyhow else op) for block, op in pairs)

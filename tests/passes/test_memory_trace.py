@@ -118,8 +118,8 @@ def really(real: Real) -> dict[str, list[Delta]]:
         return measured([*real.actions(0), *real.actions(1)])
 
 
-def told(traces: StageTraces, tape: AllocationTrace) -> list[Delta]:
-    sizes = ((traces.blocks[event.block].bytes, event.alive) for event in tape.events)
+def told(traces: StageTraces, expected: AllocationTrace) -> list[Delta]:
+    sizes = ((traces.blocks[event.block].bytes, event.alive) for event in expected.events)
     return grouped([size if alive else -size for size, alive in sizes])
 
 
@@ -142,8 +142,8 @@ def hold(
         assert traces.first_weight is not None
         assert traces.weight is not None
         expected |= {"weight 0": traces.first_weight, "weight 1": traces.weight}
-    for action, tape in expected.items():
-        assert told(traces, tape) == found[action], action
+    for action, allocations in expected.items():
+        assert told(traces, allocations) == found[action], action
     assert any(peak(deltas) for deltas in found.values())
     return traces
 

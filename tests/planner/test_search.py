@@ -155,7 +155,7 @@ def check(found: exploring.Explored, truth: list[ParetoPoint]) -> None:
 @pytest.fixture
 def as_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory as the search has it, also of the plan that is chosen."""
-    monkeypatch.setattr(exploring, "remeasured", lambda plan, _, rehearsals: plan)
+    monkeypatch.setattr(exploring, "remeasured", lambda plan, *_: plan)
 
 
 @pytest.mark.usefixtures("as_searched")
