@@ -216,7 +216,8 @@ class _Search:
         best = self.best
         if not self.asked.prove or self.bound_s >= best.value_s * (1 - PROVED):
             return best
-        from gpipe_compiler.passes.cut.certificate import CLOSE, certify  # loads a solver
+        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+        from gpipe_compiler.passes.cut.program import CLOSE
 
         widest = self._settings[max(self._settings)]
         certificate = certify(self.problem, widest, best.value_s, fewer=True)

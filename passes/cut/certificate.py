@@ -15,8 +15,6 @@ from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.program import CLOSE, Program, Shares
 from gpipe_compiler.passes.cut.setting import CutSetting
 
-__all__ = ["CLOSE", "Certificate", "certify"]
-
 WORK = 80_000_000
 """Numbers that the solver may touch, about; some ten seconds."""
 

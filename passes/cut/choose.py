@@ -247,7 +247,8 @@ class _Cutter:
 
     def _certified(self) -> float:
         """A bound from the integer program; a better cut that it finds is kept."""
-        from gpipe_compiler.passes.cut.certificate import CLOSE, certify  # loads a solver
+        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
+        from gpipe_compiler.passes.cut.program import CLOSE
 
         work = self.work // PER_SOLVER
         certificate = certify(
