@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from tiny_pipelines import SPECS, data_for
 
-from gpipe_compiler.runtime.core import same_host
+from gpipe_compiler.runtime.core import runners, same_host
+from gpipe_compiler.runtime.core.distributed import Network
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.topology import device_counts
 from gpipe_compiler.runtime.errors import PipelineError
@@ -69,6 +70,8 @@ def equal(directory: Path) -> None:
                     torch.save(found, directory / f"{name}-{schedule}.pt")
     if size == 2:
         refuse(directory)
+        make_no_loss(directory)
+    tell_all()
     torch.distributed.destroy_process_group()
 
 
@@ -80,6 +83,25 @@ def refuse(directory: Path) -> None:
         except PipelineError as error:
             (directory / f"refused-{pipe.rank}").write_text(str(error))
         pipe.step(torch.ones(8, 6) if pipe.rank == 0 else None)
+
+
+def make_no_loss(directory: Path) -> None:
+    """The rank that should make the loss makes none."""
+    with Pipeline(SPECS["norm"](), None) as pipe:
+        runners._total = lambda *_: None
+        try:
+            pipe.step(torch.ones(8, 6) if pipe.rank == 0 else None)
+        except PipelineError as error:
+            (directory / f"lossless-{pipe.rank}").write_text(str(error))
+
+
+def tell_all() -> None:
+    """Objects of one message and of several, from any rank."""
+    network = Network.of_all(torch.device("cpu"), 60)
+    for length in (0, 10, 1000, 100_000):
+        for source in range(network.size):
+            own = [source, "x" * length] if network.rank == source else None
+            assert network.broadcast_object(own, source, "a text") == [source, "x" * length]
 
 
 def by_gloo(directory: Path) -> None:

@@ -49,6 +49,7 @@ def test_processes_do_what_threads_do(processes, tmp_path):
         # Refused inputs are refused everywhere, and the next step works.
         assert "the batch is empty" in (tmp_path / "refused-0").read_text()
         assert "rank 0 refused" in (tmp_path / "refused-1").read_text()
+        assert all("made no loss" in (tmp_path / f"lossless-{rank}").read_text() for rank in (0, 1))
 
 
 @pytest.mark.timeout(150)

@@ -31,8 +31,9 @@ from gpipe_compiler.runtime.spec import Leaf, StageSpec
 def test_wrong_inputs_are_refused(inputs, target, message):
     """One clear sentence, and the pipeline is as good as before."""
     with Pipeline(skip_spec(), None) as pipe:
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=message) as caught:
             pipe.step(inputs, target)
+        assert caught.traceback[-1].path.name == "inputs.py"  # where it was found
         good, target, _ = data_for("skip", 8)
         pipe.step(good, target)
 

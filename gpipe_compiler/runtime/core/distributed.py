@@ -174,22 +174,20 @@ class Network:
         """Rank `source`'s object on all ranks, by pickle: for what its user's program makes."""
         if self.rank != source:
             return cast(T, self._receive_object(source, what))
-        for rank in range(self.size):
-            if rank != source:
-                self._send_object(value, rank, what)
+        self._send_object(value, [rank for rank in range(self.size) if rank != source], what)
         return cast(T, value)
 
     def gather_objects(self, value: T, what: str) -> list[T]:
         """The objects of all ranks, in their order, on rank 0; none on the others."""
         if self.rank != 0:
-            self._send_object(value, 0, what)
+            self._send_object(value, [0], what)
             return []
         return [value, *(self._receive_object(rank, what) for rank in range(1, self.size))]
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name, on rank 0's CPU; nothing on the others."""
         if self.rank != 0:
-            self._send_object(list(tensors), 0, "names")
+            self._send_object(list(tensors), [0], "names")
             for name, tensor in tensors.items():
                 self.pass_on(tensor, self.rank, name)
             return {}
@@ -203,21 +201,25 @@ class Network:
     def pass_on(self, tensor: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
         """A tensor of unknown shape from `source` to rank 0; called on these two ranks only."""
         if tensor is not None:
-            self._send_object((tensor.dtype, tuple(tensor.shape)), 0, what)
+            self._send_object((tensor.dtype, tuple(tensor.shape)), [0], what)
             self._sent(tensor, 0, _RESULT_TAG, what)
             return tensor
         dtype, shape = self._receive_object(source, what)
         like = torch.empty(shape, dtype=dtype, device="meta")
         return self._received(like, source, _RESULT_TAG, what)
 
-    def _send_object(self, value: object, rank: int, what: str) -> None:
+    def _send_object(self, value: object, ranks: Sequence[int], what: str) -> None:
+        if not ranks:
+            return
         data = pickle.dumps(value)
         row = torch.zeros(max(_PACKET, 8 + len(data)), dtype=torch.uint8)
         row[: 8 + len(data)] = torch.frombuffer(
             bytearray(struct.pack("<q", len(data)) + data), dtype=torch.uint8
         )
-        self._sent(row[:_PACKET], rank, _RESULT_TAG, what)
-        self._sent(row[_PACKET:], rank, _RESULT_TAG, what)
+        parts = row[:_PACKET], row[_PACKET:]
+        sent = [(rank, self.send(part, rank, _RESULT_TAG)) for part in parts for rank in ranks]
+        for rank, started in sent:
+            self.finish(started, f"sending {what} to rank {self.members[rank]}")
 
     def _receive_object(self, rank: int, what: str) -> Any:
         def received(length: int) -> bytes:

@@ -91,8 +91,6 @@ def agree(replicas: Replicas | None, call: Call, number: int) -> Call:
             samples than replicas, or when ranks do not make the same call.
     """
     if replicas is None:
-        if call.refusal is not None:
-            raise _refused(call.refusal)
         return dataclasses.replace(call, total=summed(call.loss_weights))
     calls = _exchange(replicas, call)
     firsts = range(0, replicas.world.size, replicas.pipeline.size)
@@ -261,6 +259,8 @@ class Execution:
             weights = self._weigher.weigh(parts, sizes) if work.makes_loss else ()
             wanted = self._wanted(args)
         except UsageError as error:
+            if self._topology.members is None:
+                raise
             return Call(work, training, refusal=(error.problem, error.hint)), {}, []
         return Call(work, training, sizes, weights, wanted=wanted), bound, parts
 

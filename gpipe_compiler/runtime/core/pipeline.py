@@ -263,7 +263,7 @@ class Pipeline:
         )
 
     def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
-        """Rank 0's numbers on every rank, which all call this with as many.
+        """Rank 0's numbers on every rank, of the types that they have there.
 
         Args:
             what: they are, for the message of a rank that waits for them in vain.

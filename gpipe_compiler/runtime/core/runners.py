@@ -185,8 +185,10 @@ class DistributedRunner:
             source = prepared.placement[self.makers[self.spec.loss.value]]
             mine = self._loss(result.losses, request)
             told = None if mine is None else (mine.tolist(), mine.dtype)
-            terms, dtype = self.network.broadcast_object(told, source, "the loss")
-            loss = torch.tensor(terms, dtype=dtype, device=self.network.device)
+            found = self.network.broadcast_object(told, source, "the loss")
+            if found is not None:
+                terms, dtype = found
+                loss = torch.tensor(terms, dtype=dtype, device=self.network.device)
         return Result(loss, self._gather(prepared, request, result), result.gradients)
 
     def _loss(

@@ -10,29 +10,27 @@ from ..errors import AgreedError, TransportError
 
 
 def broadcast_from_rank0(
-    pipe: Pipeline, decide: Callable[[], Sequence[float]], count: int, what: str
+    pipe: Pipeline, decide: Callable[[], Sequence[float]], what: str
 ) -> tuple[float, ...]:
     """The numbers that rank 0 decides on, on every rank.
 
     Args:
         decide: called on rank 0 only. What it raises is raised there, and ends the others.
-        count: how many numbers it gives.
         what: what is decided, for the message of a rank that waits in vain.
 
     Raises:
         AgreedError: on the other ranks, when `decide` has failed.
     """
-    failed = (1.0,) + (0.0,) * count
     if pipe.rank != 0:
-        state, *numbers = pipe.share(failed, what)
-        if state:
+        failed, *numbers = pipe.share((), what)
+        if failed:
             raise AgreedError("rank 0 has failed; its own message says why")
         return tuple(numbers)
     try:
         numbers = list(decide())
     except BaseException:
         with contextlib.suppress(TransportError):  # the first error is the one to raise
-            pipe.share(failed, what)
+            pipe.share((1.0,), what)
         raise
     pipe.share((0.0, *numbers), what)
     return tuple(numbers)

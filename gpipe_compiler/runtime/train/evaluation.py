@@ -94,7 +94,7 @@ class _Pass:
         """Evaluate every batch."""
         while True:
             going, loss = broadcast_from_rank0(
-                self.pipe, self._next, 2, "the next batch of evaluation"
+                self.pipe, self._next, "the next batch of evaluation"
             )
             if self.pipe.rank != 0 and self.pipe.feeds:
                 self._next()

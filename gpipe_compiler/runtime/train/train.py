@@ -139,7 +139,7 @@ class _Training:
     def _turn(self) -> int:
         """The number of mini-batches of the next step; 0 where a pass ends, -n for signal n."""
         self._started = time.perf_counter()
-        (turn,) = broadcast_from_rank0(self.pipe, self._decide, 1, "the next step")
+        (turn,) = broadcast_from_rank0(self.pipe, self._decide, "the next step")
         if turn >= 0:
             self.signals.check_alone()
         return int(turn)
@@ -257,7 +257,7 @@ class _Training:
                 return (0.0,)
             return (float(-(-batches // self.options.accumulate) * self.options.epochs),)
 
-        (steps,) = broadcast_from_rank0(self.pipe, count, 1, "the number of steps")
+        (steps,) = broadcast_from_rank0(self.pipe, count, "the number of steps")
         return int(steps) or None
 
     def _where_data_is_read(self, act: Callable[[], None], what: str) -> None:
@@ -273,4 +273,4 @@ class _Training:
             act()
             return ()
 
-        broadcast_from_rank0(self.pipe, acted, 0, what)
+        broadcast_from_rank0(self.pipe, acted, what)
