@@ -97,14 +97,16 @@ def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:
     """
     templates = shape_values(graph)
     randoms = random_ops(graph)
+    asking = {
+        op.name for op in graph.ops if op.outputs and all(name in templates for name in op.outputs)
+    }
     chosen: set[str] = set()
     for op in graph.ops:
         if op.name not in randoms and _is_constant(graph, effects, op):
-            reads_shapes = bool(op.outputs) and all(name in templates for name in op.outputs)
             follows = op.mode is Mode.ALWAYS and _follows(graph, op, chosen)
-            if (reads_shapes and op.name not in effects.writes) or follows:
+            if (op.name in asking and op.name not in effects.writes) or follows:
                 chosen.add(op.name)
-    return _settle(graph, effects, chosen, templates)
+    return _settle(graph, effects, chosen, asking)
 
 
 def closure(
@@ -180,9 +182,13 @@ def _follows(graph: Graph, op: Op, chosen: Collection[str]) -> bool:
 
 
 def _settle(
-    graph: Graph, effects: Effects, chosen: set[str], templates: Mapping[str, Argument]
+    graph: Graph, effects: Effects, chosen: set[str], asking: Collection[str]
 ) -> frozenset[str]:
-    """Takes back ops whose memory an op outside writes, and what follows from them."""
+    """Takes back ops whose memory an op outside writes, and what follows from them.
+
+    Args:
+        asking: the ops that only ask tensors for their shape, whatever these hold.
+    """
     while True:
         foreign = {
             value
@@ -193,14 +199,13 @@ def _settle(
         lost = {
             name
             for name in chosen
-            if not foreign.isdisjoint((*graph.op_of[name].outputs, *graph.op_of[name].inputs))
-            and not all(value in templates for value in graph.op_of[name].outputs)
+            if name not in asking
+            and not foreign.isdisjoint((*graph.op_of[name].outputs, *graph.op_of[name].inputs))
         }
         lost |= {
             name
             for name in chosen - lost
-            if not all(value in templates for value in graph.op_of[name].outputs)
-            and not _follows(graph, graph.op_of[name], chosen - lost)
+            if name not in asking and not _follows(graph, graph.op_of[name], chosen - lost)
         }
         if not lost:
             return frozenset(chosen)

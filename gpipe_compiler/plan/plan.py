@@ -87,6 +87,17 @@ class Plan:
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if not self.fits:  # what is known of the best plan holds among those that fit
+            unknown = dataclasses.replace(self.prediction, proved=False, lower_bound_s=0.0)
+            object.__setattr__(self, "prediction", unknown)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds what it takes at its peak, as far as that is known."""
+        sizes = self.prediction.device_bytes
+        return all(size <= d.memory for size, d in zip(sizes, self.devices, strict=False))
+
     def device_of(self, stage: int) -> int:
         """The number in the cluster of the device that a stage runs on."""
         place = self.placement[stage] if self.placement else stage

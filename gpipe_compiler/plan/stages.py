@@ -105,6 +105,7 @@ class Prediction:
         bubble: the share of device time spent waiting, 0 to 1.
         lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
             that was to be short.
+            0 where it is not known, as of a plan that does not fit its devices.
         proved: whether the cut, as was asked, is known to be optimal.
         peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
             micro-batches, at its peak.
@@ -145,8 +146,9 @@ class Prediction:
         return self.step_s if self.longest_s is None else self.longest_s
 
     @property
-    def gap(self) -> float:
-        """How far the plan may be from the best one, as a share of the lower bound."""
-        if self.proved or self.lower_bound_s <= 0:
+    def gap(self) -> float | None:
+        """How far the plan may be from the best one, as a share of the lower bound; None where
+        that is not known."""
+        if self.proved or self.objective_s <= 0:
             return 0.0
-        return self.objective_s / self.lower_bound_s - 1
+        return self.objective_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None

@@ -28,7 +28,7 @@ from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of
 from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import RematOption, RematOptions, runs
-from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate
+from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate, with_asked
 from gpipe_compiler.runtime.core.full_batch import joint_of
 from gpipe_compiler.runtime.spec import BatchNorm, Remat
 
@@ -312,10 +312,18 @@ class CandidateBuilder:
 
         The search does not see what it takes to sum the gradients of parameters that several
         stages hold. So it is also made with all ops of such a parameter in one stage, and the
-        shorter step is taken.
+        shorter step is taken. Nor does it see what stages are given only for the number of samples
+        in it, so it is also made where the ops which need that read it.
         """
         apart = self._cut_of(self.problem, recompute)
         candidates = [apart]
+        problem = self.problem
+        for _ in range(_ROUNDS):
+            told = with_asked(self.facts, problem, candidates[-1].table)
+            if told is problem:
+                break
+            problem = told
+            candidates.append(self._cut_of(problem, recompute))
         for names in self._tied(apart):
             together = dataclasses.replace(
                 self.problem, groups=(*self.problem.groups, *map(self._users, names))
@@ -348,6 +356,8 @@ class CandidateBuilder:
         setting = dataclasses.replace(self.setting, recompute=recompute)
         memory = tuple(seat.memory for seat in setting.seats)
         key: Hashable = (problem.groups, recompute, memory)
+        if problem.values is not self.problem.values:
+            key = (key, problem.values)
         if key not in self.cuts:
             self.cuts[key] = cut(
                 problem, setting, work=self.work, prove=self.prove, known=self.known
@@ -358,6 +368,8 @@ class CandidateBuilder:
             if key not in self.cuts:
                 self.cuts[key] = self._inside(problem, setting, found)
             found = self.cuts[key]
+        if problem.values is not self.problem.values:
+            found = cut(self.problem, setting, hint=found.stage_of, search=False)
         return self._cut_so(found, recompute)
 
     def _inside(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
@@ -369,6 +381,12 @@ class CandidateBuilder:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
         table = tabulate(self.facts, stage_of, self.setting.stages)
+        told = with_asked(self.facts, self.problem, table)
+        if told is not self.problem:
+            setting = dataclasses.replace(self.setting, recompute=recompute)
+            exact = cut(told, setting, hint=found.stage_of, search=False)
+            best = found.proved and exact.fits and exact.objective_s <= found.objective_s
+            found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
         stages = tuple(
             stage_of_cut(self.facts, table, index, found.times[index], again, self.optimizer)
             for index, again in enumerate(recompute)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, ModuleCall, Op
+from gpipe_compiler.ir import (
+    Argument,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    ModuleCall,
+    Op,
+    StateKind,
+)
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
@@ -137,6 +145,35 @@ class CutFacts:
     def kept(self) -> tuple[Op, ...]:
         """The ops that run in one stage only, in order."""
         return tuple(op for op in self.graph.ops if op.name not in self.duplicable)
+
+    @cached_property
+    def states(self) -> Mapping[str, tuple[str, ...]]:
+        """For every op, the names of what a stage holds for it of the model's state.
+
+        An op needs its own and that of the duplicable ops that it needs; the first one in `kept`
+        has all that no op reads, which belongs to the model all the same.
+        """
+        graph = self.graph
+        found: dict[str, tuple[str, ...]] = {}
+        writers: dict[str, list[str]] = {}
+        for op in graph.ops:
+            makers = (graph.producer.get(value) for value in op.inputs)
+            needed = [maker.name for maker in makers if maker is not None]
+            needed += [name for value in op.inputs for name in writers.get(value, ())]
+            copied = [name for name in needed if name in self.duplicable]
+            names = dict.fromkeys(state for name in copied for state in found[name])
+            names.update(dict.fromkeys(op.states(graph.modules)))
+            found[op.name] = tuple(names)
+            for value in self.effects.writes.get(op.name, ()):
+                writers.setdefault(value, []).append(op.name)
+        read = {name for names in found.values() for name in names}
+        unread = [
+            name
+            for name, state in graph.state.items()
+            if name not in read and state.kind is not StateKind.CONSTANT
+        ]
+        first = (self.kept or graph.ops)[0].name
+        return found | {first: (*found[first], *unread)}
 
     @cached_property
     def modules(self) -> tuple[ModuleNodes, ...]:
@@ -284,7 +321,7 @@ def _states(facts: CutFacts, optimizer: AnyOptimizer) -> list[Resident]:
     graph = facts.graph
     users: dict[str, list[int]] = {}
     for position, op in enumerate(facts.kept):
-        for name in op.states(graph.modules):
+        for name in facts.states[op.name]:
             users.setdefault(name, []).append(position)
     return [
         Resident(

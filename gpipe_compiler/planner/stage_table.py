@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind, ValueKind
 from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Traffic
 from gpipe_compiler.passes.duplicate import closure
 from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.plan import Stage
@@ -94,6 +95,35 @@ def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tu
         )
         read.update(dict.fromkeys(itertools.islice(telling, 1)))
     return tuple(read)
+
+
+def with_asked(facts: CutFacts, problem: CutProblem, table: StageTable) -> CutProblem:
+    """The problem in which the ops of these stages read what only tells their number of samples.
+
+    Whether a stage is given an input of the graph for that follows from all that it is given, so
+    the problem of a graph does not say.
+
+    Returns:
+        the same problem where no stage is given anything for that.
+    """
+    graph, node_of = facts.graph, {node.name: index for index, node in enumerate(problem.nodes)}
+    traffic = {value.name: value for value in problem.values}
+    for names, inputs in zip(table.ops, table.inputs, strict=True):
+        here = [name for name in names if name in node_of]
+        read = {value for name in names for value in facts.reads(graph.op_of[name])}
+        for value in (value for value in inputs if value not in read):
+            asking = [name for name in here if _asks(facts, name)] or here
+            known = traffic.get(value, Traffic(value, GRAPH_INPUT, (), graph.values[value].bytes))
+            readers = {*known.consumers, *(node_of[name] for name in asking)}
+            traffic[value] = replace(known, consumers=tuple(sorted(readers)))
+    values = tuple(traffic.values())
+    return problem if values == problem.values else replace(problem, values=values)
+
+
+def _asks(facts: CutFacts, op: str) -> bool:
+    """Whether an op needs the number of samples, worked out where it runs."""
+    needed = closure(facts.graph, facts.effects, facts.duplicable, (op,))
+    return any(facts.asks_batch(facts.graph.op_of[name]) for name in needed)
 
 
 def _with_duplicates(
@@ -201,9 +231,7 @@ def stage_of_cut(
     """
     graph = facts.graph
     ops = table.ops[index]
-    names = dict.fromkeys(name for op in ops for name in graph.op_of[op].states(graph.modules))
-    if index == 0:
-        names.update(dict.fromkeys(_unread(graph)))
+    names = dict.fromkeys(name for op in ops for name in facts.states[op])
     states = [graph.state[name] for name in names]
     received = [crossing for crossing in table.crossings if index in crossing.targets]
     return Stage(
@@ -228,16 +256,6 @@ def stage_of_cut(
         weight_s=times.weight_s,
         update_s=times.update_s,
     )
-
-
-def _unread(graph: Graph) -> list[str]:
-    """The parameters and buffers that no op reads: the model's state all the same, so kept."""
-    read = {name for op in graph.ops for name in op.states(graph.modules)}
-    return [
-        name
-        for name, state in graph.state.items()
-        if name not in read and state.kind is not StateKind.CONSTANT
-    ]
 
 
 def _bytes(graph: Graph, crossings: Sequence[Crossing]) -> int:

@@ -32,9 +32,10 @@ from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.constrain import constrain
-from gpipe_compiler.planner.cut_problem import problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, problem_of
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.planning import setting_for
+from gpipe_compiler.planner.stage_table import stage_of_cut, tabulate, with_asked
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.spec import OptimizerKind, Remat, ScheduleKind
 from gpipe_compiler.simulate.step import StageTimes, recomputed
@@ -261,16 +262,27 @@ def hold(recipe: Recipe, asked: Asked) -> str:
         refusal = error
     else:
         check_plan(plan, asked)
-        return _compare(plan, asked, problem, setting)
+        return _compare(plan, asked, prepared.facts, problem, setting)
     found = next(cut_brute.assignments(problem, asked.stages), None)
     if constraints == Constraints() or not isinstance(refusal, UsageError):
         assert found is None, f"refused, but there is the cut {found}: {refusal}"
     return "no such cut"
 
 
-def _compare(plan: Plan, asked: Asked, problem: CutProblem, setting: CutSetting) -> str:
+def _told(facts: CutFacts, problem: CutProblem, cut: tuple[int, ...], stages: int) -> CutProblem:
+    """The problem with all that the stages of a cut are given."""
+    pairs = zip(problem.nodes, cut, strict=True)
+    table = tabulate(facts, {node.name: stage for node, stage in pairs}, stages)
+    return with_asked(facts, problem, table)
+
+
+def _compare(
+    plan: Plan, asked: Asked, facts: CutFacts, problem: CutProblem, setting: CutSetting
+) -> str:
     room = [setting.seats[seat].memory for seat in plan.seats]
     fits = all(size <= most for size, most in zip(plan.prediction.device_bytes, room, strict=True))
+    assert fits == plan.fits
+    assert fits or not (plan.prediction.proved or plan.prediction.lower_bound_s)
     cuts = list(itertools.islice(cut_brute.assignments(problem, asked.stages), MOST_CUTS + 1))
     rows = cut_brute.seatings(setting)
     if len(cuts) * len(rows) > MOST_CUTS:
@@ -281,10 +293,11 @@ def _compare(plan: Plan, asked: Asked, problem: CutProblem, setting: CutSetting)
         manners = [(False,) * asked.stages, (True,) * asked.stages]
     best = math.inf
     split = plan.schedule in (ScheduleKind.ZB_H1, ScheduleKind.ZBV)
-    for manner in manners:
-        measure = cut_brute.Measure(problem, dataclasses.replace(setting, recompute=manner))
+    told = [_told(facts, problem, cut, asked.stages) for cut in cuts]
+    for manner, (cut, whole) in itertools.product(manners, zip(cuts, told, strict=True)):
+        measure = cut_brute.Measure(whole, dataclasses.replace(setting, recompute=manner))
         again = recomputed(setting.orders)
-        for cut, row in itertools.product(cuts, rows):
+        for row in rows:
             if measure.excess(cut, row) <= 0:
                 times = measure.stages(cut, row)
                 best = min(best, step_s(setting.orders, times, split, again))
@@ -296,6 +309,8 @@ def _compare(plan: Plan, asked: Asked, problem: CutProblem, setting: CutSetting)
     users = Counter(name for op in graph.ops for name in op.states(graph.modules))
     if any(count > 1 and graph.state[name].requires_grad for name, count in users.items()):
         return "gradients may be summed after the step, which the brute force does not know"
+    if any(whole is not problem for whole in told):
+        return "what some stages are given for the number of samples alone, no search sees"
     if fits:
         mine = plan.prediction.step_s
         if asked.policy.remat is not RematChoice.AUTO:
@@ -332,6 +347,74 @@ loss, 192 bytes each, the one in the middle is made again when the loss needs it
 @given(recipes(KINDS, 4), askings())
 def test_plans_for_random_devices(recipe: Recipe, asked: Asked) -> None:
     accept(recipe, asked)
+
+
+FROM_SHAPES = Recipe(
+    (
+        *(Step("linear"), Step("drop_path", 1, 0, 1), Step("drop_path", 1, 2, 2)),
+        *(Step("drop_path", 1, 2, 1), Step("drop_path", 1, 2, 2), Step("linear")),
+    ),
+    "input",
+    "tokens",
+    "none",
+)
+"""What draws random numbers for each sample, without anything that tells how many there are."""
+UNREAD = Recipe((Step("linear"), Step("unused_state"), Step("linear")))
+"""A buffer and a parameter that no op reads."""
+WRITTEN = Recipe(
+    (
+        *(Step("linear"), Step("running", 1), Step("zeros"), Step("write_alone")),
+        *(Step("causal", 1, 2, 1), Step("write_alone"), Step("causal", 1, 1, 1), Step("linear")),
+    ),
+    "tuple",
+    "masked",
+)
+"""Writes into what every stage can make for itself, of what it cannot."""
+LIMITLESS = Cluster.of(Device("flat", 1e6, 1e6, 10**9, 0.0), Link(1e6, 0.0))
+
+
+@settings(max_examples=8, deadline=None)
+@example(FROM_SHAPES)
+@example(UNREAD)
+@example(WRITTEN)
+@given(recipes([kind for kind in sorted(RUN) if kind not in REGIONS], 5))
+def test_problem_and_plan_count_alike(recipe: Recipe) -> None:
+    """What the search counts of a stage in memory is what its plan counts."""
+    try:
+        graph = trace(subject_of(recipe, Layout(1, 12, size=1)), Frontend.FX)
+        facts = Planner(graph, LIMITLESS).prepare(3, Policy()).facts
+    except (ModelError, PlanError):
+        return
+    problem = problem_of(facts)
+    nothing = StageTimes(0.0, 0.0)
+    for stages in (1, 2, 3):
+        for cut in itertools.islice(cut_brute.assignments(problem, stages), 0, 400, 7):
+            pairs = zip(problem.nodes, cut, strict=True)
+            table = tabulate(facts, {node.name: stage for node, stage in pairs}, stages)
+            whole = with_asked(facts, problem, table)
+            for number in range(stages):
+                stage = stage_of_cut(facts, table, number, nothing, True, OptimizerKind.SGD)
+                mine = {node for node, own in enumerate(cut) if own == number}
+                kept = [resident for resident in problem.kept if mine & set(resident.users)]
+                received = [v for v in whole.values if v.producer not in mine]
+                given_bytes = sum(v.bytes for v in received if mine & set(v.consumers))
+                saved = sum(resident.microbatch_bytes for resident in kept) if graph.loss else 0
+                assert stage.state_bytes == sum(resident.bytes for resident in kept)
+                assert (stage.input_bytes, stage.saved_bytes) == (given_bytes, saved)
+
+
+AT_THE_LIMIT = Asked(
+    4,
+    2,
+    Policy(ScheduleKind.INTERLEAVED, RematChoice.FULL, prove=True),
+    Cluster((Device("flat", 1e6, 1e6, 10**9, 0.0),) * 2, Link(1e6, 0.0)),
+    tightness=1.0,
+)
+
+
+@pytest.mark.parametrize("tightness", [0.3, 0.6, 1.0])
+def test_stages_that_are_given_the_number_of_samples(tightness: float) -> None:
+    hold(FROM_SHAPES, dataclasses.replace(AT_THE_LIMIT, tightness=tightness))
 
 
 @pytest.mark.slow
