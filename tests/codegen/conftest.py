@@ -282,7 +282,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden folder anew")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def planned() -> Callable[..., Plan]:
     """A model traced and cut by hand into `count` stages."""
 

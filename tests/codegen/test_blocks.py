@@ -228,3 +228,57 @@ def test_the_loop_says_which_layers_run_again(
     assert re.search(loop, text), text
     span = f"{layers.stop}" if layers.start == 0 else f"{layers.start}, {layers.stop}"
     assert f'**{{f"layers.{{i}}": (f"layers.{{i}}",) for i in range({span})}}' in text
+
+
+def change_output(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda _, given, made: torch.tanh(made) * made + given[0])
+
+
+def change_argument(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda _, given: (torch.tanh(given[0]) * given[0],))
+
+
+def change_gradient(layer: nn.Module) -> None:
+    layer.register_full_backward_pre_hook(lambda _, given: tuple(2 * each for each in given))
+
+
+def compile_whole(layer: nn.Module) -> None:
+    """Without a break in the graph; what the hook computes is in it."""
+    change_output(layer)
+    layer.compile(backend="eager", fullgraph=True)
+
+
+@pytest.fixture(scope="module")
+def feeds(
+    planned: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[nn.Module, Tensor, Any]:
+    """A model, its batch, and a package of it whose layers run again."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Feed(4, 8, 0.1) for _ in range(3)))
+    model, x = nn.Sequential(OrderedDict(layers=layers)), torch.rand(4, 4)
+    plan = again(planned(copy.deepcopy(model), x, count=1), range(3))
+    return model, x, load_package(emit(plan, tmp_path_factory.mktemp("feeds") / "package"))
+
+
+@pytest.mark.parametrize("remat", ["segments", "none"])
+@pytest.mark.parametrize("apply", [change_output, change_argument, change_gradient, compile_whole])
+def test_what_people_apply_to_layers_that_run_again_is_run_again(
+    feeds: tuple[nn.Module, Tensor, Any], apply: Callable[[nn.Module], None], remat: str
+) -> None:
+    given, x, package = feeds
+    model = copy.deepcopy(given)
+    with package.Pipeline(remat=remat) as pipe:
+        pipe.load_state_dict(model.state_dict())
+        (stage,) = pipe.stages.values()
+        for layer in (*model.layers.children(), *stage.layers.children()):
+            apply(layer)
+        loss = pipe.step(x)
+
+    _, *expected = gradients(model, x)
+    found = [parameter.grad for _, parameter in sorted(stage.named_parameters())]
+    torch.testing.assert_close(torch.as_tensor(loss), model(x).detach().square().sum())
+    torch.testing.assert_close(found, expected)
+    assert len(found) == 12
+    # Between steps nothing of the engine is left in a layer.
+    own = [set(vars(layer)) for layer in (*model.layers.children(), *stage.layers.children())]
+    assert all("_call_impl" not in names and "forward" not in names for names in own)

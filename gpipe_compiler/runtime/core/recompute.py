@@ -19,9 +19,9 @@ second run has to be the first one again in more than torch looks after: the sam
 to twice. And a backward in two parts (`split_backward.py`) asks twice for what was saved, which
 torch would make twice.
 
-So while a stage's forward runs, each segment's method, `forward` where it is a module, is one that
-packs what autograd saves in it by hooks of its own. Those of torch's checkpoint lie outside them
-and get to see nothing.
+So while a stage's forward runs, each segment's method, or what a call of its module runs, is one
+that packs what autograd saves in it by hooks of its own. Those of torch's checkpoint lie outside
+them and get to see nothing.
 """
 
 from __future__ import annotations
@@ -323,18 +323,22 @@ class Segments:
 
     @contextlib.contextmanager
     def _replaced(self, name: str, run: Callable[..., Any]) -> Iterator[None]:
-        whole = name in self._modules
-        owner = self._module.get_submodule(name) if whole else self._module
-        method = "forward" if whole else name
-        before = vars(owner).get(method)  # what the user has put on it from outside
-        called = getattr(owner, method)
-        setattr(owner, method, functools.partial(run, _Segment(name, called)))
+        owner, attribute = self._module, name
+        if name in self._modules:
+            owner = self._module.get_submodule(name)
+            # What `nn.Module.__call__` runs, hooks included: `forward` alone would leave these to
+            # torch's checkpoint, and `Module.compile` would trace what stands in for it.
+            compiled = owner._compiled_call_impl is not None
+            attribute = "_compiled_call_impl" if compiled else "_call_impl"
+        own = vars(owner)  # not by setattr, which the modules of torch.compile pass on
+        before = own.get(attribute)  # what the user has put on it from outside
+        own[attribute] = functools.partial(run, _Segment(name, getattr(owner, attribute)))
         try:
             yield
         finally:
-            delattr(owner, method)
+            del own[attribute]
             if before is not None:
-                setattr(owner, method, before)
+                own[attribute] = before
 
     def _whole(self, segment: _Segment, *arguments: object) -> Any:
         with saved_tensors_hooks(_hold, _held):
