@@ -143,9 +143,9 @@ def _by_fewer_layers(
 ) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
 
-    It is held against the whole model kernel by kernel. Where that has no numbers, which may hide
-    something, it is compared as a traced graph is. Where only the program is proven that the model
-    is when it is exported, the numbers of the two programs are compared with few layers.
+    It is held against the whole model kernel by kernel, and compared in numbers as a traced graph
+    is: hooks of tensors, casts and a model's own look at whether it is exported leave no kernel on
+    meta. Where the model has no numbers, those of few layers are compared.
     """
     on_meta = state_table(subject.model).on_meta
     try:
@@ -153,15 +153,16 @@ def _by_fewer_layers(
         graph = expand_repeats(few, short, subject)
         if graph is None:
             return None
-        proven = same_kernels(graph, subject, short.subject)
-        if not proven and not same_kernels(graph, subject, short.subject, exported=True):
+        if not same_kernels(graph, subject, short.subject) and not same_kernels(
+            graph, subject, short.subject, exported=True
+        ):
             return None
-        if (on_meta or not proven) and differences(few, short.subject):
+        if on_meta and differences(few, short.subject):
             return None
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one tells.
         return None
-    return None if on_meta and differences(graph, subject) else graph
+    return None if differences(graph, subject) else graph
 
 
 _KNOWN: tuple[tuple[str, str], ...] = (

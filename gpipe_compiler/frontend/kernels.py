@@ -3,9 +3,9 @@
 Both run forward on meta, wherever they stand, in train and in eval mode. They are the same program
 where the kernels are the same ones in the same order, called with the same constants, on the same
 tensors: each parameter is known by its name, each result by the kernel that made it. Kernels that
-have no effect, and whose results nothing needs, are left out. What the backward does follows from
-the others. So this holds for any numbers, and takes a fraction of the time of a comparison of
-gradients: what a kernel returns is worked out once for every kind of arguments.
+have no effect, and whose results nothing needs, are left out. What a kernel returns is worked out
+once for every kind of arguments. Hooks in the backward are no kernels here: gradients are compared
+in numbers besides.
 """
 
 from __future__ import annotations
@@ -220,6 +220,7 @@ class KernelLog(PlainDispatchMode):
         call: Hashable = (
             func,
             torch.is_grad_enabled(),
+            _autocast(),
             tuple([_frozen(item, given) for item in args]),
             tuple([(k, _frozen(v, given)) for k, v in kwargs.items() if k not in _WHERE_MADE]),
         )
@@ -262,6 +263,14 @@ class KernelLog(PlainDispatchMode):
             self._known[key] = _form(returned) or (returned,)
             return returned
         return _made(form) if form[0] in (_ONE, _SEVERAL) else func(*args, **kwargs)
+
+
+def _autocast() -> Hashable:
+    """Whether each kind of device casts, and to what: meta tensors are never cast."""
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
 
 
 @cache

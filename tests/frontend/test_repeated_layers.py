@@ -417,6 +417,70 @@ def test_a_backward_of_its_own_is_seen() -> None:
         choose(subject_of(Adversarial(layers())), Frontend.EXPORT)
 
 
+class Cast(Stack):
+    """Casts in one layer among many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place, layer in enumerate(self.layers):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=place == 7):
+                x = layer(x)
+        return self.last(x)
+
+
+def test_a_cast_around_one_layer_is_seen(lengths: list[int]) -> None:
+    subject = subject_of(Cast(layers()))
+
+    graph, frontend = choose(subject, Frontend.EXPORT)
+
+    assert lengths[-1] == sum(1 for _ in subject.model.modules())
+    assert text_of(graph) == text_of(trace_with(subject, frontend))
+
+
+class Doubling(Stack):
+    """Has a hook between two layers, which doubles gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place == 7 and x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 2)
+        return self.last(x)
+
+
+class Prehooked(Stack):
+    """Has a hook of the backward's graph before the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda gradients: tuple(2 * one for one in gradients))
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Exported(Stack):
+    """Is another program where it is exported, and looks at its numbers where it is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not torch.compiler.is_exporting() and (x == 0).all():
+            x = x * 1
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place == 7 and not torch.compiler.is_exporting():
+                x = x * 2
+        return self.last(x)
+
+
+@pytest.mark.parametrize("cls", [Doubling, Prehooked, Exported])
+def test_what_leaves_no_kernel_is_refused(cls: type[Stack]) -> None:
+    with pytest.raises(TraceError):
+        choose(subject_of(cls(layers())), Frontend.EXPORT)
+
+
 def test_a_place_is_no_number_that_could_be_used() -> None:
     place = Place()
 

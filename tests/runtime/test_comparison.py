@@ -132,16 +132,18 @@ def test_another_type_with_equal_numbers_is_a_fault():
     assert not compare(narrow, wide, {})[0].passed
 
 
-@pytest.mark.parametrize(("far", "passes"), [(0.004, True), (0.3, False)])
+@pytest.mark.parametrize(("far", "passes"), [(0.004, True), (0.02, False), (0.3, False)])
 def test_under_autocast_one_batch_proves_where_gradients_round(far: float, passes: bool):
-    """On another, where the model goes another way by its values, roundings may differ."""
+    """On another, where the model goes another way by its values, roundings may differ.
+
+    A batch of 16 whose parts are weighed by one sample too many or too few is off by 6%.
+    """
     bias = {ComparedKind.GRADIENT: {"bias": torch.ones(3)}}
     other = {ComparedKind.GRADIENT: {"bias": torch.full((3,), 1 + far)}}
 
-    def passed(batches, lower):
-        found = check._compared(batches, {}, lower)
+    def passed(batches):
+        found = check._under_autocast(batches, {}, torch.bfloat16)
         return all(each.passed for rows in found for each in rows)
 
-    assert passed([(other, bias), (bias, bias)], torch.bfloat16) == passes
-    assert not passed([(other, bias), (other, bias)], torch.bfloat16)
-    assert not passed([(other, bias), (bias, bias)], None)
+    assert passed([(other, bias), (bias, bias)]) == passes
+    assert not passed([(other, bias), (other, bias)])

@@ -44,6 +44,7 @@ from .comparison import (
     compare,
     flat_tensors,
     path_name,
+    tolerance,
     unpack,
     worst_of,
 )
@@ -97,7 +98,8 @@ def check_pipeline(
             "there is nothing to check against: this package has no weights",
             hint="train it and save weights, or pass --reference",
         )
-    pairs = []
+    lower = lower_dtype(pipe.options.precision)
+    pairs, rows = [], []
     before = {name: tensor.detach().clone() for name, tensor in _state(pipe)}
     for batch in batches:
         with torch.no_grad():
@@ -105,9 +107,14 @@ def check_pipeline(
                 tensor.copy_(before[name])
         pipe.rewind()
         actual = run_pipeline(pipe, batch.inputs, batch.target)
-        actual = _without_constants(actual, batch.results)
-        pairs.append((_copied(actual), _held(batch.results, pipe)))
-    return worst_of(_compared(pairs, _summed_in(pipe), lower_dtype(pipe.options.precision)))
+        actual, expected = _without_constants(actual, batch.results), _held(batch.results, pipe)
+        if lower is None:
+            rows.append(compare(actual, expected))
+        else:
+            pairs.append((_copied(actual), expected))
+    return worst_of(
+        rows if lower is None else _under_autocast(pairs, _summed_in(pipe, lower), lower)
+    )
 
 
 def _copied(tensors: Tensors) -> Tensors:
@@ -118,29 +125,27 @@ def _copied(tensors: Tensors) -> Tensors:
     }
 
 
-def _compared(
-    pairs: Sequence[tuple[Tensors, Tensors]], summed: SummedIn, lower: torch.dtype | None
+def _under_autocast(
+    pairs: Sequence[tuple[Tensors, Tensors]], summed: Shares, lower: torch.dtype
 ) -> list[tuple[Row, ...]]:
-    """The rows of each batch.
-
-    Under autocast a gradient that is close on one batch may differ by roundings on the others.
+    """The rows of each batch; a gradient that is close on one may differ by a unit on the others.
 
     Args:
         pairs: what a batch came to, and what it should.
         lower: the 16-bit type that is computed in.
     """
-    if lower is None:
-        return [compare(actual, expected) for actual, expected in pairs]
     close = {
         kind: [close_names(kind, actual, expected) for actual, expected in pairs]
         for kind in (ComparedKind.GRADIENT, ComparedKind.WEIGHT)
     }
+    unit = torch.finfo(lower).eps
     rows = []
     for number, (actual, expected) in enumerate(pairs):
         allowed = {kind: dict(names) for kind, names in summed.items()}
         for kind, names in close.items():
             elsewhere = frozenset().union(*names[:number], *names[number + 1 :])
-            allowed.setdefault(kind, {}).update(dict.fromkeys(elsewhere, lower))
+            shares = allowed.setdefault(kind, {})
+            shares.update((name, unit) for name in elsewhere if name not in shares)
         rows.append(compare(actual, expected, allowed))
     return rows
 
@@ -151,27 +156,24 @@ def _state(pipe: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
     yield from pipe.named_buffers()
 
 
-SummedIn: TypeAlias = Mapping[ComparedKind, Mapping[str, torch.dtype]]
-"""For tensors that are sums, the coarser type of these."""
+Shares: TypeAlias = Mapping[ComparedKind, Mapping[str, float]]
+"""How far off tensors may be, as a share of what they are measured by."""
 
 
-def _summed_in(pipe: Pipeline) -> SummedIn:
-    """What the plain model sums in 16 bits.
+def _summed_in(pipe: Pipeline, lower: torch.dtype) -> Shares:
+    """What the plain model sums in 16 bits, and how far off these sums may be.
 
     Gradients of the parameters of several stages; with exact BatchNorm all, for the plain model
     takes the mini-batch at once, and stages without BatchNorm take micro-batches. And outputs that
     are means or sums over the batch.
     """
-    dtype = lower_dtype(pipe.options.precision)
-    if dtype is None:
-        return {}
     names: set[str] = set(owners_of(pipe.spec))
     if pipe.options.batchnorm is BatchNorm.EXACT:
         names.update(name for stage in pipe.spec.stages for name in stage.state.values())
     leaves = items_of(pipe.spec.outputs, Leaf)
     means = [path for path, leaf in leaves if leaf.joined in (Joined.MEAN, Joined.SUM)]
-    outputs = dict.fromkeys(map(path_name, means), dtype)
-    gradients = dict.fromkeys(names, dtype)
+    outputs = dict.fromkeys(map(path_name, means), tolerance(lower))
+    gradients = dict.fromkeys(names, tolerance(lower))
     return {
         ComparedKind.OUTPUT: outputs,
         ComparedKind.GRADIENT: gradients,
