@@ -25,6 +25,8 @@ from onnx import ModelProto, TensorProto, helper
 from onnx_compiling import compile_onnx
 
 from gpipe_compiler.compile import CompileOptions
+from gpipe_compiler.onnx.runtime import distributed
+from gpipe_compiler.runtime.errors import PipelineError
 
 ROWS = 99
 """Of the table that `failing` reads: an index from there on is an error."""
@@ -270,6 +272,19 @@ def test_a_rank_that_is_killed_takes_the_other_down(package: Path, victim: int) 
     assert ranks[victim].returncode == -signal.SIGKILL
     assert ranks[1 - victim].returncode == 1
     assert "cannot be reached any more" in said[1 - victim]
+
+
+def test_a_rank_that_is_gone_before_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nobody at the address, as where rank 0 ends early."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = str(silent.getsockname()[1])
+        shared = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in shared.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(distributed, "TIMEOUT_S", 0.2)
+        with pytest.raises(PipelineError, match="cannot be reached any more"):
+            distributed.World(2)
 
 
 def test_as_many_processes_as_devices(package: Path) -> None:

@@ -36,6 +36,7 @@ class World:
         count: how many the pipeline needs.
 
     Raises:
+        PipelineError: when another one is gone before all have found each other.
         UsageError: when torch is missing, or there are more or fewer.
     """
 
@@ -50,7 +51,8 @@ class World:
             raise UsageError(
                 "torchrun starts this package where torch is installed; it is not here"
             ) from error
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        with _told():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self._dist = dist
 
     def broadcast(self, thing: Any, source: int) -> Any:
