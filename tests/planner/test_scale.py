@@ -86,11 +86,11 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
     traced: list[int] = []
     run: list[int] = []
     priced: list[str] = []
-    trace_with, run_all, work_of = auto.trace_with, DryRun.run, cost.work_of
+    unchecked, run_all, work_of = auto.unchecked, DryRun.run, cost.work_of
 
     def tracing(subject: object, frontend: object, *rest: object) -> Graph:
         traced.append(sum(1 for _ in subject.model.modules()))  # type: ignore[attr-defined]  # a Subject
-        return trace_with(subject, frontend, *rest)  # type: ignore[arg-type]  # as above
+        return unchecked(subject, frontend, *rest)  # type: ignore[arg-type]  # as above
 
     def running(self: DryRun, *args: object) -> dict[str, object]:
         run.append(len(self.graph.ops))
@@ -101,7 +101,7 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
         return work_of(lone)  # type: ignore[arg-type]  # as above
 
     with (
-        mock.patch.object(auto, "trace_with", tracing),
+        mock.patch.object(auto, "unchecked", tracing),
         mock.patch.object(DryRun, "run", running),
         mock.patch.object(cost, "work_of", pricing),
     ):
