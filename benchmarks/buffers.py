@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Op
 from gpipe_compiler.passes.allocation_trace import BlockKind, StageTraces
 from gpipe_compiler.passes.inplace import write_in_place
-from gpipe_compiler.passes.memory_trace import trace_stage
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 
@@ -126,7 +126,7 @@ def _plain(op: Op) -> Op:
 def _activations(graph: Graph) -> Activations:
     names = [op.name for op in graph.ops]
     inputs = [source.name for source in graph.inputs]
-    traces = trace_stage(graph, names, inputs, graph.output_values)
+    traces = MemoryTraces(graph).of(names, inputs, graph.output_values)
     return Activations.of(traces, training=graph.loss is not None)
 
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.passes.memory_trace import trace_stage
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.runtime.train.process import keep_memory
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
@@ -71,7 +71,7 @@ def row(name: str, batch: int, folder: Path) -> list[str]:
     graph = made.plan.graph
     assert graph is not None
     names, inputs = [op.name for op in graph.ops], [source.name for source in graph.inputs]
-    traces = trace_stage(graph, names, inputs, graph.output_values)
+    traces = MemoryTraces(graph).of(names, inputs, graph.output_values)
     alive = Activations.of(traces, training=False).alive
     torch.save((subject.args, dict(subject.kwargs)), folder / f"{name}.pt")
     usual, kept = (child(name, folder, words) for words in ([], ["--keep"]))

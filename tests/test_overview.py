@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from loading import load_script
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,12 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def drawing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_overview", ROOT / "docs/draw_overview.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "docs" / "draw_overview.py")
 
 
 def test_every_module_stage_and_action_is_drawn(drawing: ModuleType) -> None:

@@ -22,8 +22,9 @@ from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, weights_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.core.devices import intra_op_threads
 from gpipe_compiler.runtime.core.weights import save_file as save_weights
-from gpipe_compiler.runtime.train.check import INPUT, intra_op_threads
+from gpipe_compiler.runtime.train.check import INPUT
 from gpipe_compiler.runtime.train.comparison import Row, dense, pack
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples

@@ -9,6 +9,6 @@ Not seen: what a kernel takes and gives back within itself (the workspace of a c
 
 from __future__ import annotations
 
-from gpipe_compiler.passes.memory_trace.traces import MemoryTraces, trace_stage
+from gpipe_compiler.passes.memory_trace.traces import MemoryTraces
 
-__all__ = ["MemoryTraces", "trace_stage"]
+__all__ = ["MemoryTraces"]

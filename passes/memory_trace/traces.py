@@ -28,22 +28,6 @@ from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.repeats import refs_of
 
 
-def trace_stage(
-    graph: Graph,
-    ops: Sequence[str],
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    *,
-    returned: Collection[str] | None = None,
-    segments: Sequence[Sequence[str]] = (),
-    split: bool = False,
-) -> StageTraces:
-    """The traces of one stage; see `MemoryTraces.of`."""
-    return MemoryTraces(graph).of(
-        ops, inputs, outputs, returned=returned, segments=segments, split=split
-    )
-
-
 class MemoryTraces:
     """The traces of stages of one annotated graph.
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from loading import load_package
+from loading import load_package, load_script
 from segmenting import in_segments
 from torch import nn
 
@@ -38,21 +37,7 @@ from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import ScheduleKind
 
-
-def _neighbour(name: str) -> ModuleType:
-    """A file beside this one: pytest's importlib mode puts no folder of tests on sys.path."""
-    spec = importlib.util.spec_from_file_location(
-        f"codegen_{name}", Path(__file__).with_name(f"{name}.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-models = _neighbour("models")
+models = load_script(Path(__file__).with_name("models.py"), "codegen_models")
 CLUSTER = Cluster.of(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))
 MICROBATCHES = 2
 

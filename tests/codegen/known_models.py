@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loading import load_script
 from torch import Tensor, nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,13 +34,7 @@ class Known:
 
 
 def _example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"known_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLES / f"{name}.py", f"known_{name}")
 
 
 def _words() -> Tensor:

@@ -8,15 +8,14 @@ writes the folder anew; read the difference before committing it.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from loading import load_script
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.codegen.facts import CodeFacts
@@ -28,18 +27,7 @@ GOLDEN = HERE / "golden" / "known"
 CLUSTER = Cluster.of(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))
 
 
-def _neighbour(name: str) -> ModuleType:
-    """A file beside this one: pytest's importlib mode puts no folder of tests on sys.path."""
-    spec = importlib.util.spec_from_file_location(f"codegen_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-known = _neighbour("known_models")
+known = load_script(HERE / "known_models.py", "codegen_known_models")
 
 
 def pinned(package: str) -> bool:

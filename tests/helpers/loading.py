@@ -1,4 +1,4 @@
-"""Imports emitted packages from wherever they lie."""
+"""Imports emitted packages, and scripts, from wherever they lie."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ def load_package(directory: Path, name: str = "") -> ModuleType:
     Args:
         name: under which it is imported; one that no other has, unless given.
     """
-    spec = importlib.util.spec_from_file_location(
-        name or f"package_{uuid.uuid4().hex}",
-        directory / "__init__.py",
-        submodule_search_locations=[str(directory)],
-    )
+    return _load(directory / "__init__.py", name or f"package_{uuid.uuid4().hex}", [str(directory)])
+
+
+def load_script(file: Path, name: str = "") -> ModuleType:
+    """A file of Python that lies in no package, as a module.
+
+    pytest's importlib mode puts no folder of tests on sys.path: files beside a test are such, too.
+    """
+    return _load(file, name or f"script_{uuid.uuid4().hex}", None)
+
+
+def _load(file: Path, name: str, places: list[str] | None) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTraces
-from gpipe_compiler.passes.memory_trace import MemoryTraces, trace_stage
+from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.memory_trace.part import GraphPart, part_module, stage_run
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
@@ -321,7 +321,9 @@ def test_inference_keeps_nothing(convnet: Graph) -> None:
 def test_what_is_kept_is_what_autograd_saves(convnet: Graph) -> None:
     graph = annotate(convnet, 4)
     names = [op.name for op in graph.ops]
-    traces = trace_stage(graph, names, [i.name for i in graph.inputs], list(graph.output_values))
+    traces = MemoryTraces(graph).of(
+        names, [i.name for i in graph.inputs], list(graph.output_values)
+    )
 
     known = saved_tensors(graph)
     kinds = (BlockKind.ACTIVATION, BlockKind.RECEIVED)
@@ -356,7 +358,7 @@ def test_stages_of_equal_structure_share_their_tapes() -> None:
         assert traces.ops == tuple(names)
         assert set(traces.received) == set(inputs)
         assert set(traces.returned) == set(outputs)
-        found.append((traces, trace_stage(graph, names, inputs, outputs)))
+        found.append((traces, MemoryTraces(graph).of(names, inputs, outputs)))
     (one, alone), (other, other_alone) = found
     assert one.blocks is other.blocks
     assert one.backward is other.backward

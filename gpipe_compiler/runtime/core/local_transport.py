@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
 from ..errors import TransportError
 from ..schedule.actions import SharedSum, Transfer
+from .devices import intra_op_threads
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class Workers(Generic[T]):
 
             return work
 
-        with _intra_op_threads(self.threads):
+        with intra_op_threads(self.threads):
             for index, channel in enumerate(self.tasks):
                 channel.put(wrap(index))
             left = len(tasks)
@@ -163,19 +163,6 @@ class Workers(Generic[T]):
     def close(self) -> None:
         """End and join the threads."""
         self._finalizer()
-
-
-@contextlib.contextmanager
-def _intra_op_threads(threads: int | None) -> Iterator[None]:
-    """Torch's intra-op thread count for a while: some of its libraries know one for the process."""
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        if threads is not None:
-            torch.set_num_threads(before)
 
 
 def _serve(

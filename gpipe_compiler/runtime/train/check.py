@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..core.batchnorm import DeferredStatistics
+from ..core.devices import intra_op_threads
 from ..core.full_batch import joint_stages
 from ..core.inputs import Inputs, bind, split
 from ..core.local_stages import owners_of
@@ -179,22 +180,6 @@ def _summed_in(pipe: Pipeline, lower: torch.dtype) -> Shares:
         ComparedKind.GRADIENT: gradients,
         ComparedKind.WEIGHT: gradients,
     }
-
-
-@contextlib.contextmanager
-def intra_op_threads(count: int) -> Iterator[None]:
-    """Computes with `count` intra-op threads, as a stage does.
-
-    Another number lets kernels sum in another order. A deep network with BatchNorm turns that
-    rounding into other signs before its ReLUs: gradients of a ResNet-50 at initialisation, on one
-    thread and on two, differ by a tenth of their size.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
