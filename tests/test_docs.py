@@ -255,7 +255,7 @@ def test_commands_are_taken(page: Path, package: ModuleType) -> None:
                 parser_for(package.SPEC).parse_args(rest)
 
 
-ONNX = onnx_spec.PipelineSpec("model", (), (), (), (), ("cpu",), (), 1, 1)
+ONNX = onnx_spec.OnnxPipelineSpec("model", (), (), (), (), ("cpu",), (), 1, 1)
 
 
 def test_commands_are_found() -> None:

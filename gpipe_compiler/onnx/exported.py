@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -22,8 +21,8 @@ from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.onnx.codegen.package import write_exported
 from gpipe_compiler.onnx.codegen.scripts import closeness
-from gpipe_compiler.onnx.runtime.arrays import write_arrays
-from gpipe_compiler.onnx.validate import Arrays, held, refuse_apart
+from gpipe_compiler.onnx.runtime.check import Closeness
+from gpipe_compiler.onnx.validate import Arrays, batch_sizes, validate_stages
 from gpipe_compiler.options.choices import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -175,51 +174,59 @@ def _refuse_unfit(options: CompileOptions) -> None:
 # --- validation -------------------------------------------------------------------------------
 
 
-def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validation:
-    """Runs the package in `directory` against the model, on its example inputs.
+@dataclass(frozen=True, eq=False)
+class _TorchWhole:
+    """A torch model, by arrays; a `WholeModel`. Its buffers stay as they are."""
 
-    The batches are the planned mini-batch, one micro-batch, and one that does not split evenly.
+    entry: Entry
+    graph: Graph
+    close: Closeness
+    fixed: ClassVar[bool] = False
+
+    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
+        model = self.entry.model
+        before = [buffer.clone() for buffer in model.buffers()]
+        tensors = [tensor_of(inputs[item.name], item.dtype).clone() for item in self.graph.inputs]
+        try:
+            with torch.no_grad():
+                leaves = self.entry(*tensors)
+        except Exception as error:  # whatever the user's code raises
+            raise ModelError(summary(error), hint="--no-validate") from error
+        for buffer, content in zip(model.buffers(), before, strict=True):
+            buffer.copy_(content)
+        found = list(flat_tensors(self.entry.outputs(leaves)).values())
+        names = list(value_names(self.graph.outputs))
+        if len(names) != len(found):
+            raise ValidationError(
+                "the model returns a parameter or a constant, which no stage makes"
+            )
+        return {name: array_of(tensor) for name, tensor in zip(names, found, strict=True)}
+
+    def part(self, inputs: Arrays, start: int, size: int) -> Arrays:
+        return {
+            item.name: array[start : start + size] if item.batched else array
+            for item in self.graph.inputs
+            for array in (inputs[item.name],)
+        }
+
+
+def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validation:
+    """Compares the package in `directory` with the model, on its example inputs.
 
     Raises:
         ValidationError: when the package cannot be run. Differences are reported, not raised.
         ModelError: when samples of a batch meet in the model.
     """
-    assert plan.graph is not None
     graph = plan.graph
+    assert graph is not None
     entry = make_entry(subject, training=False)
-    batches = [plan.batch_size, plan.microbatch_size, plan.batch_size + 1]
-    calls, notes = {}, []
-    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-        folder = Path(scratch)
-        for samples in dict.fromkeys(batches):
-            inputs = entry.signature.samples(samples)
-            try:
-                whole = _run(entry, graph, inputs)
-            except Exception as error:  # whatever the user's code raises
-                if plan.microbatches > 1 or samples == plan.batch_size:
-                    raise
-                notes.append(f"a batch of {samples} is not compared: {summary(error)}")
-                continue
-            _refuse_mixed(entry, plan, inputs, whole)
-            names = [source.name for source in graph.inputs]
-            given = {name: array_of(item) for name, item in zip(names, inputs, strict=True)}
-            write_arrays(folder / f"{samples}.npz", whole)
-            calls[samples] = given
-        return held(directory, plan, calls, folder, notes)
-
-
-def _run(entry: Entry, graph: Graph, inputs: list[torch.Tensor]) -> Arrays:
-    """The outputs of the model, by the names of its values; its buffers stay as they are."""
-    before = [buffer.clone() for buffer in entry.model.buffers()]
-    with torch.no_grad():
-        leaves = entry(*[tensor.clone() for tensor in inputs])
-    for buffer, content in zip(entry.model.buffers(), before, strict=True):
-        buffer.copy_(content)
-    found = list(flat_tensors(entry.outputs(leaves)).values())
-    names = list(value_names(graph.outputs))
-    if len(names) != len(found):
-        raise ValidationError("the model returns a parameter or a constant, which no stage makes")
-    return {name: array_of(tensor) for name, tensor in zip(names, found, strict=True)}
+    names = [source.name for source in graph.inputs]
+    calls = {
+        samples: dict(zip(names, map(array_of, entry.signature.samples(samples)), strict=True))
+        for samples in batch_sizes(plan)
+    }
+    whole = _TorchWhole(entry, graph, closeness(graph, quantised=False))
+    return validate_stages(whole, plan, directory, calls)
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
@@ -230,21 +237,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return np.array(tensor.numpy())
 
 
-def _refuse_mixed(entry: Entry, plan: Plan, inputs: list[torch.Tensor], whole: Arrays) -> None:
-    """Makes sure that samples do not meet in the model.
-
-    Raises:
-        ModelError: naming the outputs in which they do.
-    """
-    graph = plan.graph
-    assert graph is not None
-    if graph.whole_batch:
-        return
-    pairs = list(zip(graph.inputs, inputs, strict=True))
-    size = plan.microbatch_size
-    count = next(source.samples(tensor) for source, tensor in pairs if source.batched)
-    parts = [
-        _run(entry, graph, [source.part(tensor, start, size) for source, tensor in pairs])
-        for start in range(0, count, size)
-    ]
-    refuse_apart(graph, whole, parts, closeness(graph, quantised=False))
+def tensor_of(array: np.ndarray, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor that `array_of` made an array of."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(dtype) if dtype is torch.bfloat16 else tensor

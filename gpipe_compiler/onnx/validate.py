@@ -1,8 +1,7 @@
-"""Holds a package of ONNX stages against the whole model, both in ONNX Runtime.
+"""Compares a package of ONNX stages with the whole model, on several batch sizes.
 
-The whole model runs here; the package in a process of its own in which this compiler cannot be
-imported. Every output is compared, at several batch sizes. How close is close enough stands in
-`onnx/runtime/check.py`.
+The whole model runs here, in ONNX Runtime or in PyTorch; the package in a process of its own in
+which this compiler cannot be imported. The tolerances are those of `onnx/runtime/check.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,134 +33,60 @@ from gpipe_compiler.validate.package import Validation, run_check
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
 
-def validate_onnx(
-    model: OnnxModel,
-    sizes: InputSizes,
-    plan: Plan,
-    directory: Path,
-    *,
-    seed: int = 0,
-) -> Validation:
-    """Runs the package in `directory` against the model, on random inputs.
+class WholeModel(Protocol):
+    """The model that a package is compared with."""
 
-    The batches are the planned mini-batch, one micro-batch, and one that does not split evenly; of
-    a model that takes batches of one size only, the planned one.
+    @property
+    def fixed(self) -> bool:
+        """Whether it takes a micro-batch and no other number of samples."""
 
-    Raises:
-        ModelError: when ONNX Runtime refuses the model itself, or samples of a batch meet in it.
-        ValidationError: when the package cannot be run. Differences are reported, not raised.
-    """
-    assert plan.graph is not None
-    drawing = [title(node) for op in plan.graph.ops if draws(node := node_of(op))]
-    if drawing:
-        raise ModelError(
-            f"{drawing[0]} draws random numbers, so there is nothing to hold the package against",
-            hint="--no-validate",
-        )
-    sizes_tried = [plan.batch_size]
-    if not sizes.fixed:
-        sizes_tried += [plan.microbatch_size, plan.batch_size + 1]
-    calls = {
-        samples: random_inputs(sizes, samples, seed + number)
-        for number, samples in enumerate(dict.fromkeys(sizes_tried))
-    }
-    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-        folder = Path(scratch)
-        notes = _write_expected(model, calls, sizes, plan, folder)
-        return held(directory, plan, calls, folder, notes, model.custom_ops)
+    @property
+    def close(self) -> Closeness:
+        """The tolerances."""
+
+    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
+        """Its outputs, by name.
+
+        Raises:
+            ModelError: where it does not take the inputs.
+        """
+
+    def part(self, inputs: Arrays, start: int, size: int) -> Arrays:
+        """The inputs of a micro-batch."""
 
 
-def random_inputs(sizes: InputSizes, samples: int, seed: int) -> dict[str, np.ndarray]:
-    """Arrays of the shapes that the plan is for, filled as `run.py` fills them."""
-    generator = np.random.default_rng(seed % 2**63)
-    return {
-        name: random_array(generator, shape, str(sizes.dtypes[name]).removeprefix("torch."))
-        for name, shape in sizes.at(samples).items()
-    }
-
-
-def refuse_meeting(model: OnnxModel, sizes: InputSizes, plan: Plan, *, seed: int) -> None:
-    """Makes sure that the samples of a batch do not meet in the model.
+def expected_outputs(
+    model: WholeModel, plan: Plan, samples: int, inputs: Arrays
+) -> dict[str, np.ndarray]:
+    """The outputs of the model for a mini-batch, which are those of its micro-batches.
 
     Raises:
-        ModelError: naming the outputs in which they do; also when the model does not run.
-    """
-    session = whole_session(model)
-    for samples in (plan.batch_size, plan.batch_size + 1):
-        inputs = random_inputs(sizes, samples, seed)
-        _expected(session, plan, sizes, inputs, _run(session, inputs, samples))
-
-
-def _write_expected(
-    model: OnnxModel,
-    calls: Mapping[int, Arrays],
-    sizes: InputSizes,
-    plan: Plan,
-    folder: Path,
-) -> tuple[str, ...]:
-    """Writes the outputs of the whole model for each batch; its session is gone afterwards.
-
-    Returns:
-        Which batches the model does not take, so that there is nothing to compare.
-    """
-    session = whole_session(model)
-    notes = []
-    for samples, inputs in calls.items():
-        whole: Arrays = {}
-        try:
-            if not sizes.fixed:
-                whole = _run(session, inputs, samples)
-        except ModelError as error:
-            if plan.microbatches > 1 or samples == plan.batch_size:
-                raise
-            notes.append(f"a batch of {samples} is not compared: {error.problem}")
-            continue
-        write_arrays(folder / f"{samples}.npz", _expected(session, plan, sizes, inputs, whole))
-    return tuple(notes)
-
-
-def _run(session: Whole, inputs: Arrays, samples: int) -> Arrays:
-    try:
-        return session(inputs)
-    except StageError as error:
-        raise ModelError(
-            f"on {samples} samples {error}",
-            hint="give it inputs of other sizes with --input, or --no-validate where random "
-            "numbers will not do",
-        ) from error
-
-
-def _expected(
-    session: Whole, plan: Plan, sizes: InputSizes, inputs: Arrays, whole: Arrays
-) -> Arrays:
-    """The outputs of the model for each micro-batch, put together.
-
-    Args:
-        whole: the outputs for the mini-batch, compared where the model takes it.
+        ModelError: where it does not take the inputs, and naming the outputs for which samples of
+            the batch meet in the model.
     """
     graph, size = plan.graph, plan.microbatch_size
     assert graph is not None
-    if graph.whole_batch and not sizes.fixed:
+    whole = {} if model.fixed else model.run(inputs)
+    if graph.whole_batch and not model.fixed:
         return whole
-    parts = [_run(session, part, size) for part in _parts(sizes, inputs, size)]
-    if sizes.fixed:
-        return joined(graph, parts)
-    return refuse_apart(graph, whole, parts, closeness(graph, quantised=is_quantised(graph)))
+    starts = range(0, samples, size)
+    parts = [model.run(model.part(inputs, start, size)) for start in starts]
+    try:
+        found = _joined(graph, parts)
+        rows = [] if model.fixed else compare(whole, found, model.close)
+        differing = [row.name for row in rows if row.fault]
+    except ValueError:  # shapes that follow from numbers, and differ
+        found, differing = {}, list(graph.output_values)
+    if differing:
+        raise ModelError(
+            f"{', '.join(differing)} of a batch is not put together from that of its "
+            "micro-batches: somewhere in the model the samples of a batch meet",
+            hint="compile with --microbatches 1",
+        )
+    return found
 
 
-def _parts(sizes: InputSizes, inputs: Arrays, size: int) -> list[Arrays]:
-    """The inputs of each micro-batch."""
-    samples = max((len(inputs[name]) for name in sizes.batched), default=size)
-    return [
-        {
-            name: array[start : start + size] if name in sizes.batched else array
-            for name, array in inputs.items()
-        }
-        for start in range(0, samples, size)
-    ]
-
-
-def joined(graph: Graph, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
+def _joined(graph: Graph, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """The outputs of a mini-batch, from those of its micro-batches."""
     found = {}
     for name in graph.output_values:
@@ -170,77 +96,63 @@ def joined(graph: Graph, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
     return found
 
 
-def refuse_apart(
-    graph: Graph, whole: Arrays, parts: Sequence[Arrays], close: Closeness
-) -> dict[str, np.ndarray]:
-    """The outputs of micro-batches put together, which are to be those of the mini-batch.
-
-    Raises:
-        ModelError: naming the outputs that are not, as samples meet in the model.
-    """
-    try:
-        found = joined(graph, parts)
-        mixed = [row.name for row in compare(whole, found, close) if row.fault]
-    except ValueError:  # shapes that follow from numbers, and differ
-        mixed = list(graph.output_values)
-    if mixed:
-        raise ModelError(
-            f"{', '.join(mixed)} of a batch is not put together from that of its micro-batches: "
-            "somewhere in the model the samples of a batch meet",
-            hint="compile with --microbatches 1",
-        )
-    return found
-
-
-def held(
-    directory: Path,
+def validate_stages(
+    model: WholeModel,
     plan: Plan,
+    directory: Path,
     calls: Mapping[int, Arrays],
-    expected: Path,
-    notes: Sequence[str],
     custom_ops: Sequence[Path] = (),
 ) -> Validation:
-    """How the outputs of a package compare with those in `expected/<samples>.npz`.
+    """Compares the package in `directory` with the model.
 
     Args:
-        calls: the inputs, by their number of samples; what is not in `expected` is left out.
-        notes: on what is left out.
+        calls: inputs by their number of samples, of which only the planned mini-batch has to be
+            one that model and package take where there is a single micro-batch.
 
     Raises:
-        ValidationError: when the package cannot be run. Where one with a single micro-batch
-            refuses another number of samples than planned, that is a note.
+        ModelError: when the model does not run, or samples of a batch meet in it.
+        ValidationError: when the package cannot be run. Differences are reported, not raised.
     """
-    rows, more = [], []
-    for samples, inputs in calls.items():
-        if not (expected / f"{samples}.npz").exists():
-            continue
-        try:
-            rows.append(_held(directory, samples, inputs, expected, len(plan.orders), custom_ops))
-        except ValidationError as error:
-            if plan.microbatches > 1 or samples == plan.batch_size:
-                raise
-            said = error.problem.splitlines()[-1]
-            more.append(f"the package does not run on a batch of {samples}: {said}")
-    return Validation(tuple(rows), (*notes, *more))
+    rows, notes = [], []
+    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+        for samples, inputs in calls.items():
+            optional = plan.microbatches == 1 and samples != plan.batch_size
+            try:
+                expected = expected_outputs(model, plan, samples, inputs)
+                rows.append(
+                    _compared(directory, plan, samples, inputs, expected, Path(scratch), custom_ops)
+                )
+            except ModelError as error:
+                if not optional:
+                    raise
+                notes.append(f"a batch of {samples} is not compared: {error.problem}")
+            except ValidationError as error:
+                if not optional:
+                    raise
+                reason = error.problem.splitlines()[-1]
+                notes.append(f"the package does not run on a batch of {samples}: {reason}")
+    return Validation(tuple(rows), tuple(notes))
 
 
-def _held(
+def _compared(
     directory: Path,
+    plan: Plan,
     samples: int,
     inputs: Arrays,
-    expected: Path,
-    devices: int,
+    expected: Arrays,
+    scratch: Path,
     custom_ops: Sequence[Path],
 ) -> Row:
-    """How the outputs of one batch compare.
+    """How the package's outputs for one batch compare.
 
     Raises:
         ValidationError: when the package cannot be run.
     """
-    given, report = expected / "inputs.npz", expected / "report.json"
+    given, reference, report = (scratch / file for file in ("in.npz", "out.npz", "report.json"))
     write_arrays(given, inputs)
-    options: list[object] = ["--devices", ",".join(["cpu"] * devices)]
-    options += ["--reference", expected / f"{samples}.npz", "--input", given, "--report", report]
+    write_arrays(reference, expected)
+    options: list[object] = ["--devices", ",".join(["cpu"] * len(plan.orders))]
+    options += ["--reference", reference, "--input", given, "--report", report]
     libraries = [word for library in custom_ops for word in ("--custom-ops", library)]
     run_check(directory, [*options, *libraries], threads=1)
     rows = json.loads(report.read_text())
@@ -254,3 +166,92 @@ def _held(
         worst=worst["name"],
         faults=tuple(f"{row['name']}: {row['fault']}" for row in rows if row["fault"]),
     )
+
+
+def batch_sizes(plan: Plan) -> tuple[int, ...]:
+    """What is compared: the planned mini-batch, one micro-batch, and one that splits unevenly."""
+    return tuple(dict.fromkeys([plan.batch_size, plan.microbatch_size, plan.batch_size + 1]))
+
+
+# --- ONNX models ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OnnxWhole:
+    """An ONNX model in ONNX Runtime; a `WholeModel`."""
+
+    session: Whole
+    sizes: InputSizes
+    close: Closeness
+
+    @property
+    def fixed(self) -> bool:
+        return self.sizes.fixed
+
+    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
+        try:
+            return self.session(inputs)
+        except StageError as error:
+            samples = max((len(inputs[name]) for name in self.sizes.batched), default=1)
+            raise ModelError(
+                f"on {samples} samples {error}",
+                hint="give it inputs of other sizes with --input, or --no-validate where random "
+                "numbers will not do",
+            ) from error
+
+    def part(self, inputs: Arrays, start: int, size: int) -> Arrays:
+        batched = self.sizes.batched
+        return {
+            name: array[start : start + size] if name in batched else array
+            for name, array in inputs.items()
+        }
+
+
+def _whole(model: OnnxModel, sizes: InputSizes, plan: Plan) -> _OnnxWhole:
+    """The model, loaded; raises ModelError when ONNX Runtime refuses it."""
+    assert plan.graph is not None
+    close = closeness(plan.graph, quantised=is_quantised(plan.graph))
+    return _OnnxWhole(whole_session(model), sizes, close)
+
+
+def validate_onnx(
+    model: OnnxModel, sizes: InputSizes, plan: Plan, directory: Path, *, seed: int = 0
+) -> Validation:
+    """Compares the package in `directory` with an ONNX model, on random inputs.
+
+    Raises:
+        ModelError: when ONNX Runtime refuses the model itself, or samples of a batch meet in it.
+        ValidationError: when the package cannot be run. Differences are reported, not raised.
+    """
+    assert plan.graph is not None
+    drawing = [title(node) for op in plan.graph.ops if draws(node := node_of(op))]
+    if drawing:
+        raise ModelError(
+            f"{drawing[0]} draws random numbers, so there is nothing to hold the package against",
+            hint="--no-validate",
+        )
+    calls = {
+        samples: random_inputs(sizes, samples, seed + number)
+        for number, samples in enumerate([plan.batch_size] if sizes.fixed else batch_sizes(plan))
+    }
+    return validate_stages(_whole(model, sizes, plan), plan, directory, calls, model.custom_ops)
+
+
+def refuse_meeting(model: OnnxModel, sizes: InputSizes, plan: Plan, *, seed: int) -> None:
+    """Makes sure that the samples of a batch do not meet in the model.
+
+    Raises:
+        ModelError: naming the outputs for which they do; also when the model does not run.
+    """
+    whole = _whole(model, sizes, plan)
+    for samples in (plan.batch_size, plan.batch_size + 1):
+        expected_outputs(whole, plan, samples, random_inputs(sizes, samples, seed))
+
+
+def random_inputs(sizes: InputSizes, samples: int, seed: int) -> dict[str, np.ndarray]:
+    """Arrays of the shapes that the plan is for, filled as `run.py` fills them."""
+    generator = np.random.default_rng(seed % 2**63)
+    return {
+        name: random_array(generator, shape, str(sizes.dtypes[name]).removeprefix("torch."))
+        for name, shape in sizes.at(samples).items()
+    }

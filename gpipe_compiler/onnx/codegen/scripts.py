@@ -75,7 +75,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     """The source of `schedule.py`."""
     graph = plan.graph
     assert graph is not None
-    types = {"Input", "Output", "PipelineSpec", "StageSpec"}
+    types = {"ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec"}
     return schedule_text(
         plan,
         _pipeline(plan, graph, traits),
@@ -108,7 +108,7 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         options["whole_batch"] = quoted(graph.whole_batch)
     if traits.close.tolerance != Closeness().tolerance:
         options["tolerance"] = name(f"{traits.close.tolerance:.3g}")
-    return call_with("PipelineSpec", options, exploded=True)
+    return call_with("OnnxPipelineSpec", options, exploded=True)
 
 
 def runtime_devices(plan: Plan) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def _stage(stage: Stage) -> Expression:
         quoted_all(stage.inputs),
         quoted_all(stage.outputs),
     ]
-    return call("StageSpec", items)
+    return call("OnnxStageSpec", items)
 
 
 def _input(source: Input, traits: Traits) -> Expression:
@@ -143,7 +143,7 @@ def _input(source: Input, traits: Traits) -> Expression:
     free = traits.free.get(source.name)
     if free:
         items.append(number_tuple(free).prefixed("free="))
-    return call("Input", items)
+    return call("ArrayInput", items)
 
 
 def _numpy(dtype: torch.dtype | None) -> str:
@@ -155,7 +155,7 @@ def _output(value: Value, traits: Traits) -> Expression:
     kind = traits.close.kinds.get(value.name)
     if kind:
         options.append(name(f"dtype={quote(kind)}"))
-    return call("Output", [quoted(value.name), *options])
+    return call("ArrayOutput", [quoted(value.name), *options])
 
 
 def write_onnx_init(plan: Plan) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from onnxruntime import OrtValue
 
 from ...runtime.errors import StageError, UsageError
-from .spec import PipelineSpec
+from .spec import OnnxPipelineSpec
 
 _FOREIGN: Mapping[str, tuple[int, str]] = {
     "bfloat16": (16, "uint16"),
@@ -140,7 +140,7 @@ def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
     return {names[0]: found[""]}
 
 
-def random_arrays(spec: PipelineSpec, samples: int, seed: int = 0) -> dict[str, np.ndarray]:
+def random_arrays(spec: OnnxPipelineSpec, samples: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Random arrays of the planned shapes, for a number of samples.
 
     Raises:

@@ -8,13 +8,13 @@ import numpy as np
 
 from ...runtime.errors import UsageError
 from .arrays import array_dtype, value_of
-from .spec import Input, PipelineSpec
+from .spec import ArrayInput, OnnxPipelineSpec
 from .stage import Values
 
 Arrays = Mapping[str, np.ndarray]
 
 
-def batch_size(spec: PipelineSpec, arrays: Mapping[str, object]) -> int:
+def batch_size(spec: OnnxPipelineSpec, arrays: Mapping[str, object]) -> int:
     """The samples in a call, whose arrays are checked.
 
     Raises:
@@ -41,7 +41,7 @@ def batch_size(spec: PipelineSpec, arrays: Mapping[str, object]) -> int:
     return next(iter(sizes.values()), spec.microbatch_size)
 
 
-def _fault(known: Input, array: np.ndarray) -> str:
+def _fault(known: ArrayInput, array: np.ndarray) -> str:
     sizes = [None if dim in known.free else size for dim, size in enumerate(known.shape)]
     if known.batched:
         sizes[0] = None
@@ -60,7 +60,7 @@ def _fault(known: Input, array: np.ndarray) -> str:
     return ""
 
 
-def sizes_of(spec: PipelineSpec, samples: int, microbatches: int | None) -> tuple[int, ...]:
+def sizes_of(spec: OnnxPipelineSpec, samples: int, microbatches: int | None) -> tuple[int, ...]:
     """The samples of each micro-batch: as equal as can be.
 
     Args:
@@ -95,7 +95,7 @@ def sizes_of(spec: PipelineSpec, samples: int, microbatches: int | None) -> tupl
     return tuple(least + (number < more) for number in range(microbatches))
 
 
-def split(spec: PipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Values]:
+def split(spec: OnnxPipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Values]:
     """The inputs of each micro-batch; they look into the caller's arrays."""
     found: list[Values] = [{} for _ in sizes]
     for known in spec.inputs:
@@ -108,7 +108,7 @@ def split(spec: PipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[Valu
     return found
 
 
-def join(spec: PipelineSpec, results: Sequence[Arrays]) -> dict[str, np.ndarray]:
+def join(spec: OnnxPipelineSpec, results: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """The outputs of the mini-batch, from those of its micro-batches."""
     joined = {}
     for output in spec.outputs:

@@ -21,8 +21,8 @@ from ...runtime.errors import PipelineError, UsageError
 from ...runtime.wording import printable, printable_lines
 from .arrays import arrays_of, random_arrays, write_arrays
 from .check import Closeness, compare, format_rows
-from .pipeline import Pipeline
-from .spec import PipelineSpec
+from .pipeline import OnnxPipeline
+from .spec import OnnxPipelineSpec
 from .stage import Whole
 
 FAILED_CHECK = 3
@@ -31,7 +31,7 @@ _LOOK_S = 0.1
 WARM_UP = 3
 
 
-def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) -> int:
+def main(spec: OnnxPipelineSpec, folder: Path, argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Returns:
@@ -59,11 +59,11 @@ def main(spec: PipelineSpec, folder: Path, argv: Sequence[str] | None = None) ->
     return codes[0] if codes else 1
 
 
-def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> int:
+def _obey(spec: OnnxPipelineSpec, folder: Path, arguments: argparse.Namespace) -> int:
     """Does what is asked; errors become one message on stderr."""
-    pipe: Pipeline | None = None
+    pipe: OnnxPipeline | None = None
     try:
-        pipe = Pipeline(
+        pipe = OnnxPipeline(
             spec,
             folder,
             devices=arguments.devices,
@@ -79,7 +79,7 @@ def _obey(spec: PipelineSpec, folder: Path, arguments: argparse.Namespace) -> in
             pipe.close()
 
 
-def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
+def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
     """Of the commands of a package."""
     count = len(spec.devices)
     named = printable(spec.name).replace("%(", "% (")  # no place that argparse fills
@@ -111,7 +111,7 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
+def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> None:
     planned = ",".join(spec.devices)
     command.add_argument(
         "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
@@ -140,13 +140,13 @@ def _add_common(command: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
 
 
-def _inputs(pipe: Pipeline, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
+def _inputs(pipe: OnnxPipeline, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     if arguments.input is not None:
         return arrays_of([source.name for source in pipe.spec.inputs], arguments.input)
     return random_arrays(pipe.spec, arguments.batch_size, arguments.seed)
 
 
-def _refuse_unwritable(pipe: Pipeline, file: Path | None) -> None:
+def _refuse_unwritable(pipe: OnnxPipeline, file: Path | None) -> None:
     """Raises UsageError for a file that could not be written, before anything is computed.
 
     Of several processes the first writes; the others may be on hosts without such a folder.
@@ -159,7 +159,7 @@ def _refuse_unwritable(pipe: Pipeline, file: Path | None) -> None:
         raise UsageError(f"{file} cannot be written: there is no writable folder {file.parent}")
 
 
-def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
+def _infer(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
     output = arguments.output
     _refuse_unwritable(pipe, output)
     if output is not None and output.suffix == ".npy" and len(pipe.spec.outputs) != 1:
@@ -175,7 +175,7 @@ def _infer(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
+def _check(pipe: OnnxPipeline, folder: Path, arguments: argparse.Namespace) -> int:
     _refuse_unwritable(pipe, arguments.report)
     spec = pipe.spec
     inputs = _inputs(pipe, arguments)
@@ -192,7 +192,10 @@ def _check(pipe: Pipeline, folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def _reference(
-    spec: PipelineSpec, folder: Path, arguments: argparse.Namespace, inputs: dict[str, np.ndarray]
+    spec: OnnxPipelineSpec,
+    folder: Path,
+    arguments: argparse.Namespace,
+    inputs: dict[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """What the whole model makes of the inputs, or what a file says that it does."""
     reference = arguments.reference
@@ -210,7 +213,7 @@ def _reference(
     return expected
 
 
-def _bench(pipe: Pipeline, _: Path, arguments: argparse.Namespace) -> int:
+def _bench(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
     inputs = _inputs(pipe, arguments)
     seconds = []
     for _step in range(WARM_UP + arguments.steps):

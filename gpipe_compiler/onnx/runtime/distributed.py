@@ -17,8 +17,8 @@ from onnxruntime import OrtValue
 
 from ...runtime.errors import PipelineError, UsageError
 from .arrays import array_of, foreign_name, value_of
-from .engine import Engine, orders_for
-from .spec import PipelineSpec
+from .engine import OnnxEngine, orders_for
+from .spec import OnnxPipelineSpec
 from .stage import Values
 
 TIMEOUT_S = 600.0
@@ -91,10 +91,10 @@ def _told(rank: int | None = None) -> Iterator[None]:
         raise PipelineError(f"{who} cannot be reached any more: {error}") from error
 
 
-class RankEndpoint:
+class ProcessLinks:
     """One rank's end of all links. A value goes as its type and shape, then its bytes."""
 
-    def __init__(self, spec: PipelineSpec, world: World) -> None:
+    def __init__(self, spec: OnnxPipelineSpec, world: World) -> None:
         self._world = world
         self._placement = spec.placement
         self._number = {name: number for number, name in enumerate(spec.crossings)}
@@ -140,7 +140,7 @@ class RankEndpoint:
 
 
 def run_rank(
-    spec: PipelineSpec, world: World, engine: Engine, inputs: Sequence[Values]
+    spec: OnnxPipelineSpec, world: World, engine: OnnxEngine, inputs: Sequence[Values]
 ) -> list[Values]:
     """The outputs that this rank makes, for every micro-batch.
 
@@ -148,11 +148,11 @@ def run_rank(
         StageError: when a stage fails.
     """
     order = orders_for(spec, len(inputs))[world.rank]
-    return engine.run(order, inputs, RankEndpoint(spec, world))
+    return engine.run(order, inputs, ProcessLinks(spec, world))
 
 
 def gathered(
-    spec: PipelineSpec, world: World, results: Sequence[Mapping[str, OrtValue]]
+    spec: OnnxPipelineSpec, world: World, results: Sequence[Mapping[str, OrtValue]]
 ) -> list[dict[str, np.ndarray]]:
     """The outputs of every micro-batch, on all ranks."""
     mine = [{name: array_of(value) for name, value in found.items()} for found in results]

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from onnxruntime import OrtValue
 
 from ...runtime.errors import PipelineError
-from .spec import PipelineSpec
+from .spec import OnnxPipelineSpec
 from .stage import OnnxStage, Values
 
 Action: TypeAlias = tuple[int, int]
@@ -18,7 +18,7 @@ Action: TypeAlias = tuple[int, int]
 _ACTION = re.compile(r"(\d+)F(\d+)")
 
 
-def orders_for(spec: PipelineSpec, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def orders_for(spec: OnnxPipelineSpec, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """Each device's actions: as planned, or for another number of micro-batches in the same way.
 
     Every device takes the micro-batches one after another, each through all of its stages. Nobody
@@ -48,7 +48,7 @@ def _parse(order: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-class Endpoint(Protocol):
+class Links(Protocol):
     """A device's end of all links."""
 
     def begin(self, microbatch: int) -> None:
@@ -67,14 +67,14 @@ class Endpoint(Protocol):
         """Wait until all that was sent has gone."""
 
 
-class Engine:
+class OnnxEngine:
     """The stages of one device.
 
     Args:
         stages: those it holds, by number.
     """
 
-    def __init__(self, spec: PipelineSpec, stages: Mapping[int, OnnxStage]) -> None:
+    def __init__(self, spec: OnnxPipelineSpec, stages: Mapping[int, OnnxStage]) -> None:
         self.stages = stages
         self._sources = {name: source for name, (source, _) in spec.crossings.items()}
         self._away = {
@@ -87,7 +87,7 @@ class Engine:
         }
 
     def run(
-        self, actions: Sequence[Action], inputs: Sequence[Values], endpoint: Endpoint
+        self, actions: Sequence[Action], inputs: Sequence[Values], links: Links
     ) -> list[Values]:
         """The outputs of the pipeline that are made here, for each micro-batch.
 
@@ -106,26 +106,26 @@ class Engine:
         first, last = _ends(actions)
         for place, (index, number) in enumerate(actions):
             if first[number] == place:
-                endpoint.begin(number)
-            self._compute(self.stages[index], number, values[number], results[number], endpoint)
+                links.begin(number)
+            self._compute(self.stages[index], number, values[number], results[number], links)
             if last[number] == place:
                 values[number].clear()
-                endpoint.end(number)
-        endpoint.flush()
+                links.end(number)
+        links.flush()
         return results
 
     def _compute(
-        self, stage: OnnxStage, number: int, values: Values, results: Values, endpoint: Endpoint
+        self, stage: OnnxStage, number: int, values: Values, results: Values, links: Links
     ) -> None:
         for name in stage.spec.inputs:
             if name not in values:
-                values[name] = endpoint.take(name, number, self._sources[name])
+                values[name] = links.take(name, number, self._sources[name])
         for name, value in stage.run(number, values).items():
             values[name] = value
             if name in self._outputs:
                 results[name] = value
             if self._away.get(name):
-                endpoint.send(name, number, value, self._away[name])
+                links.send(name, number, value, self._away[name])
         for name in [name for name in values if self._last_use.get(name, -1) <= stage.index]:
             del values[name]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from onnxruntime import OrtValue
 
 from ...runtime.errors import PipelineError
-from .engine import Engine, orders_for
-from .spec import PipelineSpec
+from .engine import OnnxEngine, orders_for
+from .spec import OnnxPipelineSpec
 from .stage import Values
 
 AHEAD = 2
@@ -72,7 +72,7 @@ class Exchange:
             raise StoppedError("another device has failed")
 
 
-class LocalEndpoint:
+class ThreadLinks:
     """One device's end of an exchange."""
 
     def __init__(self, exchange: Exchange, device: int) -> None:
@@ -100,7 +100,7 @@ class LocalEndpoint:
 
 
 def run_local(
-    spec: PipelineSpec, engines: Mapping[int, Engine], inputs: Sequence[Values]
+    spec: OnnxPipelineSpec, engines: Mapping[int, OnnxEngine], inputs: Sequence[Values]
 ) -> list[Values]:
     """The outputs of every micro-batch.
 
@@ -115,9 +115,9 @@ def run_local(
     results: dict[int, list[Values]] = {}
     errors: list[BaseException] = []
 
-    def work(device: int, engine: Engine) -> None:
+    def work(device: int, engine: OnnxEngine) -> None:
         try:
-            results[device] = engine.run(orders[device], inputs, LocalEndpoint(exchange, device))
+            results[device] = engine.run(orders[device], inputs, ThreadLinks(exchange, device))
         except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001  # raised in the caller's thread

@@ -12,13 +12,13 @@ from .arrays import array_of
 from .batches import batch_size, join, sizes_of, split
 from .devices import DeviceChoice, parse_devices
 from .distributed import World, gathered, rank_here, run_rank
-from .engine import Engine
+from .engine import OnnxEngine
 from .local import run_local
-from .spec import PipelineSpec
+from .spec import OnnxPipelineSpec
 from .stage import OnnxStage, SessionChoice
 
 
-class Pipeline:
+class OnnxPipeline:
     """The stages: all in this process, each device a thread; under torchrun, a process each.
 
         pipe = Pipeline()
@@ -41,7 +41,7 @@ class Pipeline:
 
     def __init__(
         self,
-        spec: PipelineSpec,
+        spec: OnnxPipelineSpec,
         folder: Path,
         *,
         devices: str | Sequence[str] | None = None,
@@ -60,7 +60,7 @@ class Pipeline:
             for number in mine
         }
         self._engines = {
-            number: Engine(spec, load_stages(spec, folder, number, choice))
+            number: OnnxEngine(spec, load_stages(spec, folder, number, choice))
             for number, choice in made.items()
         }
 
@@ -98,7 +98,9 @@ class Pipeline:
         return join(self.spec, gathered(self.spec, self._world, mine))
 
 
-def choices(spec: PipelineSpec, devices: str | Sequence[str] | None) -> tuple[DeviceChoice, ...]:
+def choices(
+    spec: OnnxPipelineSpec, devices: str | Sequence[str] | None
+) -> tuple[DeviceChoice, ...]:
     """The devices of a pipeline, as asked or as planned.
 
     Raises:
@@ -111,7 +113,7 @@ def choices(spec: PipelineSpec, devices: str | Sequence[str] | None) -> tuple[De
 
 
 def load_stages(
-    spec: PipelineSpec, folder: Path, device: int, choice: SessionChoice
+    spec: OnnxPipelineSpec, folder: Path, device: int, choice: SessionChoice
 ) -> dict[int, OnnxStage]:
     """The stages that lie on a device, by number.
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ArrayInput:
     """An array that the caller passes.
 
     Attributes:
@@ -26,7 +26,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ArrayOutput:
     """An array that the pipeline returns.
 
     Attributes:
@@ -42,7 +42,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class StageSpec:
+class OnnxStageSpec:
     """The model of one stage.
 
     Attributes:
@@ -56,7 +56,7 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
-class PipelineSpec:
+class OnnxPipelineSpec:
     """Everything about a pipeline but its weights.
 
     Attributes:
@@ -71,9 +71,9 @@ class PipelineSpec:
     """
 
     name: str
-    stages: tuple[StageSpec, ...]
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    stages: tuple[OnnxStageSpec, ...]
+    inputs: tuple[ArrayInput, ...]
+    outputs: tuple[ArrayOutput, ...]
     placement: tuple[int, ...]
     devices: tuple[str, ...]
     orders: tuple[str, ...]

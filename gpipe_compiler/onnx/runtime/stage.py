@@ -13,7 +13,7 @@ from onnxruntime import OrtValue
 from ...runtime.errors import StageError
 from .arrays import array_of, name_of, value_of
 from .devices import DeviceChoice
-from .spec import StageSpec
+from .spec import OnnxStageSpec
 
 _SILENT = 4
 """The level of ONNX Runtime's log at which it says nothing: what is wrong is raised."""
@@ -59,7 +59,9 @@ class OnnxStage:
         StageError: when ONNX Runtime refuses the model.
     """
 
-    def __init__(self, index: int, spec: StageSpec, folder: Path, choice: SessionChoice) -> None:
+    def __init__(
+        self, index: int, spec: OnnxStageSpec, folder: Path, choice: SessionChoice
+    ) -> None:
         self.index = index
         self.spec = spec
         self._memory = choice.device.memory
