@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.memory.action_delta import ActionDelta, ActionDeltas
@@ -177,51 +177,6 @@ class SimulatorState:
     backwards: set[int] = field(default_factory=set)
     weights: set[int] = field(default_factory=set)
 
-    def seen_from(self, microbatch: int) -> Hashable:
-        """Equal for tables that differ in their micro-batches alone, counted from this one.
-
-        Storages are numbered in the order in which they are met, so shared ones are the same.
-        """
-        numbers: dict[int, int] = {}
-        storages: list[Hashable] = []
-
-        def number(held: SharedBuffer | None) -> int:
-            if held is None:
-                return -1
-            found = numbers.get(id(held))
-            if found is None:
-                found = numbers[id(held)] = len(storages)
-                storages.append((held.bytes, held.category, held.name, held.stage, held.holders))
-            return found
-
-        flights = tuple(
-            (stage, m - microbatch, flight.again, flight.without,
-             tuple([(block, number(held)) for block, held in flight.blocks.items()]))
-            for (stage, m), flight in self.flights.items()
-        )  # fmt: skip
-        values = tuple([(n, m - microbatch, number(h)) for (n, m), h in self.values.items()])
-        gradients = tuple(
-            [(n, stage, m - microbatch, number(h)) for (n, stage, m), h in self.gradients.items()]
-        )
-        posted = tuple(
-            [(n, m - microbatch, *ends, number(h)) for (n, m, *ends), h in self.posted.items()]
-        )
-        under_way = tuple(map(number, self.under_way))
-        begun = len(self.forwards), len(self.backwards), len(self.weights)
-        return flights, values, gradients, posted, under_way, begun, tuple(storages)
-
-    def move_on(self, by: int) -> None:
-        """Renumbers all entries to micro-batches further by this many."""
-        self.flights = {(stage, m + by): item for (stage, m), item in self.flights.items()}
-        self.values = {(name, m + by): item for (name, m), item in self.values.items()}
-        self.gradients = {
-            (n, stage, m + by): item for (n, stage, m), item in self.gradients.items()
-        }
-        self.posted = {
-            (n, m + by, source, target, gradient): item
-            for (n, m, source, target, gradient), item in self.posted.items()
-        }
-
 
 def posted(transfer: Transfer) -> Posted:
     """A transfer as the tables have it."""
@@ -287,11 +242,6 @@ class PeakTracker:
         """A step ends that is a point of the curve."""
         self.peaks.append(self._highest)
         self.afters.append(self._counts.total)
-
-    def repeat(self, first: int, times: int) -> None:
-        """The points from this one on come again."""
-        self.peaks += self.peaks[first:] * times
-        self.afters += self.afters[first:] * times
 
 
 def is_counted(step: ActionStep) -> bool:

@@ -8,10 +8,9 @@ at the next transfer of its device, as it has where the receiver is not behind.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from gpipe_compiler.memory.action_delta import ActionDelta, ActionDeltas, Move
-from gpipe_compiler.memory.cycles import Cycles, cycles_of
 from gpipe_compiler.memory.job import (
     DeviceJob,
     InFlight,
@@ -59,64 +58,20 @@ class MemorySimulator:
         self._tables = SimulatorState()
         self._last = job.last_backwards() if job.row_bytes else {}
         self._tracker = PeakTracker(self.counts, job.stages)
-        self._next = 0
         self._backwards = sorted(job.stages, reverse=True)
 
     def run(self, until: int | None = None) -> MemoryRun:
-        """All steps, or those before a position.
-
-        Without a listener, cycles are not simulated to their end: see `_cycle`.
-        """
-        steps = self.job.steps
-        end = len(steps) if until is None else min(until, len(steps))
-        joint = any(stage.wiring.joint is not None for stage in self.job.stages.values())
-        repeating = () if self._listener or joint or until is not None else cycles_of(steps)
-        for cycles in repeating:
-            self._steps(cycles.start)
-            self._cycle(cycles)
-        self._steps(end)
+        """All steps, or those before a position."""
+        steps = self.job.steps[:until]
+        for position, step in enumerate(steps):
+            self._tracker.begin(position)
+            self._step(step)
         if until is None:
             self._arrive()
         tracker, peak = self._tracker, self._tracker.peak
-        points = Curve(counted(steps[:end]), tracker.peaks, tracker.afters)
+        points = Curve(counted(steps), tracker.peaks, tracker.afters)
         found = peak.bytes, peak.action, peak.position, peak.sizes
         return MemoryRun(*found, points, tracker.stage_peaks, self.counts.sizes)
-
-    def _steps(self, end: int) -> None:
-        """The steps up to a place."""
-        for position in range(self._next, end):
-            self._tracker.begin(position)
-            self._step(self.job.steps[position])
-        self._next = end
-
-    def _cycle(self, cycles: Cycles) -> None:
-        """A part of the program that repeats.
-
-        When two cycles end in the same state but for the numbers of the micro-batches, so do all
-        others, and each has the curve of the second: only the last is simulated besides.
-        """
-        done, look = 0, 1
-        while done < cycles.count:
-            before = self._state(done * cycles.shift) if done == look else None
-            total, first = self.counts.total, len(self._tracker.peaks)
-            self._steps(self._next + cycles.period)
-            done += 1
-            if before is None:
-                continue
-            look *= 2
-            left = cycles.count - 1 - done
-            if left < 1 or total != self.counts.total:
-                continue
-            if before == self._state(done * cycles.shift):
-                self._tracker.repeat(first, left)
-                self._tables.move_on(left * cycles.shift)
-                self._next += left * cycles.period
-                done += left
-
-    def _state(self, microbatch: int) -> Hashable:
-        """What decides all that is to come, seen from a micro-batch."""
-        counts = self.counts
-        return counts.sizes, tuple(counts.of_stage.values()), self._tables.seen_from(microbatch)
 
     def _step(self, step: ActionStep) -> None:
         """Simulates one action, and releases what it is the last to use."""
