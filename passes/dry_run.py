@@ -174,7 +174,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def tensors_in(structure: object) -> list[torch.Tensor]:
-    """Every tensor in a nest of tuples, lists and dicts."""
+    """Every tensor in a nest of tuples, lists, dicts, and what else torch knows the leaves of."""
+    if isinstance(structure, torch.Tensor):
+        return [structure]
+    if structure is None or isinstance(structure, int | float | str):
+        return []
+    if type(structure) in (tuple, list):
+        return [tensor for item in structure for tensor in tensors_in(item)]  # type: ignore[attr-defined]  # of a sequence
     return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 

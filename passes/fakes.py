@@ -20,9 +20,11 @@ _CTC = torch.ops.aten._ctc_loss
 _EMBEDDING = "EmbeddingBackward0"
 
 _aten = torch.ops.aten
-_WITHOUT_DEVICE = frozenset(
+_DEVICE = torch.ops.prim.device.default
+_EMPTY = _aten.empty_strided.default
+_HOST = torch.device("cpu")
+_ELEMENTWISE = frozenset(
     {
-        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
         *(_aten.sigmoid.default, _aten.sigmoid_backward.default),
         *(_aten.tanh.default, _aten.tanh_backward.default),
@@ -31,13 +33,32 @@ _WITHOUT_DEVICE = frozenset(
         *(_aten.relu.default, _aten.threshold_backward.default),
         *(_aten.exp.default, _aten.neg.default, _aten.rsqrt.default),
         *(_aten.sqrt.default, _aten.sin.default, _aten.cos.default),
-        *(_aten.pow.Tensor_Scalar, _aten.sum.dim_IntList, _aten.mean.dim),
-        *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default),
-        *(_aten.view.default, _aten.expand.default),
+        _aten.pow.Tensor_Scalar,
     }
 )
-"""Kernels with one result, whose shape, strides and type are found by one function of torch's C++
-for all devices. Torch's fakes ask Python first, which takes ten times as long."""
+"""Kernels whose result is like their operands where these are dense, alike and floating."""
+
+_IN_PLACE = frozenset(
+    {
+        *(_aten.sigmoid_.default, _aten.tanh_.default, _aten.gelu_.default, _aten.silu_.default),
+        *(_aten.exp_.default, _aten.neg_.default, _aten.rsqrt_.default, _aten.sqrt_.default),
+        *(_aten.sin_.default, _aten.cos_.default, _aten.relu_.default),
+        *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
+    }
+)
+"""The same in place."""
+
+_WITHOUT_DEVICE = frozenset(
+    {
+        *(*_ELEMENTWISE, *_IN_PLACE),
+        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+        *(_aten.sum.dim_IntList, _aten.mean.dim),
+        *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default),
+        *(_aten.view.default, _aten.expand.default, _aten.detach.default),
+    }
+)
+"""Kernels with one result, whose shape, strides and type are the same on all devices. Torch's fakes
+look for a device first, which takes ten times as long."""
 
 _FLOAT = 4
 _PAGE = 4096
@@ -69,6 +90,12 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs the op on fake tensors."""
+        if func is _DEVICE:
+            # Most calls are such questions; torch's fakes answer them after a long way round.
+            (tensor,) = args
+            return torch.device("meta") if self.in_kernel_invocation else tensor.fake_device
+        if func is _EMPTY and kwargs and kwargs.get("device") == _HOST:
+            return self._empty(args, kwargs.get("dtype"))
         if func is _INDEX and _node() == _EMBEDDING:
             (mask,) = args[1]
             with self:
@@ -89,7 +116,14 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             workspace = torch.empty(size, dtype=torch.uint8)
         return *returned[:_WORKSPACE], workspace, *returned[_WORKSPACE + 1 :]
 
-    def _without_device(self, func: Any, args: Sequence[Any]) -> FakeTensor | None:
+    def _empty(self, form: Sequence[Any], dtype: torch.dtype | None) -> FakeTensor:
+        """A tensor of the host, of this shape and these strides."""
+        shape, strides = form
+        with in_kernel_invocation_manager(self):
+            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(self, made, _HOST)
+
+    def _without_device(self, func: Any, args: Sequence[Any]) -> object:
         """What a kernel returns that is the same for all devices; None where torch is to say."""
         first = args[0]
         for item in args:
@@ -99,9 +133,15 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
                 and item.fake_device == first.fake_device
             ):
                 return None
+        shape = _known_shape(func, args)
+        if func in _IN_PLACE:
+            return None if shape is None else first
         try:
             with in_kernel_invocation_manager(self):
-                made = func(*args)
+                if shape is None:
+                    made = func(*args)
+                else:
+                    made = torch.empty(shape, dtype=first.dtype, device="meta")
         except RuntimeError:
             return None  # in torch's words
         return FakeTensor(self, made, first.fake_device)
@@ -115,6 +155,34 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             and not tensor.is_conj()
             and not tensor.is_neg()
         )
+
+
+def _known_shape(func: Any, args: Sequence[Any]) -> torch.Size | tuple[int, int] | None:
+    """The shape of a dense result of its first operand's type, by a rule; None where there is none.
+
+    Torch's own kernels for the meta device are mostly decompositions in Python, which take up to a
+    hundred times as long.
+    """
+    first, *others = args
+    if not first.dtype.is_floating_point:
+        return None
+    for item in others:
+        if isinstance(item, torch.Tensor) and item.dtype is not first.dtype:
+            return None
+    if func in _ELEMENTWISE or func in _IN_PLACE:
+        alike = first.is_contiguous() and all(
+            item.shape == first.shape and item.is_contiguous()
+            if isinstance(item, torch.Tensor)
+            else not isinstance(item, complex)
+            for item in others
+        )
+        return first.shape if alike else None
+    if func is _aten.addmm.default:
+        one, other = others[:2]
+        if one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]:
+            shape = one.shape[0], other.shape[1]
+            return shape if first.shape in ((shape[1],), shape) else None
+    return None
 
 
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

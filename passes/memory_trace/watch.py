@@ -158,10 +158,7 @@ class StorageWatch(PlainDispatchMode):
         if self.op is None:
             self._look_at_node()
         if func is _DEVICE:
-            # Most calls are such questions; fake tensors answer them after a long way round.
-            (tensor,) = args
-            inside = tensor.fake_mode.in_kernel_invocation
-            return torch.device("meta") if inside else tensor.fake_device
+            return func(*args)
         func, kwargs = self._unwatched(func, args, kwargs)
         returned: object = of_sparse(self._node, func, args) if self.op is None else None
         if returned is None:
