@@ -13,7 +13,7 @@ from torch import nn
 from gpipe_compiler.codegen.constants import write_literal
 from gpipe_compiler.codegen.constructors import StageState, construct, construct_member
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression, call, lay_out, name
+from gpipe_compiler.codegen.layout import Expression, call, comprehension, lay_out, name
 from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.ir import Graph, Op, RegionCall, StateKind
@@ -187,7 +187,9 @@ class Construction:
         )
         runs = [list(run) for _, run in groupby(made, key=lambda item: item.flat)]
         return [
-            Expression(f"*({run[0].flat} for _ in range({len(run)}))") if len(run) > 1 else run[0]
+            comprehension("*(", run[0], f"for _ in range({len(run)})", ")")
+            if len(run) > 1
+            else run[0]
             for run in runs
         ]
 

@@ -17,6 +17,7 @@ from gpipe_compiler.codegen.layout import (
     Expression,
     braces,
     call,
+    comprehension,
     consecutive,
     dict_of,
     lay_out,
@@ -269,15 +270,13 @@ def _dict_of_modules(items: Sequence[tuple[str, Expression]]) -> Expression:
         run = list(group)
         numbers = consecutive([own for own, _ in run]) if len(run) > 1 else ""
         if numbers:
-            parts.append(Expression(f"str(i): {run[0][1].flat} for i in {numbers}"))
+            item = run[0][1].prefixed("str(i): ")
+            parts.append(comprehension("{", item, f"for i in {numbers}", "}"))
         else:
             parts.extend(made.prefixed(f"{quote(own)}: ") for own, made in run)
-    if len(parts) > 1:
-        parts = [
-            Expression(f"**{{{part.flat}}}") if part.flat.startswith("str(i)") else part
-            for part in parts
-        ]
-    return braces(parts)
+    if len(parts) == 1 and parts[0].opening == "{":
+        return parts[0]
+    return braces(part.prefixed("**") if part.opening == "{" else part for part in parts)
 
 
 def construct_module(

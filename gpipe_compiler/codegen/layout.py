@@ -44,6 +44,7 @@ class Expression:
         items: what stands between the brackets.
         fills: whether all items may share one line inside broken brackets (calls do, tuples not).
         exploded: always one item a line, as a trailing comma asks for.
+        comma: what stands after an item that has a line of its own.
         instead: the same, to be broken inside the receiver of the method that it calls.
     """
 
@@ -54,6 +55,7 @@ class Expression:
     closing: str = ""
     fills: bool = False
     exploded: bool = False
+    comma: str = ","
     instead: Expression | None = None
 
     def within(self, loosest: Binding) -> str:
@@ -117,6 +119,15 @@ def braces(items: Iterable[Expression]) -> Expression:
     return _bracketed("{", tuple(items), "}", fills=False, exploded=False)
 
 
+def comprehension(opening: str, item: Expression, clause: str, closing: str) -> Expression:
+    """`{item for i in range(3)}`, where `clause` begins with `for`."""
+    flat = f"{opening}{item.flat} {clause}{closing}"
+    parts = (item, name(clause))
+    return Expression(
+        flat, opening=opening, items=parts, closing=closing, exploded=item.exploded, comma=""
+    )
+
+
 def consecutive(words: Sequence[str]) -> str:
     """The `range` of which some words are the numbers, in order; "" where there is none."""
     if not all(word.isdecimal() and str(int(word)) == word for word in words):
@@ -167,7 +178,7 @@ def lay_out(
         body = [
             text
             for item in expression.items
-            for text in lay_out(item, suffix=",", indent=indent + 1)
+            for text in lay_out(item, suffix=expression.comma, indent=indent + 1)
         ]
     return [
         f"{margin}{prefix}{expression.opening}",

@@ -26,6 +26,7 @@ from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import (
     Expression,
     call,
+    comprehension,
     dict_of,
     lay_out,
     list_of,
@@ -245,6 +246,7 @@ def expressions() -> st.SearchStrategy[Expression]:
             | some.map(tuple_of)
             | some.map(list_of)
             | keyed.map(dict_of)
+            | inner.map(lambda item: comprehension("[", item, "for i in range(3)", "]"))
         )
 
     return st.recursive(leaf, grow, max_leaves=25)
@@ -255,7 +257,7 @@ def expressions() -> st.SearchStrategy[Expression]:
 def test_lines_break_where_ruff_breaks_them(
     tmp_path_factory: pytest.TempPathFactory, made: list[tuple[Expression, int]]
 ) -> None:
-    """Calls, tuples, lists and dicts of any nesting and length."""
+    """Calls, tuples, lists, dicts and comprehensions of any nesting and length."""
     lines: list[str] = []
     for expression, indent in made:
         lines.extend(["if x:", "    if y:"][:indent])
