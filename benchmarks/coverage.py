@@ -1,0 +1,262 @@
+"""Models of other people's libraries through the whole command: right, refused, or wrong.
+
+    python benchmarks/coverage.py [--only PATTERN ...] [--resume FILE] [--json]
+
+Each of `benchmarks/foreign/` is compiled by `gpipe-compile MODEL --stages 2` with all defaults,
+which validates it on the example and on a second batch. Then a judge that knows plain PyTorch only
+(`tests/adversary/judge.py`) trains model and package on two batches that neither has seen, one of
+another number of samples, and compares losses, outputs, gradients, buffers and weights; of a model
+that draws in training, outputs in eval mode. Processes of their own, with limits. Outcomes:
+
+- right: compiled, validated, and judged equal;
+- refused: exit code 1, with what the compiler says: unfairly where that names no way out;
+- wrong: compiled and judged unequal, or exit code 3;
+- traceback: any other end;
+- late: not done within the limit.
+
+Needs `pip install --no-deps torchvision timm transformers diffusers peft accelerate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ADVERSARY = HERE.parent / "tests"
+TRACEBACK = "Traceback (most recent call last)"
+USER_FILE = """\
+# {name}, as its user would write it down.
+import sys
+
+sys.path.insert(0, {here!r})
+from foreign.model import foreign
+
+globals().update(foreign({name!r}).user_file())
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a model; processor seconds of compiling and judging it."""
+
+    name: str
+    outcome: str
+    why: str = ""
+    compile_s: float = 0.0
+    judge_s: float = 0.0
+    stage_lines: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: its exit code (None: at its limit), output, processor seconds."""
+
+    code: int | None
+    text: str
+    seconds: float
+
+
+def run(words: list[str], limit_s: int) -> Ended:
+    """Runs a process; its limit is of processor time, and thrice as long by the clock."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    try:
+        ended = subprocess.run(
+            words,
+            check=False,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            timeout=3 * limit_s,
+            preexec_fn=limited,
+        )
+        code, text = ended.returncode, ended.stdout
+    except subprocess.TimeoutExpired as late:
+        code, text = None, str(late.stdout or "")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Ended(None if code is not None and code < 0 else code, text, seconds)
+
+
+def measured(name: str, limit_s: int, keep: Path | None) -> Row:
+    """Compiles a model, and judges its package."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (keep / re.sub(r"\W+", "_", name)) if keep else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        file, package = folder / "model.py", folder / "package"
+        file.write_text(USER_FILE.format(name=name, here=str(HERE)), encoding="utf-8")
+        words = ["-m", "gpipe_compiler", str(file), "--stages", "2", "--force", "-o", str(package)]
+        made = run([sys.executable, *words], limit_s)
+        (folder / "output.txt").write_text(made.text, encoding="utf-8")
+        if made.code != 0 or TRACEBACK in made.text:
+            return Row(name, *_failed(made), round(made.seconds, 1))
+        lines = sum(len(f.read_text().splitlines()) for f in package.glob("stage_*.py"))
+        found = run([sys.executable, __file__, "--judge", name, str(package)], limit_s)
+        row = Row(name, "right", "", round(made.seconds, 1), round(found.seconds, 1), lines)
+        if found.code is None:
+            return dataclasses.replace(row, outcome="late", why="the judge")
+        try:
+            verdict = json.loads(found.text.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            return dataclasses.replace(row, outcome="unjudged", why=found.text.strip()[-400:])
+        faults: list[str] = verdict["faults"]
+        if faults:
+            return dataclasses.replace(row, outcome="wrong", why="; ".join(faults[:4])[:600])
+        return dataclasses.replace(row, why=verdict["note"])
+
+
+def _failed(made: Ended) -> tuple[str, str]:
+    """The outcome of a compile that failed, and the end of what it said."""
+    said = made.text[made.text.find("error:") :] if "error:" in made.text else made.text[-600:]
+    said = " ".join(said.split())[:600]
+    if TRACEBACK in made.text:
+        return "traceback", " ".join(made.text[-500:].split())
+    if made.code is None:
+        return "late", " ".join(made.text[-200:].split())
+    if made.code == 3:
+        return "wrong", said
+    return ("refused", said) if made.code == 1 else ("traceback", f"exit {made.code}: {said}")
+
+
+def judge(name: str, package: Path) -> dict[str, Any]:
+    """What plain PyTorch says of a package; in this process, which never loads the compiler."""
+    sys.path[:0] = [str(HERE), str(ADVERSARY / "adversary")]
+    import judge as plain
+    import torch
+
+    plain.stand_alone()
+    from adversary.case import Case
+    from foreign.model import foreign
+
+    torch.set_num_threads(1)
+    subject = foreign(name)
+    torch.manual_seed(0)
+    model, inputs = subject.build(), subject.inputs(2)
+    draws = _draws(model, lambda: plain.call(model, inputs))
+    whole = not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    case = Case(
+        name,
+        lambda: _without_caches(subject.build()),
+        subject.inputs,
+        subject.loss,
+        subject.target,
+        options=subject.options,
+        microbatches=None,
+        sizes=(subject.samples, subject.samples // 2 + 1),
+        reference="whole" if whole else "micro-batches",
+        manners=({},),
+        random=draws,
+    )
+    verdict = plain.judge(case, plain.load_package(package), case.reference)
+    note = "eval mode, and training in two ways" if draws else ""
+    return {**dataclasses.asdict(verdict), "note": note}
+
+
+def _without_caches(model: Any) -> Any:
+    """The model, returning no caches: a package returns tensors alone."""
+    for config in {
+        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+    }.values():
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    return model
+
+
+def _draws(model: Any, call: Callable[[], object]) -> bool:
+    """Whether a model draws in training: its dropouts, or itself."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.train()
+        before = torch.get_rng_state()
+        call()
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def chosen(patterns: Iterable[str]) -> list[str]:
+    """The models that match a pattern of a shell; without one, all."""
+    sys.path.insert(0, str(HERE))
+    from foreign.model import names
+
+    asked = list(patterns) or ["*"]
+    return [name for name in names() if any(fnmatch.fnmatch(name, p) for p in asked)]
+
+
+def table(rows: list[Row]) -> str:
+    """What became of all of them, in Markdown."""
+    from tables import markdown
+
+    counts = Counter(row.outcome for row in rows)
+    seconds = sorted(row.compile_s for row in rows if row.outcome == "right") or [0.0]
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    lines = [
+        (r.name, r.outcome, f"{r.compile_s:.1f}", r.why.replace("|", "\\|")[:200]) for r in rows
+    ]
+    return (
+        f"{len(rows)} models: {summary}. Processor seconds of a compile that is right: median "
+        f"{seconds[len(seconds) // 2]:.1f}, largest {seconds[-1]:.1f}.\n\n"
+        + markdown(("model", "outcome", "seconds", "note"), lines)
+    )
+
+
+def main() -> None:
+    """Parses the arguments, runs the models, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON lines; rows in it stand")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the packages there")
+    parser.add_argument("--limit", type=int, default=300, help="processor seconds of a compile")
+    parser.add_argument("--within", type=float, default=1e9, help="seconds for all of them")
+    parser.add_argument("--list", action="store_true", help="the names alone")
+    parser.add_argument("--json", action="store_true", help="the rows alone")
+    parser.add_argument("--judge", nargs=2, metavar=("NAME", "PACKAGE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.judge:
+        print(json.dumps(judge(arguments.judge[0], Path(arguments.judge[1]))))
+        return
+    names, end = chosen(arguments.only), time.monotonic() + arguments.within
+    if arguments.list:
+        print("\n".join(names))
+        return
+    rows: dict[str, Row] = {}
+    if arguments.resume and arguments.resume.exists():
+        for line in arguments.resume.read_text(encoding="utf-8").splitlines():
+            row = Row(**json.loads(line))
+            rows[row.name] = row
+    for name in names:
+        if name in rows or time.monotonic() > end:
+            continue
+        rows[name] = measured(name, arguments.limit, arguments.keep)
+        print(f"{name}: {rows[name].outcome} {rows[name].why[:150]}", file=sys.stderr, flush=True)
+        if arguments.resume:
+            with arguments.resume.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(rows[name])) + "\n")
+    found = [rows[name] for name in names if name in rows]
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
+    else:
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Of transformers: one model of every `model_type` that has a form of FORMS, the first it has.
+
+Configurations are the library's defaults with sizes made small by their names (SMALL), nested ones
+too, and lists of sizes made shorter; dropout and all else stays. Language models are called as
+`Trainer` calls them, with labels, and with an attention mask where batches are padded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from foreign.model import Foreign
+
+FORMS = {
+    "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+    "ConditionalGeneration": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "SequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "ImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
+WORDS, TOKENS, LAYERS = 99, 12, 2
+SMALL: dict[tuple[str, ...], object] = {
+    ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "embedding_size"): 32,
+    ("attention_hidden_size", "q_lora_rank", "kv_lora_rank", "lru_width", "model_dim"): 32,
+    ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "d_inner"): 64,
+    ("encoder_ffn_dim", "decoder_ffn_dim", "feed_forward_size", "dim_ff", "ffn_size"): 64,
+    ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"): 32,
+    ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"): LAYERS,
+    ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_blocks"): LAYERS,
+    ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"): 4,
+    ("decoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"): 4,
+    ("num_key_value_heads", "n_kv_heads", "num_kv_heads"): 2,
+    ("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "d_head", "kv_channels"): 8,
+    ("qk_rope_head_dim", "rotary_dim", "attention_head_size"): 8,
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): 4,
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k", "moe_topk"): 2,
+    ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"): 1,
+    ("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"): WORDS,
+    ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"): 64,
+    ("sliding_window", "attention_window", "local_attention"): 8,
+    ("image_size",): 32,
+    ("patch_size",): 8,
+    ("pad_token_id",): 0,
+    ("bos_token_id",): 1,
+    ("eos_token_id", "sep_token_id"): 2,
+}
+SIZES = {name: value for names, value in SMALL.items() for name in names}
+WIDTHS = ("hidden_sizes", "embed_dims", "neck_hidden_sizes", "widths", "embedding_sizes")
+_WINDOWS = {"embed_dim": 24, "window_size": 4, "patch_size": 2}
+OTHERS: dict[str, dict[str, object]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "bit": {"hidden_sizes": [32, 32, 64, 64], "embedding_size": 32},
+    "donut-swin": _WINDOWS,
+    "esm": {"vocab_size": WORDS},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "mobilevit": {"hidden_sizes": [16, 16, 16], "image_size": 64},
+    "mobilevitv2": {"image_size": 64},
+    "nemotron": {"head_dim": 8},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+}
+"""What some configurations need besides, since their sizes depend on one another."""
+
+
+def _classes() -> dict[str, tuple[str, str]]:
+    """By model_type: its form, and the class of the model."""
+    from transformers.models.auto import modeling_auto as auto
+
+    found: dict[str, tuple[str, str]] = {}
+    for form, mapping in FORMS.items():
+        for kind, name in getattr(auto, f"{mapping}_NAMES").items():
+            found.setdefault(kind, (form, name if isinstance(name, str) else name[0]))
+    return found
+
+
+def names() -> list[str]:
+    """Every `model_type` with one of the forms."""
+    return sorted(_classes())
+
+
+def foreign(name: str) -> Foreign:
+    """The model of a `model_type`."""
+    import transformers
+
+    form, class_name = _classes()[name]
+    cls: Any = getattr(transformers, class_name)
+    config = small(cls.config_class, OTHERS.get(name, {}))
+    accepted = inspect.signature(cls.forward).parameters
+
+    def build() -> nn.Module:
+        made: nn.Module = cls(config)
+        return made.train()
+
+    return Foreign(build, _inputs(config, form, set(accepted)))
+
+
+def small(cls: Any, others: dict[str, object]) -> Any:
+    """The default configuration of a class, with small sizes."""
+    plain = cls()
+    settings = _shrunk(plain, others)
+    for name in getattr(cls, "sub_configs", None) or {}:
+        nested = getattr(plain, name, None)
+        if nested is not None and hasattr(nested, "to_dict"):
+            mine = others.get(name, {})
+            settings[name] = small(type(nested), mine if isinstance(mine, dict) else {}).to_dict()
+    if getattr(plain, "is_encoder_decoder", False):
+        settings.setdefault("decoder_start_token_id", 0)
+    return cls(**settings)
+
+
+def _shrunk(plain: Any, others: dict[str, object]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    given = plain.to_dict()
+    for name, value in given.items():
+        if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+            found[name] = min(value, SIZES[name]) if name != "vocab_size" else WORDS  # type: ignore[type-var]
+        elif name in WIDTHS and isinstance(value, list):
+            found[name] = [max(8, item // 8) for item in value]
+        elif name in ("depths", "layers") and isinstance(value, list):
+            found[name] = [1 for _ in value]
+        elif name in ("layer_types", "mlp_layer_types", "layers_block_type") and value:
+            distinct = list(dict.fromkeys(value))
+            found[name] = (distinct * LAYERS)[: max(LAYERS, len(distinct))]
+            found["num_hidden_layers"] = len(found[name])
+    if "kv_lora_rank" in given:  # latent attention has keys for every head
+        found["num_key_value_heads"] = SIZES["num_attention_heads"]
+    return {**found, **others}
+
+
+def _inputs(config: Any, form: str, accepted: set[str]) -> Callable[[int], dict[str, Any]]:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    words = getattr(text, "vocab_size", WORDS)
+
+    def batch(samples: int) -> dict[str, Any]:
+        if form == "ImageClassification":
+            side = getattr(config, "image_size", 32)
+            side = side if isinstance(side, int) else side[0]
+            found: dict[str, Any] = {
+                "pixel_values": torch.randn(samples, getattr(config, "num_channels", 3), side, side)
+            }
+        else:
+            found = {"input_ids": torch.randint(3, words, (samples, TOKENS))}
+        if form in ("MaskedLM", "SequenceClassification", "ConditionalGeneration"):
+            lengths = torch.randint(TOKENS // 2, TOKENS + 1, (samples, 1)).clamp(max=TOKENS)
+            lengths[0] = TOKENS
+            if "attention_mask" in accepted:
+                found["attention_mask"] = (torch.arange(TOKENS) < lengths).long()
+        if form.endswith("Classification"):
+            found["labels"] = torch.randint(2, (samples,))
+        elif form == "ConditionalGeneration":
+            found["labels"] = torch.randint(3, words, (samples, TOKENS))
+        else:
+            found["labels"] = found["input_ids"].clone()
+        return found
+
+    return batch
