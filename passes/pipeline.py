@@ -19,6 +19,7 @@ from gpipe_compiler.passes.attention import call_attention_plainly
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.empty_parts import without_empty_parts
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.liveness import liveness
 from gpipe_compiler.passes.loss_weight import weigh_loss
@@ -62,6 +63,7 @@ class Analysis:
 
 PASSES: tuple[Pass, ...] = (
     Pass("shapes", lambda graph, at: annotate(graph, at.samples, at.precision)),
+    Pass("empty_parts", lambda graph, _: without_empty_parts(graph)),
     Pass("narrow_masks", lambda graph, at: narrow_masks(graph, at.kept)),
     Pass("simplify", lambda graph, at: simplify(graph, at.kept)),
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),

@@ -51,7 +51,13 @@ SMALL: dict[tuple[str, ...], object] = {
 }
 SIZES = {name: value for names, value in SMALL.items() for name in names}
 WIDTHS = ("hidden_sizes", "embed_dims", "neck_hidden_sizes", "widths", "embedding_sizes")
-_WINDOWS = {"embed_dim": 24, "window_size": 4, "patch_size": 2}
+_WINDOWS = {
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "patch_size": 2,
+}
 OTHERS: dict[str, dict[str, object]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "bit": {"hidden_sizes": [32, 32, 64, 64], "embedding_size": 32},

@@ -44,7 +44,7 @@ class Expression:
         items: what stands between the brackets.
         fills: whether all items may share one line inside broken brackets (calls do, tuples not).
         exploded: always one item a line, as a trailing comma asks for.
-        comma: what stands after an item that has a line of its own.
+        comma: what stands after items that do not share the line of the opening.
         instead: the same, to be broken inside the receiver of the method that it calls.
     """
 
@@ -124,7 +124,13 @@ def comprehension(opening: str, item: Expression, clause: str, closing: str) -> 
     flat = f"{opening}{item.flat} {clause}{closing}"
     parts = (item, name(clause))
     return Expression(
-        flat, opening=opening, items=parts, closing=closing, exploded=item.exploded, comma=""
+        flat,
+        opening=opening,
+        items=parts,
+        closing=closing,
+        fills=True,
+        exploded=item.exploded,
+        comma="",
     )
 
 
@@ -171,7 +177,7 @@ def lay_out(
     if expression.instead and len(f"{margin}{prefix}{expression.opening}") > WIDTH:
         return lay_out(expression.instead, prefix=prefix, suffix=suffix, indent=indent)
     inner = INDENT * (indent + 1)
-    together = inner + ", ".join(item.flat for item in expression.items)
+    together = inner + f"{expression.comma} ".join(item.flat for item in expression.items)
     if expression.fills and not expression.exploded and len(together) <= WIDTH:
         body = [together]
     else:

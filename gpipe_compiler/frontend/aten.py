@@ -146,8 +146,7 @@ def _attribute(call: AtenCall) -> WrittenCall | None:
 
 
 def _einsum(call: AtenCall) -> WrittenCall | None:
-    if "path" not in call.defaults or len(call["tensors"]) > 2:
-        return None
+    """`torch.einsum(...)`, which finds the order of its products itself."""
     return WrittenCall(torch.einsum, (call["equation"], *call["tensors"]))
 
 

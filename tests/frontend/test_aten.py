@@ -117,6 +117,7 @@ SHAPES = [
     case(aten.type_as.default, X, INTEGERS),
     case(aten.detach.default, X),
     case(aten.einsum.default, "bij,bkj->bik", [X, Y]),
+    case(aten.einsum.default, "bij,bkj,bij->bik", [X.round(), Y.round(), X.round()]),
 ]
 
 REDUCTIONS = [
