@@ -8,24 +8,15 @@ the like: tensors of equal sizes, strides and types that share memory in the sam
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from gpipe_compiler.ir import (
-    Argument,
-    Graph,
-    ModuleCall,
-    Op,
-    Ref,
-    RegionCall,
-    Stretch,
-)
-from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir import Graph, ModuleCall, Op, Stretch, ops_within
+from gpipe_compiler.ir.ops import reading
 
 T = TypeVar("T")
 
@@ -79,15 +70,8 @@ class ShortenedGraph:
             position = blocks.end(last)
         ops.extend(self.graph.ops[position:])
         states = {name for op in ops for name in op.states(self.graph.modules)}
-        modules = {op.call.module for op in ops if isinstance(op.call, ModuleCall)}
-        inside = (op for op in ops if isinstance(op.call, RegionCall))
-        pending = [inner for op in inside for inner in op.call.body.ops]  # type: ignore[union-attr]  # a region, as just asked
-        while pending:
-            call = pending.pop().call
-            if isinstance(call, ModuleCall):
-                modules.add(call.module)
-            if isinstance(call, RegionCall):
-                pending.extend(call.body.ops)
+        calls = (inner.call for op in ops for inner in ops_within(op))
+        modules = {call.module for call in calls if isinstance(call, ModuleCall)}
         return self.graph.replace(
             ops=tuple(ops),
             state={n: s for n, s in self.graph.state.items() if n in states},
@@ -151,24 +135,6 @@ class ShortenedGraph:
     def further(self, names: BlockNames) -> Meaning:
         """How names change from a block of the short graph to the next one there."""
         return Meaning(self, names, dict(itertools.pairwise(names.all_kept)))
-
-
-def reading(op: Op, names: Mapping[str, str]) -> Op:
-    """The op, reading other values instead of some.
-
-    Args:
-        names: the values that are read, by those that were.
-    """
-
-    def leaf(item: Any) -> Argument:
-        return Ref(names.get(item.name, item.name)) if isinstance(item, Ref) else item
-
-    call = op.call
-    args = map_argument(leaf, call.args)
-    if isinstance(call, RegionCall):
-        return dataclasses.replace(op, call=dataclasses.replace(call, args=args))
-    kwargs = map_argument(leaf, dict(call.kwargs))
-    return dataclasses.replace(op, call=dataclasses.replace(call, args=args, kwargs=kwargs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.blocks import ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
-from gpipe_compiler.passes.repeats import refs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +120,6 @@ def _signature(
             return type(leaf), repr(leaf)
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, place(leaf)
 
-    read, structure = tree_flatten([environment.get(name) for name in refs_of(op)])
+    read, structure = tree_flatten([environment.get(name) for name in op.reads])
     states = [place(run.states[name]) for name in op.states(run.graph.modules)]
     return forms.key(op), repr(structure), tuple(map(form, read)), tuple(states)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import autocast
@@ -206,15 +208,11 @@ def _on_host(graph: Graph) -> Graph:
 
 def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
     """The op with `function` applied to every leaf of its arguments, inside regions too."""
-    call = op.call
-    args = map_argument(function, call.args)
+    call = with_arguments(op.call, partial(map_argument, function))
     if isinstance(call, RegionCall):
-        body = dataclasses.replace(
-            call.body, ops=tuple(map_op(inner, function) for inner in call.body.ops)
-        )
-        return dataclasses.replace(op, call=dataclasses.replace(call, args=args, body=body))
-    kwargs = map_argument(function, dict(call.kwargs))
-    return dataclasses.replace(op, call=dataclasses.replace(call, args=args, kwargs=kwargs))
+        ops = tuple(map_op(inner, function) for inner in call.body.ops)
+        call = dataclasses.replace(call, body=dataclasses.replace(call.body, ops=ops))
+    return dataclasses.replace(op, call=call)
 
 
 def _refusal(op: Op, batch_size: int, error: Exception) -> ModelError:

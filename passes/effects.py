@@ -100,7 +100,7 @@ def _may_share_by_mode(graph: Graph, op: Op) -> bool:
             return issubclass(graph.modules[path].cls, _DropoutNd)
         case RegionCall():
             return True
-    return any(True for _ in choices((op.call.args, dict(op.call.kwargs))))
+    return any(True for _ in choices(op.arguments))
 
 
 def _close(aliases: dict[str, set[str]]) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
-from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.blocks import NameKind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
@@ -129,7 +128,7 @@ class _Readers:
         readers: dict[str, list[str]] = {}
         for op in graph.ops:
             if not _asks_for_shape(op):
-                for value in value_names((op.call.args, dict(op.call.kwargs))):
+                for value in op.reads:
                     readers.setdefault(value, []).append(op.name)
         table = {value: tuple(names) for value, names in readers.items()}
         return cls(table, frozenset(graph.ends))

@@ -224,7 +224,7 @@ def _divisor(terms: Terms, term: Division) -> _Count | None:
 
 def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
     """The scalar that an op takes, what it does to it, and with what number; None for others."""
-    args, kwargs = op.call.args, dict(op.call.kwargs)
+    args, kwargs = op.arguments
     if not args or not terms.is_scalar(args[0]):
         return None
     source: str = args[0].name
@@ -388,4 +388,4 @@ def _ops_before(
 def _depends_on_mode(op: Op) -> bool:
     if op.mode is not Mode.ALWAYS or isinstance(op.call, RegionCall):
         return True
-    return any(True for _ in choices((op.call.args, dict(op.call.kwargs))))
+    return any(True for _ in choices(op.arguments))

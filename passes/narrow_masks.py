@@ -100,7 +100,7 @@ def _agrees(graph: Graph, narrow: Collection[str], name: str) -> bool:
 
 def _tensors(graph: Graph, op: Op) -> Iterator[Ref | StateRef]:
     """The operands that are no numbers."""
-    for item in leaves((op.call.args, dict(op.call.kwargs))):
+    for item in leaves(op.arguments):
         is_number = isinstance(item, Ref) and graph.values[item.name].kind is ValueKind.SCALAR
         if isinstance(item, Ref | StateRef) and not is_number:
             yield item

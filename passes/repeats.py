@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from gpipe_compiler.ir import Graph, Op, Stretch
-from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir import Graph, Stretch
 from gpipe_compiler.ir.forms import OpForms
 
 _LEAST = 8
@@ -37,7 +36,7 @@ def repeats(graph: Graph) -> tuple[Stretch, ...]:
     """
     shapes = OpForms(graph)
     keys = [shapes.key(op) for op in graph.ops]
-    reads = [_Reads(refs_of(op), op.states(graph.modules)) for op in graph.ops]
+    reads = [_Reads(op.reads, op.states(graph.modules)) for op in graph.ops]
     taken = [False] * len(keys)
     found: list[Stretch] = []
     for period in _periods(keys):
@@ -118,11 +117,6 @@ class _StateMap:
             and self._earlier.setdefault(other, one) == one
             for one, other in zip(ones, others, strict=True)
         )
-
-
-def refs_of(op: Op) -> list[str]:
-    """The values that an op reads, as often as it does."""
-    return list(value_names((op.call.args, dict(op.call.kwargs))))
 
 
 def _is_closed(graph: Graph, stretch: Stretch) -> bool:

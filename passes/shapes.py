@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
-from functools import partial
-from typing import Any
 
 from gpipe_compiler.ir import (
-    Argument,
     Graph,
     MethodCall,
     Op,
@@ -17,9 +13,9 @@ from gpipe_compiler.ir import (
     Value,
     ValueKind,
 )
-from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import with_arguments
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
 from gpipe_compiler.passes.precedence import must_run_in_place
@@ -149,10 +145,6 @@ def copy_written_inputs(graph: Graph, names: Collection[str]) -> Graph:
         copies[name] = next(wish for wish in wishes if wish not in taken)
         taken.add(copies[name])
 
-    def copied(leaf: Any) -> Argument:
-        return Ref(copies.get(leaf.name, leaf.name)) if isinstance(leaf, Ref) else leaf
-
     first = [Op(copy, MethodCall("clone", (Ref(name),)), copy) for name, copy in copies.items()]
-    read = partial(map_argument, copied)
-    ops = (dataclasses.replace(op, call=with_arguments(op.call, read)) for op in graph.ops)
-    return graph.replace(ops=(*first, *ops), outputs=map_argument(copied, graph.outputs), values={})
+    ops = (reading(op, copies) for op in graph.ops)
+    return graph.replace(ops=(*first, *ops), outputs=renamed(graph.outputs, copies), values={})

@@ -37,8 +37,8 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.ir.arguments import map_argument, value_names
-from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.ir.arguments import renamed
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.positions import Positions
 from gpipe_compiler.passes.repeats import repeats
@@ -92,11 +92,9 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     return _without(graph, names, positions) if names else graph
 
 
-def _reads(op: Op) -> Iterator[str]:
+def _reads(op: Op) -> list[str]:
     """The values that an op reads, as often as it does; for a region, often."""
-    times = 3 if isinstance(op.call, RegionCall) else 1
-    for name in value_names((op.call.args, dict(op.call.kwargs))):
-        yield from itertools.repeat(name, times)
+    return op.reads * (3 if isinstance(op.call, RegionCall) else 1)
 
 
 def _unwritten(found: Effects, source: str, result: str) -> bool:
@@ -273,7 +271,7 @@ def _without(graph: Graph, names: Mapping[str, str], positions: Positions | None
         return of_positions or _is_number(graph, op)
 
     memory = {graph.values[name].storage: graph.values[old].storage for name, old in names.items()}
-    ops = [_reading(op, names) for op in graph.ops if names.keys().isdisjoint(op.outputs)]
+    ops = [reading(op, names) for op in graph.ops if names.keys().isdisjoint(op.outputs)]
     changed = graph.replace(ops=without_unread(graph, ops, is_idle))
     kept = {source.name for source in graph.inputs} | changed.producer.keys()
     values = {
@@ -306,11 +304,6 @@ def without_unread(graph: Graph, ops: Sequence[Op], pure: Callable[[Op], bool]) 
 def _is_number(graph: Graph, op: Op) -> bool:
     """Whether an op makes numbers and no tensors, such as the sizes of one."""
     return all(graph.values[name].kind is ValueKind.SCALAR for name in op.outputs)
-
-
-def _reading(op: Op, names: Mapping[str, str]) -> Op:
-    """The op, reading other values instead of some; itself where it reads none of them."""
-    return op if names.keys().isdisjoint(op.inputs) else reading(op, names)
 
 
 def _inside_ops(graph: Graph) -> Graph:
@@ -347,7 +340,7 @@ def _with_body(op: Op) -> Op:
     names: dict[str, str] = {}
     ops: list[Op] = []
     for original in map(_with_body, body.ops):
-        inner, call = _reading(original, names), original.call
+        inner, call = reading(original, names), original.call
         source = inner.inputs[0] if inner.inputs else ""
         if called(call) in _FLOATING:
             floating.update(inner.outputs)
@@ -360,11 +353,7 @@ def _with_body(op: Op) -> Op:
     if not names:
         same = all(map(operator.is_, ops, body.ops))
         return op if same else _replaced(op, body, ops, body.outputs)
-
-    def leaf(item: Argument) -> Argument:
-        return Ref(names.get(item.name, item.name)) if isinstance(item, Ref) else item
-
-    return _replaced(op, body, ops, tuple(map_argument(leaf, body.outputs)))
+    return _replaced(op, body, ops, renamed(body.outputs, names))
 
 
 def _replaced(op: Op, body: RegionBody, ops: Sequence[Op], outputs: tuple[Argument, ...]) -> Op:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref
-from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.shapes import annotate
@@ -73,7 +73,7 @@ def read_stores(graph: Graph) -> Graph:
                 ops.append(Op(casts[value], call, casts[value], source=op.source))
             renamed[value] = value
         renamed = {old: casts.get(new, new) for old, new in renamed.items()}
-        ops.append(reading(op, renamed) if renamed else op)
+        ops.append(reading(op, renamed))
     return annotate(_without_idle_views(graph, found, ops), graph.batch_size, graph.precision)
 
 

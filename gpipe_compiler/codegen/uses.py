@@ -45,7 +45,7 @@ class Uses:
         partner: dict[str, str] = {}
         mode = {value: op.mode for op in ops for value in op.outputs}
         for position, op in enumerate(ops):
-            arguments = (op.call.args, dict(op.call.kwargs))
+            arguments = op.arguments
             for value in value_names(arguments):
                 count[value] = count.get(value, 0) + 1
                 last[value] = position

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -58,13 +58,22 @@ def map_argument(function: Callable[[Leaf], Argument], argument: Argument) -> Ar
         case dict():
             return {key: map_argument(function, item) for key, item in argument.items()}
         case slice(start=start, stop=stop, step=step):
-            return slice(
-                map_argument(function, start),
-                map_argument(function, stop),
-                map_argument(function, step),
-            )
+            return slice(*(map_argument(function, item) for item in (start, stop, step)))
         case _:
             return function(argument)
+
+
+def parts(argument: Argument) -> Iterable[Argument] | None:
+    """What a container holds, in order; None for a leaf."""
+    if isinstance(argument, (tuple, list)):
+        return argument
+    if isinstance(argument, dict):
+        return argument.values()
+    if isinstance(argument, ByMode):
+        return argument.train, argument.evaluation
+    if isinstance(argument, slice):
+        return argument.start, argument.stop, argument.step
+    return None
 
 
 def leaves(argument: Argument) -> Iterator[Leaf]:
@@ -77,22 +86,25 @@ def leaves(argument: Argument) -> Iterator[Leaf]:
 def _gather(argument: Argument, found: list[Leaf]) -> None:
     """Adds the leaves of an argument: all passes ask, so the most frequent kinds come first."""
     kind = type(argument)
-    if kind is Ref or kind is StateRef:
+    inside = None if kind is Ref or kind is StateRef else parts(argument)
+    if inside is None:
         found.append(argument)
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            _gather(item, found)
-    elif isinstance(argument, dict):
-        for item in argument.values():
-            _gather(item, found)
-    elif isinstance(argument, ByMode):
-        _gather(argument.train, found)
-        _gather(argument.evaluation, found)
-    elif isinstance(argument, slice):
-        for item in (argument.start, argument.stop, argument.step):
-            _gather(item, found)
     else:
-        found.append(argument)
+        for item in inside:
+            _gather(item, found)
+
+
+def renamed(argument: Argument, names: Mapping[str, str]) -> Argument:
+    """The argument, reading other values instead of some.
+
+    Args:
+        names: the values that are read, by those that were.
+    """
+
+    def leaf(item: Leaf) -> Argument:
+        return Ref(names.get(item.name, item.name)) if isinstance(item, Ref) else item
+
+    return map_argument(leaf, argument)
 
 
 def value_names(argument: Argument) -> Iterator[str]:
@@ -111,15 +123,8 @@ def state_names(argument: Argument) -> Iterator[str]:
 
 def choices(argument: Argument) -> Iterator[ByMode]:
     """The choices between modes in an argument, the outermost ones."""
-    match argument:
-        case ByMode():
-            yield argument
-        case tuple() | list():
-            for item in argument:
-                yield from choices(item)
-        case dict():
-            for item in argument.values():
-                yield from choices(item)
-        case slice(start=start, stop=stop, step=step):
-            for item in (start, stop, step):
-                yield from choices(item)
+    if isinstance(argument, ByMode):
+        yield argument
+    else:
+        for item in parts(argument) or ():
+            yield from choices(item)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, leaves
+from gpipe_compiler.ir.arguments import Argument, Ref, StateRef, leaves, parts
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import (
     Call,
@@ -105,12 +105,11 @@ class Former:
                 called = ("module", self.local(module) or module)
             case RegionCall():
                 return self._region(op, call)
-        arguments = (call.args, dict(call.kwargs))
         made = [
             self._leaf(leaf, None if inside else Constant(ConstantSlot(op.name, index), leaf, name))
             for index, (leaf, name) in enumerate(_named_leaves(call))
         ]
-        return (op.mode, called, _structure(arguments), tuple(made), self._result(op.result))
+        return (op.mode, called, _structure(op.arguments), tuple(made), self._result(op.result))
 
     def _region(self, op: Op, call: RegionCall) -> Hashable:
         made = [self._leaf(leaf, None) for leaf in leaves(call.args)]
@@ -203,23 +202,17 @@ def _named_leaves(
 
 def _structure(argument: Argument) -> Hashable:
     """An argument without its leaves."""
-    match argument:
-        case ByMode(train=train, evaluation=evaluation):
-            return (ByMode, _structure(train), _structure(evaluation))
-        case tuple() | list():
-            return (type(argument), tuple(map(_structure, argument)))
-        case dict():
-            return (dict, tuple((key, _structure(item)) for key, item in argument.items()))
-        case slice(start=start, stop=stop, step=step):
-            return (slice, _structure(start), _structure(stop), _structure(step))
-        case _:
-            return None
+    inside = parts(argument)
+    if inside is None:
+        return None
+    keys = tuple(argument) if isinstance(argument, dict) else None
+    return type(argument), keys, tuple(map(_structure, inside))
 
 
 def states_read(op: Op) -> Iterator[str]:
     """The states that an op reads by itself, not through a module."""
     for inner in ops_within(op):
-        arguments: Any = (inner.call.args, dict(inner.call.kwargs))
+        arguments: Any = inner.arguments
         if isinstance(inner.call, RegionCall):
             arguments = (arguments, inner.call.body.outputs)
         for leaf in leaves(arguments):

@@ -7,16 +7,16 @@ packages do not use it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef, map_argument
-from gpipe_compiler.ir.cumulative import with_a_momentum
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import (
     Autocast,
@@ -113,24 +113,23 @@ class Interpreter:
 
     def resolve(self, argument: Argument, environment: Mapping[str, Any]) -> Any:
         """An argument with every reference replaced by what it stands for."""
-        if isinstance(argument, ByMode):
-            side = argument.train if self.training else argument.evaluation
-            return self.resolve(side, environment)
-        if isinstance(argument, tuple):
-            return tuple(self.resolve(item, environment) for item in argument)
-        if isinstance(argument, list):
-            return [self.resolve(item, environment) for item in argument]
-        if isinstance(argument, dict):
-            return {key: self.resolve(item, environment) for key, item in argument.items()}
-
-        def look_up(leaf: object) -> object:
-            if isinstance(leaf, Ref):
-                return environment[leaf.name]
-            if isinstance(leaf, StateRef):
-                return self.tensors[leaf.name]
-            return leaf
-
-        return map_argument(look_up, argument)
+        match argument:
+            case Ref(name=name):
+                return environment[name]
+            case StateRef(name=name):
+                return self.tensors[name]
+            case ByMode(train=train, evaluation=evaluation):
+                return self.resolve(train if self.training else evaluation, environment)
+            case tuple():
+                return tuple(self.resolve(item, environment) for item in argument)
+            case list():
+                return [self.resolve(item, environment) for item in argument]
+            case dict():
+                return {key: self.resolve(item, environment) for key, item in argument.items()}
+            case slice(start=start, stop=stop, step=step):
+                return slice(*(self.resolve(item, environment) for item in (start, stop, step)))
+            case _:
+                return argument
 
     def _call_module(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec = self.graph.modules[path]
@@ -159,3 +158,31 @@ def bind(result: Result, returned: Any, environment: dict[str, Any]) -> None:
     elif isinstance(result, tuple):
         for target, item in zip(result, returned, strict=True):
             bind(target, item, environment)
+
+
+# --- BatchNorm with a cumulative average ----------------------------------------------------------
+
+
+STAND_IN = 0.271828182845904523
+"""A momentum that nobody chooses, so it is known where it turns up: in place of None."""
+
+
+@contextlib.contextmanager
+def with_a_momentum(model: nn.Module) -> Iterator[None]:
+    """Gives BatchNorm layers of a cumulative average a momentum, for a run without results.
+
+    Their forward computes 1 / num_batches_tracked in Python, which a tensor without numbers cannot
+    give.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.momentum is None
+    ]
+    for layer in layers:
+        layer.momentum = STAND_IN
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.momentum = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpipe_compiler.errors import IllegalGraphError
-from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, value_names
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, parts, value_names
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, RegionCall
 
@@ -62,7 +62,7 @@ def _violations(graph: Graph) -> Iterator[str]:
 
 
 def _reads(graph: Graph, op: Op, modes: dict[str, Mode]) -> Iterator[str]:
-    for name, mode in _uses((op.call.args, dict(op.call.kwargs)), op.mode):
+    for name, mode in _uses(op.arguments, op.mode):
         if name not in modes:
             yield f"{op.name} reads {name}, which is not made before it"
         elif modes[name] is not Mode.ALWAYS and modes[name] is not mode:
@@ -94,11 +94,6 @@ def _uses(argument: Argument, mode: Mode) -> Iterator[tuple[str, Mode]]:
         case ByMode(train=train, evaluation=evaluation):
             yield from _uses(train, Mode.TRAIN)
             yield from _uses(evaluation, Mode.EVAL)
-        case tuple() | list():
-            for item in argument:
+        case _:
+            for item in parts(argument) or ():
                 yield from _uses(item, mode)
-        case dict():
-            for item in argument.values():
-                yield from _uses(item, mode)
-        case slice(start=start, stop=stop, step=step):
-            yield from _uses((start, stop, step), mode)

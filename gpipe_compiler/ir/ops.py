@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir.arguments import Argument, value_names
+from gpipe_compiler.ir.arguments import Argument, renamed, value_names
 from gpipe_compiler.ir.arguments import state_names as state_names_of
 
 
@@ -180,15 +180,24 @@ class Op:
         return tuple(result_names(self.result))
 
     @property
+    def arguments(self) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+        """The arguments of its call, by position and by name."""
+        return self.call.args, dict(self.call.kwargs)
+
+    @property
+    def reads(self) -> list[str]:
+        """The values it reads, each as often as it does."""
+        return list(value_names(self.arguments))
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The values it reads, each once, in order of first use."""
-        call = self.call
-        return tuple(dict.fromkeys((*value_names(call.args), *value_names(dict(call.kwargs)))))
+        return tuple(dict.fromkeys(self.reads))
 
     def states(self, modules: Mapping[str, ModuleSpec]) -> tuple[str, ...]:
         """The canonical names of the parameters, buffers and constants it reads or writes."""
         call = self.call
-        names = [*state_names_of(call.args), *state_names_of(dict(call.kwargs))]
+        names = list(state_names_of(self.arguments))
         if isinstance(call, ModuleCall):
             names.extend(modules[call.module].state.values())
         if isinstance(call, RegionCall):
@@ -196,6 +205,18 @@ class Op:
                 names.extend(inner.states(modules))
             names.extend(state_names_of(call.body.outputs))
         return tuple(dict.fromkeys(names))
+
+
+def reading(op: Op, names: Mapping[str, str]) -> Op:
+    """The op, reading other values instead of some; itself where it reads none of them.
+
+    Args:
+        names: the values that are read, by those that were.
+    """
+    if names.keys().isdisjoint(op.inputs):
+        return op
+    call = with_arguments(op.call, lambda argument: renamed(argument, names))
+    return dataclasses.replace(op, call=call)
 
 
 def ops_within(op: Op) -> Iterator[Op]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.memory_trace.part import GraphPart
 
 FIRST = 2

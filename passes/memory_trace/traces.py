@@ -25,7 +25,6 @@ from gpipe_compiler.passes.memory_trace.part import GraphPart
 from gpipe_compiler.passes.memory_trace.record import PartInputs, record
 from gpipe_compiler.passes.memory_trace.shorten import Shortening
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.repeats import refs_of
 
 
 class MemoryTraces:
@@ -137,7 +136,7 @@ class MemoryTraces:
         ops = tuple(
             (
                 self._forms.key(op),
-                tuple(map(read, refs_of(op))),
+                tuple(map(read, op.reads)),
                 tuple(states[name] for name in op.states(self.graph.modules)),
             )
             for op in part.ops
