@@ -23,7 +23,7 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.simplify import without_unread
