@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op, State
 from gpipe_compiler.options.constraints import Constraints, pin_words
+from gpipe_compiler.passes.cut.constraints import ConstraintWords, StageRanges
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.text.escaping import shell_line
@@ -53,15 +52,16 @@ def constrain(
     """
     check_names(facts.graph, constraints)
     asked = _Asked.of(problem, facts, constraints, stages)
-    faults = list(dict.fromkeys(asked.faults or _contradictions(problem, asked, stages)))
-    if faults:
-        raise _refusal(faults)
-    return dataclasses.replace(
+    told = dataclasses.replace(
         problem,
         pinned=(*problem.pinned, *((node, stage) for node, (stage, _) in asked.pins.items())),
-        groups=(*problem.groups, *(group for group, _ in asked.groups if len(group) > 1)),
-        apart=(*problem.apart, *((before, after) for before, after, _ in asked.apart)),
+        groups=(*problem.groups, *(group for group in asked.groups if len(group) > 1)),
+        apart=(*problem.apart, *asked.apart),
     )
+    faults = asked.faults or StageRanges.of(told, stages, asked.words).faults
+    if faults:
+        raise _refusal(list(dict.fromkeys(faults)))
+    return told
 
 
 def _refusal(faults: Sequence[str], hint: str = "") -> UsageError:
@@ -137,14 +137,20 @@ class _Asked:
 
     Attributes:
         pins: node -> (stage, words).
-        apart: (before, after, words).
+        apart: (before, after) -> words.
     """
 
     names: tuple[str, ...]
     pins: dict[int, tuple[int, str]] = field(default_factory=dict)
-    groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
-    apart: list[tuple[int, int, str]] = field(default_factory=list)
+    groups: dict[tuple[int, ...], str] = field(default_factory=dict)
+    apart: dict[tuple[int, int], str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> ConstraintWords:
+        """As the command line has them."""
+        pins = {(node, stage): words for node, (stage, words) in self.pins.items()}
+        return ConstraintWords(pins, self.groups, self.apart)
 
     @classmethod
     def of(
@@ -164,7 +170,7 @@ class _Asked:
         for name, stage in constraints.pins:
             asked._pin(nodes[name], name, stage, stages)
         for name in constraints.together:
-            asked.groups.append((nodes[name], shell_line(["--keep-together", name])))
+            asked.groups[nodes[name]] = shell_line(["--keep-together", name])
         for name in constraints.split_at:
             asked._split(facts, index, nodes[name], name)
         return asked
@@ -195,9 +201,7 @@ class _Asked:
                 f"{shell_line(['--split-at', name])}: it reads only inputs of the model, so no "
                 "stage need end before it"
             )
-        self.apart.extend(
-            (before, after, shell_line(["--split-at", name])) for before, after in pairs
-        )
+        self.apart.update(dict.fromkeys(pairs, shell_line(["--split-at", name])))
 
 
 def _made_before(facts: CutFacts, index: Mapping[str, int], name: str) -> set[int]:
@@ -215,120 +219,3 @@ def _made_before(facts: CutFacts, index: Mapping[str, int], name: str) -> set[in
             else:
                 pending.append(maker.name)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Least:
-    """The earliest stage that is possible, and the constraints that make it so."""
-
-    stage: int = 0
-    because: tuple[str, ...] = ()
-
-
-def _contradictions(problem: CutProblem, asked: _Asked, stages: int) -> Iterator[str]:
-    """Why no assignment to stages fulfils everything; nothing where one does.
-
-    Pins bound the stages of what must lie together from both sides, data flow and splits bound
-    them from below: such a system of differences can be met where the least solution keeps to
-    every upper bound. That no stage stays empty is for the cut to see.
-    """
-    edges = sorted(set(problem.edges()))
-    find = DisjointSets(range(len(problem.nodes)))
-    for group in (*problem.groups, *(group for group, _ in asked.groups)):
-        find.join(group)
-    find.close(edges)
-    split: dict[tuple[int, int], str] = {}
-    for before, after, words in asked.apart:
-        pair = find.leader(before), find.leader(after)
-        if pair[0] == pair[1]:
-            together = _together(asked, find, pair[0])
-            names = f"{asked.names[before]} and {asked.names[after]}"
-            yield f"{words}: {names} {together}"
-        else:
-            split[pair] = words
-    pins: dict[int, tuple[int, int, str]] = {}
-    for node, (stage, words) in asked.pins.items():
-        other = pins.setdefault(find.leader(node), (node, stage, words))
-        if other[1] != stage:
-            names = f"{asked.names[other[0]]} and {asked.names[node]}"
-            yield f"{other[2]} and {words}: {names} {_together(asked, find, find.leader(node))}"
-    yield from _too_early(problem, asked, find, (edges, split, pins), stages)
-
-
-def _together(asked: _Asked, find: DisjointSets[int], leader: int) -> str:
-    """Why two ops of a set lie in one stage, as the end of a sentence."""
-    words = [words for group, words in asked.groups if group and find.leader(group[0]) == leader]
-    if words:
-        return f"lie in one stage, by {' and '.join(words)}"
-    return "cannot be cut apart"
-
-
-def _too_early(
-    problem: CutProblem,
-    asked: _Asked,
-    find: DisjointSets[int],
-    given: tuple[
-        Sequence[tuple[int, int]],
-        Mapping[tuple[int, int], str],
-        Mapping[int, tuple[int, int, str]],
-    ],
-    stages: int,
-) -> Iterator[str]:
-    """The pins that lie before what they follow from, and splits that ask for more stages."""
-    edges, split, pins = given
-    arcs = {(find.leader(a), find.leader(b)) for a, b in edges}
-    arcs = {(a, b) for a, b in arcs if a != b} | set(split)
-    last = {find.leader(node) for node in problem.last}
-    least: dict[int, _Least] = {}
-    for leader, before in _in_order(
-        sorted({find.leader(n) for n in range(len(asked.names))}), arcs
-    ):
-        bound = _Least()
-        for source in before:
-            known, words = least[source], split.get((source, leader))
-            because = known.because if words is None else (*known.because, words)
-            bound = max(
-                bound,
-                _Least(known.stage + (words is not None), tuple(dict.fromkeys(because))),
-                key=lambda item: item.stage,
-            )
-        if leader in last:
-            bound = _Least(
-                max(bound.stage, stages - 1), (*bound.because, "the loss being made last")
-            )
-        if leader in pins:
-            _, stage, words = pins[leader]
-            if stage < bound.stage:
-                yield (
-                    f"{words}: some of it has to lie in stage {bound.stage} or later, by "
-                    f"{', '.join(dict.fromkeys(bound.because))}"
-                )
-            bound = _Least(stage, (words,))
-        elif bound.stage >= stages:
-            yield (
-                f"{', '.join(bound.because)}: {asked.names[leader]} would lie in stage "
-                f"{bound.stage}, but there are {stages} stages"
-            )
-            bound = _Least()
-        least[leader] = bound
-
-
-def _in_order(
-    leaders: Iterable[int], arcs: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, list[int]]]:
-    """Every leader with those before it, after all of them; none of those on a cycle."""
-    before: dict[int, list[int]] = {leader: [] for leader in leaders}
-    after: dict[int, list[int]] = {leader: [] for leader in before}
-    for source, target in sorted(arcs):
-        before[target].append(source)
-        after[source].append(target)
-    waiting = {leader: len(sources) for leader, sources in before.items()}
-    ready = [leader for leader, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    while ready:
-        leader = heapq.heappop(ready)
-        yield leader, before[leader]
-        for target in after[leader]:
-            waiting[target] -= 1
-            if not waiting[target]:
-                heapq.heappush(ready, target)

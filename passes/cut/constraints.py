@@ -1,15 +1,18 @@
-"""What pins, groups and pairs apart mean for every node: the first and the last stage for it.
+"""What pins, groups and pairs apart mean for every node: the first and the last stage for it; and
+why there is none, where they contradict each other.
 
-Where they contradict each other, the error names the nodes.
+Pins bound the stages of what must lie together from both sides, data flow and pairs apart bound
+them from below: such a system of differences can be met where the least solution keeps to every
+upper bound. That no stage stays empty is for the cut to see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from gpipe_compiler.disjoint import DisjointSets
-from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.problem import CutProblem
 
 
@@ -28,144 +31,172 @@ class Ranges:
     beside_last: bool
 
 
-def stage_ranges(
-    problem: CutProblem,
-    edges: Sequence[tuple[int, int]],
-    order: Sequence[int],
-    find: DisjointSets[int],
-    stages: int,
-) -> Ranges:
+@dataclass(frozen=True, slots=True)
+class ConstraintWords:
+    """How messages call the constraints of a problem; those that are left out by their nodes."""
+
+    pins: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    groups: Mapping[tuple[int, ...], str] = field(default_factory=dict)
+    apart: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The earliest stage that is possible, and the constraints that make it so."""
+
+    stage: int = 0
+    because: tuple[str, ...] = ()
+
+
+class StageRanges:
     """The ranges that follow from all constraints together.
 
     Args:
         edges: (before, after) pairs of nodes.
-        order: the nodes in topological order.
         find: what must share a stage, without cycles between its sets.
 
-    Raises:
-        PlanError: when a node has no stage left.
+    Attributes:
+        faults: why no assignment to stages fulfils everything; empty where one does.
     """
-    return _Ranges(problem, edges, order, find, stages).found()
-
-
-class _Ranges:
-    """Works on the sets of nodes that share a stage, by their leaders."""
 
     def __init__(
         self,
         problem: CutProblem,
-        edges: Sequence[tuple[int, int]],
-        order: Sequence[int],
+        edges: Iterable[tuple[int, int]],
         find: DisjointSets[int],
         stages: int,
+        words: ConstraintWords,
     ) -> None:
-        self.problem, self.find, self.stages = problem, find, stages
+        self.problem, self.stages, self.words = problem, stages, words
         self.leader = [find.leader(node) for node in range(len(problem.nodes))]
-        self.after: dict[int, set[int]] = {leader: set() for leader in self.leader}
+        self.after: dict[int, set[int]] = {leader: set() for leader in sorted(set(self.leader))}
         for before, after in edges:
             if self.leader[before] != self.leader[after]:
                 self.after[self.leader[before]].add(self.leader[after])
-        self.order = self._sorted()
-        self.first = dict.fromkeys(self.after, 0)
-        self.last = dict.fromkeys(self.after, stages - 1)
-        self.first_why: dict[int, str] = {}
-        self.last_why: dict[int, str] = {}
+        self.pins: dict[int, tuple[int, int, str]] = {}
+        self.split: dict[tuple[int, int], str] = {}
+        self.faults = [*self._of_pins(), *self._of_pairs()]
+        for before, after in self.split:
+            self.after[before].add(after)
+        self.order = list(_in_order(self.after))
+        self.least: dict[int, _Least] = {}
+        self.faults += self._too_early()
+        self.most = self._latest()
+        self.faults += self._together_after_all()
 
-    def found(self) -> Ranges:
-        closure = self._reach(self.leader[node] for node in self.problem.last)
-        for node in sorted(self.problem.last):
-            self._pin(node, self.stages - 1, "must lie in the last stage")
-        for node, stage in self.problem.pinned:
-            if not 0 <= stage < self.stages:
-                raise PlanError(
-                    f"{self._name(node)} is pinned to stage {stage}, but there are "
-                    f"{self.stages} stages, counted from 0",
-                )
-            self._pin(node, stage, f"is pinned to stage {stage}")
-        ordered = self._ordered_pairs()
-        self._forward(ordered)
-        self._backward(ordered)
-        for leader in self.order:
-            if self.first[leader] > self.last[leader]:
-                self._contradiction(leader)
-        for before, after in self.problem.apart:
-            one, other = self.leader[before], self.leader[after]
-            fixed = self.first[one] == self.last[one] == self.first[other] == self.last[other]
-            if one == other or fixed:
-                raise PlanError(
-                    f"{self._name(before)} and {self._name(after)} must lie in different stages, "
-                    "but other constraints put them into one"
-                )
+    @classmethod
+    def of(cls, problem: CutProblem, stages: int, words: ConstraintWords) -> StageRanges:
+        """Those of a problem without cycles."""
+        edges = sorted(set(problem.edges()))
+        find = DisjointSets(range(len(problem.nodes)))
+        for group in problem.groups:
+            find.join(group)
+        find.close(edges)
+        return cls(problem, edges, find, stages, words)
+
+    def ranges(self) -> Ranges:
+        """The ranges, where nothing is at fault."""
         must = self.stages - 1
-        beside = any(self.first[n] == must and n not in closure for n in self.order)
+        closure = self._reach(self.leader[node] for node in self.problem.last)
         return Ranges(
-            tuple(self.first[leader] for leader in self.leader),
-            tuple(self.last[leader] for leader in self.leader),
-            beside,
+            tuple(self.least[leader].stage for leader in self.leader),
+            tuple(self.most[leader] for leader in self.leader),
+            any(self.least[n].stage == must and n not in closure for n in set(self.leader)),
         )
+
+    def _of_pins(self) -> Iterator[str]:
+        for node, stage in self.problem.pinned:
+            words = self.words.pins.get(
+                (node, stage), f"{self._name(node)} is pinned to stage {stage}"
+            )
+            if not 0 <= stage < self.stages:
+                yield f"{words}, but there are {self.stages} stages, counted from 0"
+                continue
+            other = self.pins.setdefault(self.leader[node], (node, stage, words))
+            if other[1] != stage:
+                names = self._names((other[0], node))
+                yield f"{other[2]} and {words}: {names} {self._together(self.leader[node])}"
+
+    def _of_pairs(self) -> Iterator[str]:
+        """Of the pairs apart, those that the graph puts in an order are arcs as well."""
+        for pair in self.problem.apart:
+            one, other = (self.leader[node] for node in pair)
+            if one == other:
+                yield f"{self._apart(pair)}: {self._names(pair)} {self._together(one)}"
+            elif other in self._reach([one]):
+                self.split[one, other] = self._apart(pair)
+            elif one in self._reach([other]):
+                self.split[other, one] = self._apart(pair)
+
+    def _apart(self, pair: tuple[int, int]) -> str:
+        return self.words.apart.get(pair, f"{self._names(pair)} must lie in different stages")
+
+    def _names(self, nodes: Iterable[int]) -> str:
+        return " and ".join(map(self._name, nodes))
 
     def _name(self, node: int) -> str:
         return self.problem.nodes[node].name
 
-    def _pin(self, node: int, stage: int, why: str) -> None:
-        leader = self.leader[node]
-        text = f"{self._name(node)} {why}"
-        if self.first[leader] > stage or self.last[leader] < stage:
-            other = self.first_why.get(leader, "") or self.last_why.get(leader, "")
-            raise PlanError(f"{text}, but {other}, and they must share a stage")
-        if stage > self.first[leader] or leader not in self.first_why:
-            self.first[leader], self.first_why[leader] = stage, text
-        if stage < self.last[leader] or leader not in self.last_why:
-            self.last[leader], self.last_why[leader] = stage, text
+    def _together(self, leader: int) -> str:
+        """Why two ops of a set lie in one stage, as the end of a sentence."""
+        words = [
+            words
+            for group, words in self.words.groups.items()
+            if group and self.leader[group[0]] == leader
+        ]
+        if words:
+            return f"lie in one stage, by {' and '.join(words)}"
+        return "cannot be cut apart"
 
-    def _ordered_pairs(self) -> dict[int, set[int]]:
-        """Of the pairs apart, those that the graph puts in an order: for each, what follows it."""
-        found: dict[int, set[int]] = {}
-        for pair in self.problem.apart:
+    def _too_early(self) -> Iterator[str]:
+        """The pins that lie before what they follow from, and splits that ask for more stages."""
+        last = {self.leader[node] for node in self.problem.last}
+        for leader, before in self.order:
+            bound = _Least()
+            for source in before:
+                known, words = self.least[source], self.split.get((source, leader))
+                because = known.because if words is None else (*known.because, words)
+                later = _Least(known.stage + (words is not None), tuple(dict.fromkeys(because)))
+                bound = max(bound, later, key=lambda item: item.stage)
+            if leader in last and bound.stage < self.stages - 1:
+                bound = _Least(self.stages - 1, (*bound.because, "the loss being made last"))
+            if leader in self.pins:
+                _, stage, words = self.pins[leader]
+                if stage < bound.stage:
+                    yield (
+                        f"{words}: some of it has to lie in stage {bound.stage} or later, by "
+                        f"{', '.join(dict.fromkeys(bound.because))}"
+                    )
+                bound = _Least(stage, (words,))
+            elif bound.stage >= self.stages:
+                yield (
+                    f"{', '.join(bound.because)}: {self._name(leader)} would lie in stage "
+                    f"{bound.stage}, but there are {self.stages} stages"
+                )
+                bound = _Least()
+            self.least[leader] = bound
+
+    def _latest(self) -> dict[int, int]:
+        """The last stage for every leader."""
+        most = dict.fromkeys(self.leader, self.stages - 1)
+        most.update((leader, stage) for leader, (_, stage, _) in self.pins.items())
+        for leader, before in reversed(self.order):
+            for source in before:
+                most[source] = min(most[source], most[leader] - ((source, leader) in self.split))
+        return most
+
+    def _together_after_all(self) -> Iterator[str]:
+        """Pairs apart that all other constraints leave no more than one stage."""
+        for pair in self.problem.apart if not self.faults else ():
             one, other = (self.leader[node] for node in pair)
-            if one == other:
-                continue  # said later, with names
-            if other in self._reach([one]):
-                found.setdefault(one, set()).add(other)
-            elif one in self._reach([other]):
-                found.setdefault(other, set()).add(one)
-        return found
-
-    def _forward(self, ordered: dict[int, set[int]]) -> None:
-        for leader in self.order:
-            for target in self.after[leader]:
-                self._raise(target, self.first[leader], leader)
-            for target in ordered.get(leader, ()):
-                self._raise(target, self.first[leader] + 1, leader)
-
-    def _raise(self, target: int, stage: int, source: int) -> None:
-        if stage > self.first[target]:
-            self.first[target] = stage
-            why = self.first_why.get(source, f"{self._name(source)} lies in a stage before")
-            self.first_why[target] = why
-
-    def _backward(self, ordered: dict[int, set[int]]) -> None:
-        for leader in reversed(self.order):
-            for target in self.after[leader]:
-                self._lower(leader, self.last[target], target)
-            for target in ordered.get(leader, ()):
-                self._lower(leader, self.last[target] - 1, target)
-
-    def _lower(self, source: int, stage: int, target: int) -> None:
-        if stage < self.last[source]:
-            self.last[source] = stage
-            why = self.last_why.get(target, f"{self._name(target)} lies in a stage after")
-            self.last_why[source] = why
-
-    def _contradiction(self, leader: int) -> None:
-        first = self.first_why.get(leader, "")
-        last = self.last_why.get(leader, "")
-        reasons = ", but ".join(dict.fromkeys(filter(None, (first, last))))
-        raise PlanError(
-            f"no stage is left for {self._name(leader)}: {reasons}; it would have to lie in stage "
-            f"{self.first[leader]} or later, and in stage {self.last[leader]} or earlier",
-            hint="data only flows forward: drop a pin, or ask for more stages",
-        )
+            if (
+                self.least[one].stage
+                == self.most[one]
+                == self.least[other].stage
+                == self.most[other]
+            ):
+                stage = self.most[one]
+                yield f"{self._apart(pair)}: {self._names(pair)} can only lie in stage {stage}"
 
     def _reach(self, start: Iterable[int]) -> set[int]:
         found = set(start)
@@ -177,16 +208,20 @@ class _Ranges:
                     pending.append(node)
         return found
 
-    def _sorted(self) -> list[int]:
-        """The leaders, each after what precedes it."""
-        waiting = dict.fromkeys(self.after, 0)
-        for targets in self.after.values():
-            for target in targets:
-                waiting[target] += 1
-        ready = [leader for leader, count in waiting.items() if not count]
-        for leader in ready:
-            for target in sorted(self.after[leader]):
-                waiting[target] -= 1
-                if not waiting[target]:
-                    ready.append(target)
-        return ready
+
+def _in_order(after: Mapping[int, Collection[int]]) -> Iterator[tuple[int, list[int]]]:
+    """Every leader with those before it, after all of them."""
+    before: dict[int, list[int]] = {leader: [] for leader in after}
+    for source, targets in after.items():
+        for target in sorted(targets):
+            before[target].append(source)
+    waiting = {leader: len(sources) for leader, sources in before.items()}
+    ready = [leader for leader, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    while ready:
+        leader = heapq.heappop(ready)
+        yield leader, before[leader]
+        for target in after[leader]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                heapq.heappush(ready, target)

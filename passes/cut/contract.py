@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut.constraints import Ranges, stage_ranges
+from gpipe_compiler.passes.cut.constraints import ConstraintWords, Ranges, StageRanges
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Resident
 
 
@@ -129,7 +129,10 @@ def contract(problem: CutProblem, stages: int) -> Contracted:
     for group in problem.groups:
         find.join(group)
     find.close(edges)
-    ranges = stage_ranges(problem, edges, order, find, stages)
+    known = StageRanges(problem, edges, find, stages, ConstraintWords())
+    if known.faults:
+        raise PlanError(known.faults[0], hint="data only flows forward: drop a constraint")
+    ranges = known.ranges()
     for stage in range(stages):
         find.join(n for n in range(size) if ranges.first[n] == ranges.last[n] == stage)
     return _build(problem, [find.leader(node) for node in range(size)], ranges, stages)

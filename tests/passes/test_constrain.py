@@ -19,9 +19,10 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.passes.cut.constraints import ConstraintWords, StageRanges
 from gpipe_compiler.passes.cut.problem import CutProblem, Node
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.planner.constrain import _Asked, _contradictions, check_names
+from gpipe_compiler.planner.constrain import check_names
 from gpipe_compiler.report.text import format_plan
 
 CLUSTER = Cluster.of(Device("toy", 1e9, 1e9, 10**9, 1e-6), IN_PROCESS)
@@ -302,7 +303,7 @@ class TestRefusals:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[CutProblem, _Asked, int]:
+def problems(draw: st.DrawFn) -> tuple[CutProblem, int]:
     """A graph of a few nodes with all that may be asked of it, and a number of stages."""
     size = draw(st.integers(1, 5))
     pairs = [(a, b) for a in range(size) for b in range(a + 1, size)]
@@ -312,30 +313,25 @@ def problems(draw: st.DrawFn) -> tuple[CutProblem, _Asked, int]:
     problem = CutProblem(
         tuple(Node(f"n{i}", 1.0) for i in range(size)),
         precedence=tuple(edges),
-        groups=tuple(draw(st.lists(st.tuples(node, node), max_size=1))),
+        groups=tuple(draw(st.lists(st.tuples(node, node), max_size=3))),
         last=frozenset(draw(st.lists(node, max_size=1))),
+        pinned=tuple(
+            draw(st.lists(st.tuples(node, st.integers(0, stages - 1)), max_size=3, unique=True))
+        ),
+        apart=tuple(draw(st.lists(st.sampled_from(edges), max_size=2))) if edges else (),
     )
-    asked = _Asked(tuple(f"n{i}" for i in range(size)))
-    for index, stage in draw(st.dictionaries(node, st.integers(0, stages - 1), max_size=3)).items():
-        asked.pins[index] = (stage, f"--pin n{index}={stage}")
-    for pair in draw(st.lists(st.tuples(node, node), max_size=2)):
-        asked.groups.append((pair, f"--keep-together {pair}"))
-    if edges:
-        for pair in draw(st.lists(st.sampled_from(edges), max_size=2)):
-            asked.apart.append((*pair, f"--split-at n{pair[1]}"))
-    return problem, asked, stages
+    return problem, stages
 
 
-def _brute(problem: CutProblem, asked: _Asked, stages: int) -> bool:
+def _brute(problem: CutProblem, stages: int) -> bool:
     """Whether some assignment keeps to everything."""
-    groups = [*problem.groups, *(group for group, _ in asked.groups)]
     for found in itertools.product(range(stages), repeat=len(problem.nodes)):
         if (
             all(found[a] <= found[b] for a, b in problem.precedence)
-            and all(len({found[n] for n in group}) == 1 for group in groups)
+            and all(len({found[n] for n in group}) == 1 for group in problem.groups)
             and all(found[n] == stages - 1 for n in problem.last)
-            and all(found[n] == stage for n, (stage, _) in asked.pins.items())
-            and all(found[a] < found[b] for a, b, _ in asked.apart)
+            and all(found[n] == stage for n, stage in problem.pinned)
+            and all(found[a] < found[b] for a, b in problem.apart)
         ):
             return True
     return False
@@ -344,9 +340,9 @@ def _brute(problem: CutProblem, asked: _Asked, stages: int) -> bool:
 @settings(max_examples=400, deadline=None)
 @given(problems())
 def test_exactly_what_no_assignment_keeps_to_is_a_contradiction(
-    case: tuple[CutProblem, _Asked, int],
+    case: tuple[CutProblem, int],
 ) -> None:
-    faults = list(_contradictions(*case))
+    faults = StageRanges.of(*case, ConstraintWords()).faults
 
     assert bool(faults) is not _brute(*case)
     assert all(faults)

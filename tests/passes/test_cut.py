@@ -203,12 +203,16 @@ def test_what_cannot_be_cut_is_said() -> None:
         ({"pinned": ((0, 5),)}, "op0 is pinned to stage 5, but there are 2 stages"),
         (
             {"pinned": ((0, 1), (1, 0))},
-            "no stage is left for op0: op0 is pinned to stage 1, but op1",
+            "op1 is pinned to stage 0: .* in stage 1 or later, by op0 is pinned to stage 1",
         ),
-        ({"pinned": ((0, 0), (0, 1))}, "op0 is pinned to stage 1, but op0 is pinned to stage 0"),
+        ({"pinned": ((0, 0), (0, 1))}, "op0 is pinned to stage 0 and op0 is pinned to stage 1"),
         ({"groups": ((0, 2),), "apart": ((0, 1),)}, "op0 and op1 must lie in different stages"),
-        ({"pinned": ((2, 0),), "last": frozenset([2])}, "op2 .* op2 must lie in the last stage"),
-        ({"apart": ((0, 1), (1, 2))}, "no stage is left for op"),
+        (
+            {"groups": ((0, 1), (1, 2)), "precedence": (), "apart": ((0, 2),)},
+            "op0 and op2 must lie in different stages: op0 and op2 cannot be cut apart",
+        ),
+        ({"pinned": ((2, 0),), "last": frozenset([2])}, "op2 is .* by the loss being made last"),
+        ({"apart": ((0, 1), (1, 2))}, "op2 would lie in stage 2, but there are 2 stages"),
     ],
 )
 def test_contradictions_name_the_ops(constraints: dict[str, object], said: str) -> None:
