@@ -154,7 +154,7 @@ def test_benchmarks_take_their_options(line: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
 

@@ -42,7 +42,7 @@ ODD = """
 import os, signal, sys, time
 from gpipe_compiler.validate import launching
 
-signal.alarm(120)  # where it hangs
+signal.alarm(500)  # where it hangs
 if sys.argv[2] == "background":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 killed = []
@@ -54,7 +54,7 @@ with launching.spare() as launch:
         os.kill(killed[0], signal.SIGKILL)
         os.waitid(os.P_PID, killed[0], os.WEXITED | os.WNOWAIT)
     if sys.argv[2] == "forked" and (left := os.fork()) == 0:
-        time.sleep(150)
+        time.sleep(600)
         os._exit(0)
     for _ in range(int(sys.argv[3])):
         print(launch([sys.argv[1]], threads=1))

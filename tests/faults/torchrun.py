@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PATIENCE_S = 240.0
+PATIENCE_S = 500.0
 
 
 TWO_HOSTS = Path(__file__).parents[1] / "helpers" / "two_hosts.sh"

@@ -51,7 +51,7 @@ def _run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
         cwd=folder,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
     )

@@ -98,7 +98,7 @@ def _run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -205,7 +205,7 @@ def test_ctrl_c(package: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             running.wait(0.5)
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=500)
     assert running.returncode == 130
     assert "Traceback" not in said
 
@@ -265,7 +265,7 @@ def test_a_rank_that_is_killed_takes_the_other_down(package: Path, victim: int) 
             for rank in range(2)
         ]
         try:
-            said = [rank.communicate(timeout=120)[1] for rank in ranks]
+            said = [rank.communicate(timeout=500)[1] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

@@ -41,7 +41,7 @@ def test_cuts_do_not_depend_on_the_kernels_of_a_processor() -> None:
     ]
     own = cuts()
     for other in others:
-        assert other.communicate(timeout=300)[0].splitlines() == own
+        assert other.communicate(timeout=500)[0].splitlines() == own
 
 
 @pytest.mark.parametrize("speed", [0.2, 1.0, 5.0])

@@ -177,7 +177,7 @@ def trained(spec, samples, **choices):
 
 def differ(directory):
     """One rank forgets to leave training mode; the others lose it, and do not hang."""
-    with Pipeline(joint_spec(), None, timeout_s=20) as pipe:
+    with Pipeline(joint_spec(), None, timeout_s=300) as pipe:
         if pipe.rank == 1:
             pipe.eval()
         try:

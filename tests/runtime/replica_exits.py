@@ -27,9 +27,9 @@ def start(rank, store):
         store=dist.FileStore(store, 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=300),
     )
-    network = Network.of_all(torch.device("cpu"), 30)
+    network = Network.of_all(torch.device("cpu"), 300)
     return Replicas.among(network, 2, owns_world=True)
 
 

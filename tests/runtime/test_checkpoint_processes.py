@@ -1,4 +1,4 @@
-"""Checkpoints of several processes under the real torchrun, and of processes that are killed.
+"""Checkpoints of several processes, and of processes that are killed.
 
 The truths: threads in one process, bit for bit; and numbers that a checkpoint is filled with, so
 that two saves mixed up would show.
@@ -6,11 +6,9 @@ that two saves mixed up would show.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from checkpoint_runs import Run, equal
@@ -18,25 +16,12 @@ from checkpoint_runs import Run, equal
 from gpipe_compiler.runtime.checkpoint import latest, read_checkpoint
 
 SCRIPT = Path(__file__).with_name("checkpoint_runs.py")
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]),
-    "OMP_NUM_THREADS": "1",
-}
-
-
-def python(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def launch(processes, what, directory):
-    options = ["--standalone", "--nnodes=1", f"--nproc-per-node={processes}"]
-    python("-m", "torch.distributed.run", *options, SCRIPT, what, directory)
+    done = forked.run([SCRIPT, what, directory], ranks=processes)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -101,11 +86,11 @@ def test_replicas_write_one_checkpoint(tmp_path):
 
 
 def test_a_kill_at_any_touch_of_a_file_loses_nothing(tmp_path):
-    killed = int(python(SCRIPT, "kill_everywhere", tmp_path).split()[1])
+    killed = int(launch(0, "kill_everywhere", tmp_path).split()[1])
 
     assert killed > 40
 
 
 @pytest.mark.slow
 def test_kills_at_random_times_lose_nothing(tmp_path):
-    assert int(python(SCRIPT, "kill_sometime", tmp_path).split()[1]) > 1
+    assert int(launch(0, "kill_sometime", tmp_path).split()[1]) > 1

@@ -1,13 +1,11 @@
-"""Pipelines over processes, under the real torchrun with gloo."""
+"""Pipelines over processes with gloo."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from ranks import collect
@@ -15,25 +13,14 @@ from ranks import collect
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-def torchrun(processes, what, directory, **variables):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += [f"--nproc-per-node={processes}", str(RANKS), what, str(directory)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(RANKS.parent), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    environment |= variables
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+def ranks(processes, what, directory, **variables):
+    return forked.run([RANKS, what, directory], ranks=processes, **variables)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_do_what_threads_do(processes, tmp_path):
     """Losses, outputs, and weights after two optimizer steps, in every schedule."""
-    done = torchrun(processes, "equal", tmp_path)
+    done = ranks(processes, "equal", tmp_path)
 
     assert done.returncode == 0, done.stderr
     files = sorted(tmp_path.glob("*.pt"))
@@ -52,7 +39,6 @@ def test_processes_do_what_threads_do(processes, tmp_path):
         assert all("made no loss" in (tmp_path / f"lossless-{rank}").read_text() for rank in (0, 1))
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("lacking", ["sockets", "memory"])
 def test_gloo_brings_what_cannot_be_shared(lacking, tmp_path):
     """Where no socket can be named, and where there is no memory to share."""
@@ -60,7 +46,7 @@ def test_gloo_brings_what_cannot_be_shared(lacking, tmp_path):
     far.mkdir()
     variables = {"TMPDIR": str(far)} if lacking == "sockets" else {"NO_MEMORY": "1"}
 
-    done = torchrun(2, "by_gloo", tmp_path, **variables)
+    done = ranks(2, "by_gloo", tmp_path, **variables)
 
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "skip-1f1b.pt")
@@ -68,11 +54,10 @@ def test_gloo_brings_what_cannot_be_shared(lacking, tmp_path):
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6, msg=key)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("fault", ["die", "stall"])
 def test_a_lost_rank_is_noticed(fault, tmp_path):
     """The other one ends with a message that names rank, action and value."""
-    done = torchrun(2, fault, tmp_path)
+    done = ranks(2, fault, tmp_path)
 
     assert done.returncode != 0
     lost = tmp_path / "lost-0"

@@ -6,11 +6,9 @@ model. Replicas average gradients over processes, so that they come close to it 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from half_pipelines import PlainLoop, half_data, half_spec, parts_of
@@ -26,14 +24,7 @@ RANKS = Path(__file__).with_name("half_ranks.py")
 def seen(tmp_path_factory):
     """What each of the two ranks has seen in each case: one launch for all."""
     directory = tmp_path_factory.mktemp("half")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += ["--nproc-per-node=2", str(RANKS), str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    path = [str(RANKS.parent), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+    done = forked.run([RANKS, directory], ranks=2)
     assert done.returncode == 0, done.stderr
     return {
         name: [torch.load(directory / f"{name}-{rank}.pt") for rank in range(2)] for name in CASES
@@ -66,7 +57,6 @@ def same(one, other):
     return torch.equal(one, other) or bool(one.isnan() & other.isnan())
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_two_processes_are_the_plain_loop(seen, precision):
     """Also where a gradient of rank 0 alone overflows: both skip, and then go on."""
@@ -85,7 +75,6 @@ def test_two_processes_are_the_plain_loop(seen, precision):
         assert expected["scales"] == [SCALE, SCALE / 2, SCALE / 2, SCALE]
 
 
-@pytest.mark.timeout(150)
 def test_two_replicas_decide_together(seen):
     """An overflow in one replica: both skip; scales and norms are the same bits on both."""
     ranks = seen["replicas"]
@@ -100,7 +89,6 @@ def test_two_replicas_decide_together(seen):
         torch.testing.assert_close(ranks[0]["after"][name], weight, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.timeout(150)
 def test_tied_weights_are_clipped_once(seen):
     """Its norm counts once, and its copies on both ranks are the same bits afterwards."""
     ranks = seen["tied"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from joint_pipeline import F64, RATE, STEPS, joint_data, joint_spec, trained
@@ -336,15 +334,9 @@ def test_an_error_in_a_joint_stage_names_the_mini_batch():
         pipe.step(torch.randn(16, WIDTH, dtype=F64))
 
 
-@pytest.mark.timeout(150)
 def test_processes_do_what_threads_do(tmp_path):
-    """Two ranks of torchrun with two stages each: the same numbers as in one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += ["--nproc-per-node=2", str(SCRIPT), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+    """Two ranks with two stages each: the same numbers as in one process."""
+    done = forked.run([SCRIPT, tmp_path], ranks=2)
 
     assert done.returncode == 0, done.stderr
     for name, normed in {"middle": (1,), "all": (0, 1, 3)}.items():

@@ -1,4 +1,4 @@
-"""Replicas of pipelines under the real torchrun, held against a plain loop over the whole batch.
+"""Replicas of pipelines over processes, held against a plain loop over the whole batch.
 
 The plain loop knows every tensor of the model once, by name, and runs micro-batch by micro-batch
 under torch's own autograd, in double precision. BatchNorm is held against one pipeline in one
@@ -8,12 +8,10 @@ process, which tests of its own hold against torch.
 from __future__ import annotations
 
 import itertools
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from hypothesis import given
@@ -31,29 +29,14 @@ from gpipe_compiler.runtime.errors import TransportError, UsageError
 HERE = Path(__file__).parent
 
 
-def torchrun(processes, what, directory, seconds=150):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += [f"--nproc-per-node={processes}", str(HERE / "replica_ranks.py"), what]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [*command, str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        env=environment,
-        check=False,
-    )
+def ranks(processes, what, directory):
+    return forked.run([HERE / "replica_ranks.py", what, directory], ranks=processes)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_replicas_do_what_the_plain_loop_does(processes, tmp_path):
     """Losses, gradients, weights and buffers, after several steps, to 1e-10."""
-    done = torchrun(processes, "equal", tmp_path)
+    done = ranks(processes, "equal", tmp_path)
 
     assert done.returncode == 0, done.stderr
     files = sorted(tmp_path.glob("*.pt"))
@@ -92,10 +75,9 @@ def refused(directory, replicas, processes):
             assert "the same seed on every rank" in other
 
 
-@pytest.mark.timeout(150)
 def test_a_lost_rank_ends_the_other_replicas(tmp_path):
     """Each of the others ends by itself, and names what it waited for."""
-    done = torchrun(4, "die", tmp_path)
+    done = ranks(4, "die", tmp_path)
 
     assert done.returncode != 0
     messages = {rank: (tmp_path / f"lost-{rank}").read_text() for rank in range(3)}
@@ -111,12 +93,10 @@ def test_a_lost_rank_ends_the_other_replicas(tmp_path):
     assert any(f"from rank {1 - rank}" not in messages[rank] for rank in waited)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_processes_that_reduce_end_as_they_should(times, tmp_path):
     """However a process ends after collectives, and how often: its own exit code, no abort."""
-    command = [sys.executable, str(HERE / "replica_exits.py"), str(times), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    done = forked.run([HERE / "replica_exits.py", times, tmp_path])
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "terminate" not in done.stderr

@@ -24,13 +24,13 @@ from gpipe_compiler.runtime.checkpoint import latest
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = Path(__file__).with_name("train_rank.py")
-PATIENCE_S = 100
+PATIENCE_S = 500
 
 
 def started(name, run, *words, processes=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
     command += [f"--nproc-per-node={processes}", str(SCRIPT), name, str(run.folder), "train"]
-    command += ["--log-file", str(run.log), "--save", str(run.saved), "--timeout", "60"]
+    command += ["--log-file", str(run.log), "--save", str(run.saved), "--timeout", "400"]
     return subprocess.Popen(
         [*command, *map(str, words)],
         stdout=subprocess.PIPE,
@@ -53,7 +53,6 @@ def finished(process):
     return process.returncode, out, err
 
 
-@pytest.mark.timeout(150)
 def test_processes_train_as_threads_do(tmp_path):
     """Passes of data that rank 0 alone sees, evaluation, a checkpoint that one process resumes."""
     hooks = SHUFFLED + EVALUATION + "TARGET = lambda x: None\n"
@@ -82,7 +81,6 @@ def test_processes_train_as_threads_do(tmp_path):
         assert torch.equal(threads.weights[name], tensor), name
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("name", "asked"), [("skip", ("--data-parallel", 2)), ("twice", ())], ids=["asked", "planned"]
 )
@@ -118,7 +116,6 @@ def train_data():
 """
 
 
-@pytest.mark.timeout(150)
 def test_replicas_that_read_other_data_are_noticed(tmp_path):
     """At the first step that differs, before it changes a weight; rank 0 tells it."""
     run = Run(tmp_path, skip_spec(), OWN_ORDER)
@@ -134,7 +131,6 @@ def test_replicas_that_read_other_data_are_noticed(tmp_path):
     assert len(run.steps) == 2
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
@@ -153,7 +149,7 @@ def test_what_ends_one_ends_all(tmp_path, hooks, message):
     """Rank 0 tells why, the other ends without waiting for its timeout."""
     run = Run(tmp_path, skip_spec(), hooks)
 
-    code, _, err = finished(started("skip", run, "--steps", 9, "--timeout", 10 * PATIENCE_S))
+    code, _, err = finished(started("skip", run, "--steps", 9, "--timeout", 2 * PATIENCE_S))
 
     assert code != 0
     assert err.count(": error: ") == err.count(message) == 1, err
@@ -161,7 +157,6 @@ def test_what_ends_one_ends_all(tmp_path, hooks, message):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_signal_to_torchrun(tmp_path):
     """Every rank ends after the same step, with a checkpoint."""
     run = Run(tmp_path, norm_spec(), SHUFFLED)
