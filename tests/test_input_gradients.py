@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from loading import load_package
@@ -114,15 +113,14 @@ with Pipeline() as pipe:
 """
 
 
-def test_under_torchrun_rank_0_has_them(tmp_path: Path) -> None:
+def test_of_several_ranks_rank_0_has_them(tmp_path: Path) -> None:
     given = subject("ranked")
     compile_subject(given, CompileOptions(2, 4, validate=False), tmp_path / "out")
     torch.save([tensor.detach() for tensor in batch(7)], tmp_path / "in.pt")
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(script), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300)
+    done = forked.run([script, tmp_path], ranks=2)
+    assert done.returncode == 0, done.stderr
 
     found = torch.load(tmp_path / "found.pt")
     for actual, right in zip(found, expected(given.model, 7), strict=True):

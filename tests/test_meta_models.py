@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import runpy
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from loading import load_package
@@ -56,15 +54,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Compil
 
 
 def run(directory: Path, *words: object, processes: int = 1) -> str:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", processes, "--standalone"]
-    command = [sys.executable, *(launcher if processes > 1 else []), directory / "run.py", *words]
-    finished = subprocess.run(
-        [str(word) for word in command],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    finished = forked.run([directory / "run.py", *words], ranks=processes if processes > 1 else 0)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

@@ -6,11 +6,9 @@ Held against the plain loop over the plain model, with the same order of the sam
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,13 +21,7 @@ EPOCHS = 3
 
 def run(package: Path, *words: object) -> str:
     """What a command of the package prints."""
-    done = subprocess.run(
-        [sys.executable, str(package / "run.py"), *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = forked.run([package / "run.py", *words])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,11 +7,9 @@ number of stages and in plain PyTorch; all end at the same weights.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -43,15 +41,11 @@ def run(package: Path, *words: object) -> None:
     By momentum: AdamW would make whole steps of the roundings that are the gradients of the biases
     of attention's keys.
     """
-    command = [sys.executable, package / "run.py", "train", *words]
+    command = [package / "run.py", "train", *words]
     if "transformer" in package.name:
         command += ["--optimizer", "momentum", "--lr", "0.1"]
-    subprocess.run(
-        list(map(str, command)),
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = forked.run(command)
+    assert done.returncode == 0, done.stderr
 
 
 def assert_same(found, expected):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from loading import load_package
@@ -233,9 +232,8 @@ def test_replicas_train_as_one(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     here = Path(__file__).parent
     paths = ":".join(map(str, (tmp_path, here, here.parent / "helpers")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += ["--nproc-per-node", "2", str(tmp_path / "rank.py"), paths, str(tmp_path / "found")]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    done = forked.run([tmp_path / "rank.py", paths, tmp_path / "found"], ranks=2)
+    assert done.returncode == 0, done.stderr
 
     loss, gradients = torch.load(tmp_path / "found")
 
