@@ -6,13 +6,11 @@ python tests/exactness/table.py
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import torch
 from segmenting import in_segments
 from train_packages import REMATS, train_all
@@ -85,14 +83,9 @@ def train_layout(
     if transport == "local":
         return train_all(packages, "local", layout.schedules, layout.devices)
     result = folder / "torchrun.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={layout.devices}"]
-    command += [str(Path(__file__).with_name("train_packages.py"))]
-    subprocess.run(
-        [*command, str(packages), str(result), ",".join(layout.schedules)],
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    script = Path(__file__).with_name("train_packages.py")
+    schedules = ",".join(layout.schedules)
+    forked.run([script, packages, result, schedules], ranks=layout.devices).check_returncode()
     return torch.load(result, weights_only=False)
 
 

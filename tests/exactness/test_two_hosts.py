@@ -34,7 +34,7 @@ def on_two_hosts(words: str) -> subprocess.CompletedProcess[str]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -50,10 +50,11 @@ def hosts():
         pytest.skip(f"no network namespaces: {made.stderr.decode(errors='replace').strip()}")
 
 
-def test_training_on_two_hosts(folder, packages, plain, tmp_path):
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_training_on_two_hosts(folder, packages, plain, tmp_path, schedule):
     """All cases in four stages, two on each host."""
     result = tmp_path / "result.pt"
-    ran = on_two_hosts(f"{HERE / 'train_packages.py'} {folder / 'x4'} {result} gpipe,1f1b")
+    ran = on_two_hosts(f"{HERE / 'train_packages.py'} {folder / 'x4'} {result} {schedule}")
 
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = torch.load(result, weights_only=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +16,14 @@ from torch.utils._pytree import tree_map
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+class Size(enum.Enum):
+    """The more of it, the fewer pipelines of an example are trained every time."""
+
+    SMALL = enum.auto()
+    LARGER = enum.auto()
+    WIDE = enum.auto()
+
+
 @dataclass(frozen=True)
 class Small:
     """An example at a size for tests.
@@ -24,7 +33,7 @@ class Small:
         learning_rate: that suits the small model, None for the example's own.
         fp32_loss: whether it computes its loss in fp32, whatever its weights are.
         needs: a package that is not always installed.
-        wide: whether it takes long to cut.
+        size: how long it takes to trace, to cut and to train.
     """
 
     name: str
@@ -34,7 +43,7 @@ class Small:
     learning_rate: float | None = None
     fp32_loss: bool = False
     needs: str = "torch"
-    wide: bool = False
+    size: Size = Size.SMALL
 
     def __str__(self) -> str:
         return self.name
@@ -67,13 +76,13 @@ SMALL = (
     Small("mlp_digits", {"hidden": 32}, needs="sklearn"),
     Small("alexnet", {"classes": 10, "width": 8}, {"image": 64}, {"classes": 10}, 1e-3),
     Small("resnet50", {"classes": 10, "width": 8}, {"batch": 8, "image": 64},
-          {"batch": 8, "classes": 10}),
-    Small("unet", {"depth": 3, "width": 8}, {"image": 32}, {"image": 32}),
+          {"batch": 8, "classes": 10}, size=Size.LARGER),
+    Small("unet", {"depth": 3, "width": 8}, {"image": 32}, {"image": 32}, size=Size.LARGER),
     Small("transformer", {"dim": 32, "layers": 4}, {"sequence": 16}, {"sequence": 16}),
     Small("gpt2_huggingface", {"dim": 32, "layers": 2}, {"sequence": 16}, fp32_loss=True,
-          needs="transformers"),
-    Small("inception", {"width": 8}),
-    Small("amoebanet", {"layers": 3, "filters": 16}, wide=True),
+          needs="transformers", size=Size.LARGER),
+    Small("inception", {"width": 8}, size=Size.LARGER),
+    Small("amoebanet", {"layers": 3, "filters": 16}, size=Size.WIDE),
     Small("deep_chain", {"layers": 6, "width": 8}, {"batch": 16}, {"batch": 16}),
     Small("inputs"),
 )  # fmt: skip

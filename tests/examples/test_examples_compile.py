@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
-from small_examples import SMALL, Small, load, loss_of, split
+from small_examples import SMALL, Size, Small, load, loss_of, split
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from train_package import train
@@ -46,9 +46,13 @@ FEW = {
 }
 """Every schedule and every number of stages once; the others are slow as they are many."""
 
+THREE = {(2, ScheduleKind.GPIPE), (4, ScheduleKind.ONE_F_ONE_B), (4, ScheduleKind.ZBV)}
+"""Of the larger examples."""
+
 ONE = {(4, ScheduleKind.ONE_F_ONE_B)}
 """Of the examples that take long to cut."""
 
+QUICK = {Size.SMALL: FEW, Size.LARGER: THREE, Size.WIDE: ONE}
 
 every_pipeline = pytest.mark.parametrize(
     ("small", "stages", "schedule"),
@@ -57,7 +61,7 @@ every_pipeline = pytest.mark.parametrize(
             small,
             stages,
             schedule,
-            marks=() if (stages, schedule) in (ONE if small.wide else FEW) else pytest.mark.slow,
+            marks=() if (stages, schedule) in QUICK[small.size] else pytest.mark.slow,
             id=f"{small}-K{stages}-{schedule.value}",
         )
         for small, stages, schedule in itertools.product(SMALL, (2, 4), ScheduleKind)
@@ -158,22 +162,15 @@ def written(small: Small, stages: int, schedule: ScheduleKind, folder: Path) -> 
     return package
 
 
-def train_under_torchrun(
+def train_in_processes(
     package: Path, batches: list[tuple[object, object]], ranks: int
 ) -> tuple[list[float], State]:
     """What `train_package.py` finds in `ranks` processes."""
     result = package.with_suffix(".result")
     torch.save(batches, package.with_suffix(".batches"))
     script = Path(__file__).with_name("train_package.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", script, package, package.with_suffix(".batches")]
-    finished = subprocess.run(
-        [*map(str, command), str(LEARNING_RATE), str(result)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [script, package, package.with_suffix(".batches"), LEARNING_RATE, result]
+    finished = forked.run(command, ranks=ranks)
 
     assert finished.returncode == 0, finished.stderr[-3000:]
     return torch.load(result)
@@ -196,21 +193,21 @@ def test_trains_on_threads_to_the_weights_of_the_plain_loop(
         ("inputs", 2, 2, ScheduleKind.GPIPE),
     ],
 )
-def test_trains_under_torchrun_to_the_weights_of_the_plain_loop(
+def test_trains_in_processes_to_the_weights_of_the_plain_loop(
     name: str, stages: int, ranks: int, schedule: ScheduleKind, tmp_path: Path
 ) -> None:
     """Two of the combinations, one of them with two stages in each process."""
     small = small_named(name)
     package = written(small, stages, schedule, tmp_path)
 
-    trained = train_under_torchrun(package, [in_fp64(small.batch())] * STEPS, ranks)
+    trained = train_in_processes(package, [in_fp64(small.batch())] * STEPS, ranks)
 
     assert_equals_plain_training(small, *trained)
 
 
 @pytest.mark.slow
 @every_pipeline
-def test_compiles_validates_and_trains_under_torchrun(
+def test_compiles_validates_and_trains_in_processes(
     small: Small, stages: int, schedule: ScheduleKind, tmp_path: Path
 ) -> None:
     """The whole matrix, as a user would meet it."""
@@ -224,7 +221,7 @@ def test_compiles_validates_and_trains_under_torchrun(
     assert compiled.validation.passed, str(compiled.validation)
 
     fp64 = written(small, stages, schedule, tmp_path)
-    trained = train_under_torchrun(fp64, [in_fp64(small.batch())] * STEPS, stages)
+    trained = train_in_processes(fp64, [in_fp64(small.batch())] * STEPS, stages)
 
     assert_equals_plain_training(small, *trained)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,10 +23,10 @@ WORDS = ["--steps", str(STEPS), "--checkpoint-every", "4"]
 @pytest.fixture(scope="module")
 def undisturbed(package, tmp_path_factory):
     """The weights after all steps."""
-    with training(package, tmp_path_factory.mktemp("undisturbed"), WORDS) as running:
-        assert running.finish() == 0, running.said()
-        assert running.steps() == list(range(1, STEPS + 1))
-        return load_file(running.weights)
+    weights = tmp_path_factory.mktemp("undisturbed") / "weights.safetensors"
+    done = forked.run([package / "run.py", "train", *WORDS[:2], "--save", weights], ranks=2)
+    assert done.returncode == 0, done.stderr
+    return load_file(weights)
 
 
 def assert_same(weights, expected):
@@ -66,8 +67,15 @@ def test_two_hosts_start_again_together(package, undisturbed, tmp_path):
         assert_same(load_file(running.weights), undisturbed)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+        (signal.SIGSTOP, 1),
+    ],
+)
 def test_the_others_end_with_a_message(package, tmp_path, rank, how):
     """Without restarts: the other rank says at which value it waited, or to whom it was to send."""
     # It is also how long the ranks have to come: of one that has ended nobody waits for it.
