@@ -220,7 +220,7 @@ def test_a_model_that_raises_on_any_batch_is_told_from_one_that_minds_the_size(c
     def eight(y):
         return y.view(8, 3)
 
-    with pytest.raises(ModelError, match="on the example inputs: .*mat1 and mat2") as caught:
+    with pytest.raises(ModelError, match=r"on the example inputs: .*mat1 and mat2") as caught:
         entry(nn.Linear(5, 2), torch.randn(8, 4))
     assert "dimension 0" not in caught.value.hint
     with pytest.raises(ModelError, match="on a batch of 4 samples") as caught:
