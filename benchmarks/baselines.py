@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.classic import block_ends, cut_at, equal_ends
 from gpipe_compiler.passes.cut.contract import Contracted, contract

@@ -26,7 +26,7 @@ from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))

@@ -34,7 +34,7 @@ from gpipe_compiler.cluster.catalogue import PCIE3
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.problem import CutProblem

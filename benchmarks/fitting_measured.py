@@ -29,7 +29,7 @@ from gpipe_compiler.cluster import Cluster, local_cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner

@@ -16,8 +16,7 @@ from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.cluster.catalogue import PCIE3
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
-from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.memory_fit import choose_exactly
@@ -131,7 +130,9 @@ def planned(
     graph = trace_fx(subject, training=True)
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
     constraints = pinned(balance)
-    policy = Policy(schedule, remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0)
+    policy = Policy(
+        schedule=schedule, remat=remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0
+    )
     planner = Planner(graph, Cluster.of(device, PCIE3))
     prepared = planner.prepare(microbatches, policy)
     choice = planner.choose(devices, microbatches, policy)

@@ -34,7 +34,7 @@ from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.frontend.examples import normal_form
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
@@ -171,7 +171,7 @@ def packages(
             if remat is RematChoice.AUTO:
                 both = [peaks[choice] for choice in (RematChoice.NONE, RematChoice.FULL)]
                 planner = dataclasses.replace(whole, cluster=_of_memory(sum(both) // 2))
-            policy = Policy(schedule, remat, optimizer=optimizer or OptimizerKind.SGD)
+            policy = Policy(schedule=schedule, remat=remat, optimizer=optimizer)
             with contextlib.suppress(PlanError):
                 choice = planner.choose(stages, MICROBATCHES, policy)
                 plan = planner.plan(choice, policy, WORK // SHARE, exact_memory=True)

@@ -37,7 +37,7 @@ from fitting_memory import (
 from tables import markdown
 from torchgpipe_memory import BASELINE, MICRO_BATCHES, PUBLISHED, Published, footprints, network
 
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 GIB = 2**30

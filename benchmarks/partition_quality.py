@@ -35,7 +35,7 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.graph_json.file import BareGraph
 from gpipe_compiler.graph_json.plan import plan_graph
 from gpipe_compiler.graph_json.stages import BareSetting
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.spec import ScheduleKind
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.cluster.catalogue import DEFAULT_HOST
 from gpipe_compiler.compile import trace
-from gpipe_compiler.options.choices import Frontend
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Frontend, Policy
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.planner import Planner
@@ -65,7 +64,7 @@ def one(ops: int, stages: int, schedule: ScheduleKind, *, repeats: bool) -> dict
     x = torch.empty(MICROBATCHES * 4, 64, device="meta")
     graph = trace(model, x, target=0, loss_fn=lambda out, _: out.sum(), frontend=Frontend.FX)
     cluster = Cluster.of(DEFAULT_HOST, Link(12e9, 1e-6))
-    policy = Policy(schedule)
+    policy = Policy(schedule=schedule)
     planner = Planner(graph, cluster)
     begun = time.process_time()
     prepared = planner.prepare(MICROBATCHES, policy)

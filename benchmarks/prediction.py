@@ -46,7 +46,7 @@ from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.measured import Start, start_command, step_seconds
 from gpipe_compiler.planner.planner import Planner
@@ -124,7 +124,7 @@ def packages(
     found: dict[ScheduleKind, Case | str] = {}
     for schedule in schedules:
         package = folder / f"{name}_{schedule.name.lower()}"
-        policy = Policy(schedule)
+        policy = Policy(schedule=schedule)
         try:
             stages = STAGES.get(schedule, DEVICES)
             plan = planner.plan(planner.choose(stages, MICROBATCHES, policy), policy)

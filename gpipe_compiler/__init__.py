@@ -26,41 +26,47 @@ if typing.TYPE_CHECKING:
         plan,
         trace,
     )
-    from gpipe_compiler.compile_options import CompileOptions
     from gpipe_compiler.errors import GPipeCompilerError
     from gpipe_compiler.frontend.subject import Subject
     from gpipe_compiler.graph_json.file import BareGraph, BareOp, parse_graph, read_graph
     from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
     from gpipe_compiler.graph_json.stages import BareSetting
     from gpipe_compiler.ir import Graph
-    from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
-    from gpipe_compiler.options.constraints import Constraints
-    from gpipe_compiler.options.policy import Auto, Policy, RematChoice
+    from gpipe_compiler.options import (
+        Auto,
+        CompileOptions,
+        Constraints,
+        Frontend,
+        LossChoice,
+        Objective,
+        Policy,
+        RematChoice,
+    )
     from gpipe_compiler.plan import Plan
     from gpipe_compiler.report.text import format_plan
     from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
     from gpipe_compiler.validate.package import Validation
 
 _HOMES = {
-    "Auto": "options.policy",
+    "Auto": "options",
     "BareGraph": "graph_json.file",
     "BareOp": "graph_json.file",
     "BarePlan": "graph_json.plan",
     "BareSetting": "graph_json.stages",
     "BatchNorm": "runtime.spec",
-    "CompileOptions": "compile_options",
+    "CompileOptions": "options",
     "Compiled": "compile",
-    "Constraints": "options.constraints",
-    "Frontend": "options.choices",
+    "Constraints": "options",
+    "Frontend": "options",
     "GPipeCompilerError": "errors",
     "Graph": "ir",
-    "LossChoice": "options.choices",
-    "Objective": "options.choices",
+    "LossChoice": "options",
+    "Objective": "options",
     "OptimizerKind": "runtime.spec",
     "Plan": "plan",
-    "Policy": "options.policy",
+    "Policy": "options",
     "Precision": "runtime.spec",
-    "RematChoice": "options.policy",
+    "RematChoice": "options",
     "ScheduleKind": "runtime.spec",
     "Subject": "frontend.subject",
     "Validation": "validate.package",

@@ -27,16 +27,20 @@ from gpipe_compiler.codegen.package import (
     place,
     refuse_taken,
 )
-from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import LossFunction, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.options.choices import Frontend, LossChoice
-from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import (
+    NO_CONSTRAINTS,
+    CompileOptions,
+    Constraints,
+    Frontend,
+    LossChoice,
+    Policy,
+)
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.pipeline import PassPipeline
@@ -213,9 +217,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         return Compiled(target.frontend, made, None, None, frontier=frontier, batch=target.batch)
     if target.options.remedies:
         progress("looking at what would save memory")
-        made = dataclasses.replace(
-            made, what_if=what_if(target.planner, made, target.options.policy)
-        )
+        made = dataclasses.replace(made, what_if=what_if(target.planner, made, target.options))
     package = _Package(target, made, progress)
     with _left_aside(directory):
         placed = place(directory, package.write, force=options.force, check=package.check)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpipe_compiler.cluster import Device, Link
 from gpipe_compiler.ir import Graph, State
-from gpipe_compiler.options.optimizer_state import AnyOptimizer, copies_of, remembered_bytes
+from gpipe_compiler.options import AnyOptimizer, copies_of, remembered_bytes
 from gpipe_compiler.runtime.spec import Precision
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph, State
-from gpipe_compiler.options.optimizer_state import OwnOptimizer
+from gpipe_compiler.options import OwnOptimizer
 from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.runtime.wording import said
 

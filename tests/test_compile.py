@@ -11,7 +11,7 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.planner.planner import likely_microbatches
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)

@@ -23,8 +23,7 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend, LossChoice
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import Frontend, LossChoice, RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.package import Validation, validate

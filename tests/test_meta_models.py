@@ -21,7 +21,7 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 
 MODEL = Path(__file__).with_name("meta_decoder.py")
 GOLDEN = Path(__file__).parent / "codegen" / "golden" / "on_meta"

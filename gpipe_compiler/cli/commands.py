@@ -18,13 +18,18 @@ from gpipe_compiler.cli.onnx import onnx_file
 from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.compile import Compiled
 from gpipe_compiler.compile import compile as compile_model
-from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import ModelSpec
-from gpipe_compiler.options.choices import Frontend, LossChoice, Objective
-from gpipe_compiler.options.policy import Auto, RematChoice
+from gpipe_compiler.options import (
+    Auto,
+    CompileOptions,
+    Frontend,
+    LossChoice,
+    Objective,
+    RematChoice,
+)
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.frontier import document, show_frontier

@@ -13,8 +13,7 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_json.file import read_graph
 from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
 from gpipe_compiler.graph_json.stages import DEFAULT_LINK, BareSetting
-from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.options import Auto, Objective
 from gpipe_compiler.runtime.core.typed import MOST_MICROBATCHES
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.runtime.wording import listed

@@ -6,9 +6,7 @@ import argparse
 import math
 import re
 
-from gpipe_compiler.options.choices import Objective
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import CUT_INSIDE, Auto
+from gpipe_compiler.options import CUT_INSIDE, Auto, Constraints, Objective
 from gpipe_compiler.runtime.core.typed import shown
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 

@@ -19,7 +19,7 @@ from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 _Tracer = Callable[[Subject, bool, Precision], Graph]

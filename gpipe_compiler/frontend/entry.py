@@ -49,7 +49,7 @@ from gpipe_compiler.frontend.structure import (
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Argument, Reduction
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import OutputClass
 from gpipe_compiler.runtime.wording import text_of

@@ -38,7 +38,7 @@ from gpipe_compiler.frontend.user_code import (
     import_user_code,
 )
 from gpipe_compiler.no_gc import uncollected
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.runtime.spec import Steps
 
 DEFAULT_FACTORY = "build_model"

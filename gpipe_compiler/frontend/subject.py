@@ -13,7 +13,7 @@ from torch import nn
 
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.frontend.structure import map_tensors
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.runtime.spec import Steps
 
 LossFunction = Callable[[object, object], torch.Tensor]

@@ -19,7 +19,7 @@ from gpipe_compiler.graph_json.stages import (
     setting_of,
     with_kinds,
 )
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.problem import CutProblem

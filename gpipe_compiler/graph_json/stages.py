@@ -10,7 +10,7 @@ from functools import cached_property
 from gpipe_compiler.cluster import NO_LINK, Cluster, Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.graph_json.file import BareGraph
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.passes.cut.problem import CutProblem, Seconds, Traffic
 from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot

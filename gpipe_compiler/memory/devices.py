@@ -15,7 +15,7 @@ from gpipe_compiler.memory.growing import grown
 from gpipe_compiler.memory.holders import holders_at
 from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.options.optimizer_state import (
+from gpipe_compiler.options import (
     AnyOptimizer,
     OwnOptimizer,
     copies_of,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from gpipe_compiler.codegen.package import Progress
-from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summary
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
@@ -23,7 +22,7 @@ from gpipe_compiler.onnx.codegen.package import write_exported
 from gpipe_compiler.onnx.codegen.scripts import closeness
 from gpipe_compiler.onnx.runtime.check import Closeness
 from gpipe_compiler.onnx.validate import Arrays, batch_sizes, validate_stages
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import CompileOptions, Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.codegen.package import Progress
-from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx import OnnxFile
@@ -22,8 +21,7 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.measure import onnx_measured
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
-from gpipe_compiler.options.choices import Frontend
-from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.options import Auto, CompileOptions, Frontend
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.effects import Effects

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 EQUAL = 1e-3

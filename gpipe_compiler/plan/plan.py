@@ -19,7 +19,7 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.no_gc import uncollected
-from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
+from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan.checks import check_fields, check_whole
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.plan.op_table import OpNote, list_ops

@@ -11,9 +11,7 @@ from itertools import chain
 
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.optimizer_state import AnyOptimizer
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import NO_CONSTRAINTS, AnyOptimizer, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.ground import Known
@@ -102,7 +100,7 @@ class CandidateBuilder:
         exact = policy.batchnorm is BatchNorm.EXACT and graph.loss is not None
         if exact and setting.microbatches > 1:
             whole = mixing_ops(graph) | facts.effects.state_writes.keys()
-        problem = problem_of(facts, costs[1:], policy.optimizer)
+        problem = problem_of(facts, costs[1:], policy.counted_optimizer)
         seconds = tuple({n: op.forward_s for n, op in cost.ops.items()} for cost in costs)
         most = FEW if work < WORK else MANY
         return cls(
@@ -110,7 +108,7 @@ class CandidateBuilder:
             problem=constrain(problem, facts, constraints, setting.stages),
             setting=setting,
             cluster=cluster,
-            optimizer=policy.optimizer,
+            optimizer=policy.counted_optimizer,
             work=work,
             prove=policy.prove and work >= WORK,
             whole=whole,

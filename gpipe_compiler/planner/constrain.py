@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph, ModuleCall, Op, State
-from gpipe_compiler.options.constraints import Constraints, pin_words
+from gpipe_compiler.options import Constraints, pin_words
 from gpipe_compiler.passes.cut.constraints import ConstraintWords, StageRanges
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.planner.cut_problem import CutFacts

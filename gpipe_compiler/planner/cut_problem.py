@@ -17,7 +17,7 @@ from gpipe_compiler.ir import (
     StateKind,
 )
 from gpipe_compiler.ir.arguments import leaves
-from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.modules import ModuleNodes, module_calls

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.plan.what_if import Remedy, WhatIf
@@ -51,9 +51,7 @@ class _Change:
         Raises:
             PlanError, UsageError, ModelError: where there can be none.
         """
-        choice = self.choice
-        policy = dataclasses.replace(self.policy, schedule=choice.schedule, remat=choice.remat)
-        return planner.plan(choice, policy, AT_FIRST, exact_memory=True)
+        return planner.plan(self.choice, self.policy, AT_FIRST, exact_memory=True)
 
 
 # --- what would save memory -----------------------------------------------------------------------
@@ -64,7 +62,7 @@ def what_if(planner: Planner, plan: Plan, policy: Policy) -> WhatIf:
 
     Args:
         planner: that made the plan, of a graph that torch can run.
-        policy: that of the plan; its schedule is the plan's, whatever it says.
+        policy: that of the plan; the schedule is the plan's, whatever it says.
     """
     devices = len(plan.orders)
     choice = Choice(len(plan.stages), devices, plan.schedule, plan.microbatches, policy.remat)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.cluster import is_host
 from gpipe_compiler.memory.devices import Layout, device_memories
-from gpipe_compiler.options.optimizer_state import AnyOptimizer
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import AnyOptimizer, RematChoice
 from gpipe_compiler.passes.cut.device_order import seat_orders
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage

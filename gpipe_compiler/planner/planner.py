@@ -10,8 +10,7 @@ from typing import TypeAlias
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pass_setting import PassSetting
@@ -93,7 +92,7 @@ class Planner:
         if microbatches is None:
             microbatches = self.default_microbatches(stages, policy)
         devices = pipeline_devices(self.cluster, stages, policy, training=training)
-        return Choice(stages, devices, policy.schedule, microbatches, policy.remat)
+        return Choice(stages, devices, policy.schedule_kind, microbatches, policy.remat)
 
     def default_microbatches(self, stages: int, policy: Policy) -> int:
         """As many as a batch should make: fewer where a layer has to have several samples.

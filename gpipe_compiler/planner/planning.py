@@ -8,8 +8,7 @@ from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
-from gpipe_compiler.options.constraints import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.passes.cut.solve import WORK
@@ -44,7 +43,7 @@ def make_plan(
     Args:
         prepared: training when it has a loss, else inference.
         choice: how many stages and micro-batches there are, and devices of the pipeline.
-        policy: all the rest, its schedule and what it recomputes among it.
+        policy: all the rest.
         batch_size: samples of a mini-batch.
         constraints: what the stages are to keep to.
         work: how much every cut may work out (`passes.cut.cut`).
@@ -67,7 +66,7 @@ def make_plan(
     setting = setting_for(cluster, choice, policy, training=training)
     cluster = cluster.sized(len(setting.seats))
     builder = CandidateBuilder.of(prepared, cluster, setting, policy, constraints, work)
-    remat = policy.remat if training else RematChoice.NONE
+    remat = choice.remat if training else RematChoice.NONE
     if exact_memory:
         exact = choose_exactly(builder, remat, policy.data_parallel)
         candidate, programs = exact.candidate, exact.layout.programs if training else None
@@ -82,7 +81,7 @@ def make_plan(
         name=graph.name,
         stages=candidate.stages,
         crossings=candidate.table.crossings,
-        schedule=policy.schedule,
+        schedule=choice.schedule,
         microbatches=choice.microbatches,
         batch_size=batch_size,
         training=training,
@@ -198,7 +197,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
         UsageError: when there are too few devices for the replicas.
         PlanError: when the schedule cannot have so many stages.
     """
-    kind = policy.schedule if training else None
+    kind = choice.schedule if training else None
     devices = choice.devices
     replicas = policy.data_parallel
     cluster = cluster.sized(devices)
@@ -212,7 +211,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
         peer = cluster.link
         if not cluster.endless and replicas > 1:
             peer = cluster.between(number, number + there)
-        rate = update_s_per_byte(device, policy.optimizer, replicas, peer)
+        rate = update_s_per_byte(device, policy.counted_optimizer, replicas, peer)
         seats.append(
             DeviceSlot(
                 kinds.index(device),
@@ -243,7 +242,7 @@ def pipeline_devices(cluster: Cluster, stages: int, policy: Policy, *, training:
     """
     if stages < 1:
         raise UsageError(f"{stages} stages: at least one is needed")
-    kind = policy.schedule if training else ScheduleKind.GPIPE
+    kind = policy.schedule_kind if training else ScheduleKind.GPIPE
     try:
         wanted = devices_for(kind, stages)
     except ValueError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Prediction, Stage
 from gpipe_compiler.plan.timeline import recomputing

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
-from gpipe_compiler.options.choices import SEARCH_SECONDS
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import SEARCH_SECONDS, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, ParetoPoint
@@ -151,7 +150,9 @@ class _Exploration:
             except _CANNOT as error:
                 self._work[microbatches] = error
             else:
-                problem = problem_of(prepared.facts, prepared.costs[1:], self.policy.optimizer)
+                problem = problem_of(
+                    prepared.facts, prepared.costs[1:], self.policy.counted_optimizer
+                )
                 training = prepared.graph.loss is not None
                 self._work[microbatches] = WorkSums.of(problem, training=training)
         return self._work[microbatches]
@@ -202,15 +203,12 @@ class _Exploration:
         known = f", best {format_seconds(best)} a step" if best is not None else ""
         self.progress(f"exploring: {len(self.points)} of {self.count} settings{known}")
         try:
-            plan = self.planner.plan(choice, self._policy(choice), AT_FIRST)
+            plan = self.planner.plan(choice, self.policy, AT_FIRST)
         except _CANNOT as error:
             self._refuse(choice, error)
             return
         self.points[choice] = planned(choice, plan)
         self._keep(choice, plan)
-
-    def _policy(self, choice: Choice) -> Policy:
-        return dataclasses.replace(self.policy, schedule=choice.schedule, remat=choice.remat)
 
     def _refuse(self, choice: Choice, error: GPipeCompilerError) -> None:
         self.errors.append(error)
@@ -245,7 +243,7 @@ class _Exploration:
     def _kept(self, choice: Choice) -> Plan:
         """A plan made while settings were compared."""
         if choice not in self.plans:
-            self.plans[choice] = self.planner.plan(choice, self._policy(choice), AT_FIRST)
+            self.plans[choice] = self.planner.plan(choice, self.policy, AT_FIRST)
         return self.plans[choice]
 
     def _measured(self, choice: Choice, plan: Plan) -> Plan:
@@ -254,19 +252,18 @@ class _Exploration:
             return plan
         facts = self.planner.prepare(choice.microbatches, self.policy).facts
         facts = facts.in_stages([stage.ops for stage in plan.stages])
-        return remeasured(plan, self.policy.optimizer, facts.memory_traces)
+        return remeasured(plan, self.policy.counted_optimizer, facts.memory_traces)
 
     def _in_full(self, choice: Choice) -> Plan:
         """The plan of a choice, exact in memory; its point is corrected where that does not fit."""
-        policy = self._policy(choice)
-        plan = self.planner.plan(choice, policy, exact_memory=False)
+        plan = self.planner.plan(choice, self.policy, exact_memory=False)
         if _merit(planned(choice, plan)) <= _merit(self.points[choice]):
             self.points[choice] = planned(choice, plan)
         else:
             plan = self._kept(choice)
         plan = self._measured(choice, plan)
         if most_over(plan) and self.planner.analysis is None:
-            again = self.planner.plan(choice, policy)
+            again = self.planner.plan(choice, self.policy)
             plan = min(plan, again, key=lambda one: _merit(planned(choice, one)))
         point, exact = self.points[choice], planned(choice, plan)
         if most_over(plan) or exact.step_s != point.step_s:

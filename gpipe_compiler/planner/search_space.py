@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Cluster, core_count, is_here
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.options.policy import Auto, Policy, RematChoice
+from gpipe_compiler.options import Auto, CompileOptions, Policy, RematChoice
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Seconds
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.planning import devices_there
@@ -53,26 +53,20 @@ class SearchSpace:
     devices: int
 
     @classmethod
-    def of(
-        cls,
-        cluster: Cluster,
-        stages: int | Auto,
-        microbatches: int | Auto | None,
-        schedule: ScheduleKind | Auto,
-        policy: Policy,
-    ) -> SearchSpace:
-        """The wish on the devices of a cluster.
+    def of(cls, options: CompileOptions) -> SearchSpace:
+        """What the options give, and leave to be found.
 
         Raises:
             UsageError: where nobody says how many stages nor how many devices there are.
         """
+        cluster, stages = options.cluster, options.stages
         if isinstance(stages, Auto):
-            devices = devices_to_explore(cluster, policy.data_parallel)
+            devices = devices_to_explore(cluster, options.data_parallel)
         else:
             devices = stages
             if not cluster.endless:
-                devices = min(stages, devices_there(cluster, policy.data_parallel))
-        return cls(stages, microbatches, schedule, policy.remat, devices)
+                devices = min(stages, devices_there(cluster, options.data_parallel))
+        return cls(stages, options.microbatches, options.schedule, options.remat, devices)
 
     @property
     def free(self) -> Free:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind, ValueKind
-from gpipe_compiler.options.optimizer_state import AnyOptimizer
+from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Traffic
 from gpipe_compiler.passes.duplicate import closure
 from gpipe_compiler.passes.footprint import held_bytes

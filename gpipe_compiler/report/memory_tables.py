@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.options.choices import SHOWN_HOLDERS
+from gpipe_compiler.options import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan, RematPoint
 from gpipe_compiler.plan.memory_curve import CATEGORIES, PeakHolder
 from gpipe_compiler.report.facts import headline

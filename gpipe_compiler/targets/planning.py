@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from gpipe_compiler.codegen.package import Progress
-from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.options import Auto, CompileOptions
 from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -35,22 +34,22 @@ def plan_as_asked(
         DoesNotFitError: when nothing fits the devices, and that is asked or explored.
         PlanError, UsageError: when there can be no plan.
     """
-    policy, stages, microbatches = options.policy, options.stages, options.microbatches
+    stages, microbatches = options.stages, options.microbatches
     if not (
         isinstance(stages, Auto)
         or isinstance(microbatches, Auto)
         or isinstance(options.schedule, Auto)
     ):
-        choice = planner.choose(stages, microbatches, policy)
-        made = planner.plan(choice, policy)
+        choice = planner.choose(stages, microbatches, options)
+        made = planner.plan(choice, options)
         if options.must_fit:
-            refuse_too_large(planner, made, policy, choice)
+            refuse_too_large(planner, made, options, choice)
         return made, None
-    wish = SearchSpace.of(options.cluster, stages, microbatches, options.schedule, policy)
-    found = explore(planner, wish, policy, seconds=options.search_s, progress=progress)
+    wish = SearchSpace.of(options)
+    found = explore(planner, wish, options, seconds=options.search_s, progress=progress)
     frontier = found.frontier
     if not found.fits:
         progress("looking for settings nearby that fit")
         nearest = frontier.points[0].choice
-        refuse_too_large(planner, found.plan, policy, nearest, wish.free, len(frontier.points))
+        refuse_too_large(planner, found.plan, options, nearest, wish.free, len(frontier.points))
     return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier

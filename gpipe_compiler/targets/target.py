@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from gpipe_compiler.codegen.package import Progress
-    from gpipe_compiler.compile_options import CompileOptions
-    from gpipe_compiler.options.choices import Frontend
+    from gpipe_compiler.options import CompileOptions, Frontend
     from gpipe_compiler.plan import Plan
     from gpipe_compiler.plan.pareto import Frontier
     from gpipe_compiler.planner.planner import Planner

@@ -12,13 +12,12 @@ from typing import ClassVar, Self
 import torch
 
 from gpipe_compiler.codegen.package import Progress, emit, write_package
-from gpipe_compiler.compile_options import CompileOptions
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import CompileOptions, Frontend
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.plan import Plan
@@ -134,7 +133,7 @@ class TorchStages:
         self, like: Plan, subject: Subject, microbatches: int, folder: Path
     ) -> Plan:
         """Writes the package of a subject in the schedule and number of stages of another plan."""
-        policy = dataclasses.replace(self.options.policy, schedule=like.schedule, data_parallel=1)
+        policy = dataclasses.replace(self.options, schedule=like.schedule, data_parallel=1)
         planner = Planner(auto.trace(subject, self.frontend), self.options.cluster)
         made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
         emit(made, folder, example=real_example(subject))
@@ -162,7 +161,7 @@ def _with_optimizer(
     if graph.loss is None:
         return options, ""
     if options.optimizer is not None or make is None:
-        kind = options.policy.optimizer
+        kind = options.counted_optimizer
         name = kind.value if isinstance(kind, OptimizerKind) else str(kind)
         own = " (make_optimizer() is there, and not counted)" if make is not None else ""
         return options, name + own

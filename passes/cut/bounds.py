@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.setting import CutSetting

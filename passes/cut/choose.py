@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, seat_orders

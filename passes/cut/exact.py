@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 
 from gpipe_compiler.cluster import Link
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, excess_of
 from gpipe_compiler.passes.cut.pairs import StageRow

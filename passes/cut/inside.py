@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, seat_orders

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.modules import ModuleNodes, weights

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.disjoint import DisjointSets
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.contract import topological
 from gpipe_compiler.passes.cut.device_order import fastest
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.runtime.schedule import forward_only
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.schedule.choosing import (

@@ -18,7 +18,7 @@ from published import Row as Published
 from random_problems import random_problem
 
 from gpipe_compiler.cluster import Link
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.classic import block_ends
 from gpipe_compiler.passes.cut.contract import contract

@@ -9,7 +9,7 @@ from fitting_memory import Fit, amoebanet, largest, most_parameters, pinned, pla
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 

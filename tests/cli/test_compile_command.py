@@ -23,8 +23,7 @@ from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend, LossChoice
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import Frontend, LossChoice, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind

@@ -19,9 +19,7 @@ from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend, LossChoice
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Constraints, Frontend, LossChoice, Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.what_if import Remedy
 from gpipe_compiler.planner.memory_advice import what_if
@@ -84,8 +82,11 @@ def remedies(plan: Plan) -> dict[str, Remedy]:
 SETTINGS: dict[str, tuple[Policy, int]] = {
     "--microbatches 8": (Policy(), 8),
     "--remat full": (Policy(remat=RematChoice.FULL), M),
-    "--schedule 1f1b": (Policy(ScheduleKind.ONE_F_ONE_B), M),
-    "--schedule 1f1b --remat full": (Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.FULL), M),
+    "--schedule 1f1b": (Policy(schedule=ScheduleKind.ONE_F_ONE_B), M),
+    "--schedule 1f1b --remat full": (
+        Policy(schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.FULL),
+        M,
+    ),
     "--precision bf16": (Policy(precision=Precision.BF16), M),
 }
 
@@ -135,7 +136,9 @@ def test_an_optimizer_counts_in_the_remedies(graph: Graph) -> None:
 
 
 def test_nothing_is_told_twice_of_a_plan_that_does_so_already(graph: Graph) -> None:
-    policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.FULL, precision=Precision.BF16)
+    policy = Policy(
+        schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.FULL, precision=Precision.BF16
+    )
     planner = bench_of(graph)
     made = planned(planner, policy, BATCH)
     told = dataclasses.replace(made, what_if=what_if(planner, made, policy))

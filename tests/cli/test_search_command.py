@@ -16,8 +16,7 @@ from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cli.arguments import compile_parser
 from gpipe_compiler.cli.search import constraints_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import Auto
+from gpipe_compiler.options import Auto, Constraints
 
 MODEL = """
 import torch

@@ -24,7 +24,7 @@ from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options import Frontend, LossChoice
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.duplicate import duplicable

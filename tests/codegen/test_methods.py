@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.plan import Plan
 
 

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.passes.memory_trace.part import GraphPart, PartModule
 from gpipe_compiler.plan import Plan
 

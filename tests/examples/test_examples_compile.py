@@ -20,7 +20,7 @@ from gpipe_compiler.compile import CompileOptions, emit, plan, trace_subject
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -154,7 +154,7 @@ def written(small: Small, stages: int, schedule: ScheduleKind, folder: Path) -> 
         graph_of(small.name),
         stages=stages,
         microbatches=MICROBATCHES,
-        policy=Policy(schedule),
+        policy=Policy(schedule=schedule),
         cluster=CLUSTER,
     )
     package = folder / f"{small.name}_{schedule.name.lower()}_x{stages}"

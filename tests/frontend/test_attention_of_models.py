@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import ByMode, FunctionCall
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import transform
 

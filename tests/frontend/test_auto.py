@@ -11,7 +11,7 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, RegionCall
-from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options import Frontend, LossChoice
 
 
 class Small(nn.Module):

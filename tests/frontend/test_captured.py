@@ -11,7 +11,7 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.captured import trace_dynamo
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Autocast, NoGrad, RegionCall
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 
 class Convolutional(nn.Module):

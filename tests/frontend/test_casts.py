@@ -20,7 +20,7 @@ from gpipe_compiler.frontend.auto import choose
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 TYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}

@@ -18,7 +18,7 @@ from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, Ref, StateRef
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 
 class Model(nn.Module):

@@ -10,7 +10,7 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.shapes import annotate
 
 

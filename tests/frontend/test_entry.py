@@ -16,7 +16,7 @@ from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import describe, fill, pick, slots
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Reduction
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 
 class Anything(nn.Module):

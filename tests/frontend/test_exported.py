@@ -12,7 +12,7 @@ from torch import nn
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 
 class Mlp(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 import gpipe_compiler as gpc
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 HEAD = """\
 import torch

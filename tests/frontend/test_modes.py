@@ -15,7 +15,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import ByMode, FunctionCall, Mode, Ref
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 WIDTH = 4
 

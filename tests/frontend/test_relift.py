@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ModuleCall, RegionCall
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 X = torch.randn(4, 6)
 

@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 
 WIDTH = 4
 MANY = 13

@@ -14,7 +14,7 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import FunctionCall, MethodCall, ModuleCall, Ref, StateKind
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 
 
 def subject(model, *args, **kwargs):

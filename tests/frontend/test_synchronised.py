@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_compiler.frontend.auto import choose, trace_with
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend, LossChoice
+from gpipe_compiler.options import Frontend, LossChoice
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 

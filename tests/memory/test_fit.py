@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import CandidateBuilder
@@ -22,7 +22,7 @@ from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 STAGES, MICROBATCHES = 2, 4
-POLICY = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.AUTO)
+POLICY = Policy(schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.AUTO)
 
 
 @pytest.fixture(scope="module")

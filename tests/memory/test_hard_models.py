@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.core.random import SeededRandom

@@ -10,7 +10,7 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.compile import plan, trace_subject
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.memory.devices import UPDATE
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
@@ -26,7 +26,9 @@ def planned(example: str, stages: int, microbatches: int) -> Plan:
         graph,
         stages=stages,
         microbatches=microbatches,
-        policy=Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.FULL, optimizer=OptimizerKind.ADAMW),
+        policy=Policy(
+            schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.FULL, optimizer=OptimizerKind.ADAMW
+        ),
         cluster=Cluster.of(device, Link(1e11, 1e-6)).sized(stages),
     )
 

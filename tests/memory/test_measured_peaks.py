@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 from gpipe_compiler.passes.fakes import lstm_workspace_bytes
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -65,7 +65,7 @@ def peaks(
     options = CompileOptions(1, microbatches, ScheduleKind.GPIPE, remat, validate=False)
     package = folder / f"unlike_{folder.name}"
     made = compile(subject, options, package)
-    live, _ = count(Case(str(package), batch, options.policy.optimizer.value))
+    live, _ = count(Case(str(package), batch, options.counted_optimizer.value))
     return made.plan.prediction.device_bytes[0], live
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.schedule.actions import Phase

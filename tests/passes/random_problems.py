@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gpipe_compiler.cluster import NO_LINK, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Seconds, Traffic
 from gpipe_compiler.passes.cut.setting import CutSetting, DeviceSlot
 from gpipe_compiler.runtime.spec import ScheduleKind

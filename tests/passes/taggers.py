@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.shapes import annotate
 
 BATCH, LENGTH, CLASSES, WIDTH = 4, 3, 5, 4

@@ -18,7 +18,7 @@ from torch import nn
 import gpipe_compiler as gpc
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.options.constraints import Constraints
+from gpipe_compiler.options import Constraints
 from gpipe_compiler.passes.cut.constraints import ConstraintWords, StageRanges
 from gpipe_compiler.passes.cut.problem import CutProblem, Node
 from gpipe_compiler.plan import Plan

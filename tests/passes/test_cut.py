@@ -18,7 +18,7 @@ from random_problems import random_constraints, random_problem, random_setting
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import Cut, cut, ground
 from gpipe_compiler.passes.cut import choose as cut_module
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Seconds, Traffic

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_compiler.cluster import NO_LINK, Link
-from gpipe_compiler.options.choices import Objective
+from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.criteria import Sends
 from gpipe_compiler.passes.cut.device_order import DeviceOrder

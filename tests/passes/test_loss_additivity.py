@@ -14,7 +14,7 @@ from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.loss_additivity import never_additive
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate

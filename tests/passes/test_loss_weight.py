@@ -42,7 +42,7 @@ from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes import loss_functions
 from gpipe_compiler.passes.loss_weight import different_means, weigh_loss
 from gpipe_compiler.passes.shapes import annotate

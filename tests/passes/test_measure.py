@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_compiler import trace
 from gpipe_compiler.cluster import Device
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes import cost
 from gpipe_compiler.passes import measure as measuring
 from gpipe_compiler.passes.cost import Costs, OpCost, roofline, rooflines

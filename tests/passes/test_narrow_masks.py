@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import transform
 

@@ -13,8 +13,7 @@ from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.compile import trace
 from gpipe_compiler.errors import IllegalGraphError
 from gpipe_compiler.ir import Graph, MethodCall, Op
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Constraints, Policy
 from gpipe_compiler.passes import pipeline
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import ANALYSES, PASSES, Pass, PassPipeline, transform

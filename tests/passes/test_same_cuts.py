@@ -16,7 +16,7 @@ from torch import nn
 
 from gpipe_compiler.cluster import local
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.cost import roofline
 
 X86 = platform.machine() in ("x86_64", "AMD64")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects

@@ -11,7 +11,7 @@ from gpipe_compiler.cluster import BUILT_IN
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ValueKind
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.duplicate import duplicable

@@ -15,8 +15,7 @@ from gpipe_compiler.compile import plan, trace_subject
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Constraints, Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -126,7 +125,7 @@ def divided(made: Plan) -> set[str]:
 
 @pytest.mark.parametrize("schedule", [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])
 def test_layers_that_divide_evenly_stay_whole(decoder: Graph, schedule: ScheduleKind) -> None:
-    policy = Policy(schedule)
+    policy = Policy(schedule=schedule)
 
     made = plan(decoder, stages=4, microbatches=8, policy=policy, cluster=CLUSTER)
     anywhere = plan(
@@ -179,7 +178,7 @@ def test_what_is_asked_of_the_stages_comes_first(decoder: Graph) -> None:
 def test_memory_comes_first() -> None:
     """Where cuts anywhere fit, so does what is taken, and it takes at most the share longer."""
     graph = traced(Decoder(3, 16), torch.randn(8, 8, 16))
-    policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.AUTO)
+    policy = Policy(schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.AUTO)
     anywhere = dataclasses.replace(policy, cut_inside=0.0)
 
     def planned(policy: Policy, memory: int) -> Plan:
@@ -220,7 +219,7 @@ def calls_again(made: Plan) -> list[set[str]]:
 
 
 def test_whole_layers_run_again(decoder: Graph) -> None:
-    policy = Policy(ScheduleKind.ONE_F_ONE_B, RematChoice.AUTO)
+    policy = Policy(schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.AUTO)
 
     def planned(memory: float) -> Plan:
         cluster = Cluster.of(dataclasses.replace(DEFAULT_HOST, memory=int(memory)), CLUSTER.link)

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options.choices import Frontend
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Frontend, Policy
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner

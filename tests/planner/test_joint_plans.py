@@ -19,8 +19,7 @@ from torch import nn
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.schedule import _drawing, _together
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import LossChoice, Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.schedule import gpipe

@@ -14,8 +14,7 @@ from gpipe_compiler.compile import CompileOptions, plan, trace
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import LossChoice, Policy, RematChoice
 from gpipe_compiler.planner import measured as clocking
 from gpipe_compiler.planner.measured import Start, step_seconds, time_stages
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -25,7 +24,7 @@ from gpipe_compiler.runtime.train.stage_times import MeasuredStages, StageSecond
 def planned(schedule=ScheduleKind.GPIPE, remat=RematChoice.NONE):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     graph = trace(model, torch.randn(4, 8), loss=LossChoice.SUM_OF_SQUARES)
-    return plan(graph, stages=2, microbatches=2, policy=Policy(schedule, remat))
+    return plan(graph, stages=2, microbatches=2, policy=Policy(schedule=schedule, remat=remat))
 
 
 def clocked(one, two=None, receive_s=0.0, around_s=0.0):

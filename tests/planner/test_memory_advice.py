@@ -16,7 +16,7 @@ from gpipe_compiler.cli.search import schedule_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import ExitCode
-from gpipe_compiler.options.policy import Auto, RematChoice
+from gpipe_compiler.options import Auto, RematChoice
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.memory_advice import DoesNotFitError
 from gpipe_compiler.planner.search import most_over

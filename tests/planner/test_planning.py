@@ -19,7 +19,7 @@ from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
@@ -71,7 +71,7 @@ def planned(
     stages: int, microbatches: int, schedule: ScheduleKind = ScheduleKind.GPIPE, **options: bool
 ) -> Plan:
     graph = annotate(traced(**options), microbatch_size(BATCH, microbatches))
-    policy = Policy(schedule)
+    policy = Policy(schedule=schedule)
     devices = pipeline_devices(CLUSTER, stages, policy, training=graph.loss is not None)
     choice = Choice(stages, devices, schedule, microbatches)
     prepared = MicrobatchGraph.of(graph, [roofline(graph, DEFAULT_HOST)])

@@ -17,8 +17,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import Frontend, LossChoice
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Frontend, LossChoice, Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import stage_times
@@ -138,14 +137,16 @@ def test_auto_recomputes_only_where_memory_is_short(graph: Graph, schedule: Sche
     """Whatever devices hold: the plan fits, and one that recomputes would not fit without."""
     stages = 4 if schedule in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV) else K
     none, full = (
-        planned(graph, Policy(schedule, choice, cut_inside=0), stages=stages)
+        planned(graph, Policy(schedule=schedule, remat=choice, cut_inside=0), stages=stages)
         for choice in (RematChoice.NONE, RematChoice.FULL)
     )
     most, least = max(none.prediction.device_bytes), max(full.prediction.device_bytes)
     assert least < most
     some = set()
     for memory in range(least + 100, most + 1, (most - least) // 5):
-        auto = planned(graph, Policy(schedule, RematChoice.AUTO, cut_inside=0), memory, stages)
+        auto = planned(
+            graph, Policy(schedule=schedule, remat=RematChoice.AUTO, cut_inside=0), memory, stages
+        )
 
         assert max(auto.prediction.device_bytes) <= memory
         for load in loads(auto.orders):
@@ -223,7 +224,7 @@ def test_inference_recomputes_nothing() -> None:
 
 def test_a_schedule_that_cannot_normalise_the_whole_batch_is_refused() -> None:
     with pytest.raises(UsageError, match="the schedule 1f1b cannot do that") as error:
-        Policy(ScheduleKind.ONE_F_ONE_B, batchnorm=BatchNorm.EXACT)
+        Policy(schedule=ScheduleKind.ONE_F_ONE_B, batchnorm=BatchNorm.EXACT)
     assert "--schedule gpipe" in error.value.hint
 
 

@@ -19,7 +19,7 @@ from gpipe_compiler.compile import plan
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.passes import cost
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -110,7 +110,7 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
             graph,
             stages=16,
             microbatches=64,
-            policy=Policy(ScheduleKind.ONE_F_ONE_B),
+            policy=Policy(schedule=ScheduleKind.ONE_F_ONE_B),
             cluster=Cluster.of(Device("device", 1e12, 1e12, 10**12, 1e-6), Link(1e10, 1e-6)),
         )
 

@@ -20,8 +20,7 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
 from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import Auto, Policy, RematChoice
+from gpipe_compiler.options import Auto, CompileOptions, Constraints, Policy, RematChoice
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.planner import planner
 from gpipe_compiler.planner import search as exploring
@@ -93,7 +92,7 @@ def all_of(planner: Planner, wish: SearchSpace, policy: Policy) -> list[ParetoPo
 
 
 def wish_for(cluster: Cluster, remat: RematChoice = RematChoice.AUTO) -> SearchSpace:
-    return SearchSpace.of(cluster, AUTO, AUTO, AUTO, Policy(remat=remat))
+    return SearchSpace.of(CompileOptions(AUTO, AUTO, schedule=AUTO, cluster=cluster, remat=remat))
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +223,7 @@ class TestTrueMemory:
         found = explore(Planner(graph, cluster), wish_for(cluster), Policy())
 
         plan = found.plan
-        measured = remeasured(plan, Policy().optimizer)
+        measured = remeasured(plan, Policy().counted_optimizer)
         assert plan.prediction.device_bytes == measured.prediction.device_bytes
         first = found.frontier.points[0]
         peak = max(plan.prediction.device_bytes)
@@ -279,7 +278,7 @@ class TestChoices:
         assert {(c.schedule, c.remat) for c in found} == {(ScheduleKind.GPIPE, RematChoice.NONE)}
 
     def test_what_is_given_is_kept(self) -> None:
-        wish = SearchSpace.of(toy(ROOM, 4), 4, 2, AUTO, Policy())
+        wish = SearchSpace.of(CompileOptions(4, 2, schedule=AUTO, cluster=toy(ROOM, 4)))
         found = choices(wish, 8, Policy(), training=True)
 
         assert {(c.stages, c.microbatches, c.remat) for c in found} == {(4, 2, RematChoice.NONE)}
@@ -297,7 +296,9 @@ class TestChoices:
             loss_fn=nn.MSELoss(),
         )
         cluster = toy(10**9, 2)
-        wish = SearchSpace.of(cluster, AUTO, None, ScheduleKind.GPIPE, Policy())
+        wish = SearchSpace.of(
+            CompileOptions(AUTO, None, schedule=ScheduleKind.GPIPE, cluster=cluster)
+        )
         points = explore(Planner(graph, cluster), wish, Policy()).frontier.points
         assert {(p.choice.stages, p.choice.microbatches) for p in points} == {(1, 4), (2, 4)}
 
@@ -326,7 +327,7 @@ class TestExploration:
     def test_what_cannot_be_planned_says_why(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
         pinned = Planner(graph, cluster, constraints=Constraints(pins=(("second", 2),)))
-        wish = SearchSpace.of(cluster, AUTO, 4, ScheduleKind.GPIPE, Policy())
+        wish = SearchSpace.of(CompileOptions(AUTO, 4, schedule=ScheduleKind.GPIPE, cluster=cluster))
         found = explore(pinned, wish, Policy())
 
         fates = {point.choice.stages: point for point in found.frontier.points}
@@ -338,17 +339,23 @@ class TestExploration:
         cluster = toy(ROOM, 2)
         planner = Planner(graph, cluster, constraints=Constraints(pins=(("second", 7),)))
         with pytest.raises(UsageError, match="--pin second=7"):
-            explore(planner, SearchSpace.of(cluster, AUTO, 4, AUTO, Policy()), Policy())
+            explore(
+                planner,
+                SearchSpace.of(CompileOptions(AUTO, 4, schedule=AUTO, cluster=cluster)),
+                Policy(),
+            )
 
     def test_a_schedule_that_cannot_have_the_stages_is_refused(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
-        wish = SearchSpace.of(cluster, 3, AUTO, ScheduleKind.ZBV, Policy())
+        wish = SearchSpace.of(CompileOptions(3, AUTO, schedule=ScheduleKind.ZBV, cluster=cluster))
         with pytest.raises(PlanError, match="no such stages"):
             explore(Planner(graph, cluster), wish, Policy())
 
     def test_time_that_is_up_is_told(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM)
-        wish = SearchSpace.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, Policy())
+        wish = SearchSpace.of(
+            CompileOptions(AUTO, AUTO, schedule=ScheduleKind.GPIPE, cluster=cluster)
+        )
         found = explore(Planner(graph, cluster), wish, Policy(), seconds=0.0)
 
         assert sum(point.fate is Fate.PLANNED for point in found.frontier.points) == 1
@@ -375,7 +382,16 @@ class TestExploration:
     def test_replicas_share_the_batch(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 4)
         policy = Policy(data_parallel=2)
-        wish = SearchSpace.of(cluster, AUTO, AUTO, ScheduleKind.GPIPE, policy)
+        wish = SearchSpace.of(
+            CompileOptions(
+                AUTO,
+                AUTO,
+                schedule=ScheduleKind.GPIPE,
+                cluster=cluster,
+                data_parallel=policy.data_parallel,
+                batchnorm=policy.batchnorm,
+            )
+        )
         found = explore(Planner(graph, cluster), wish, policy)
 
         assert {point.choice.devices for point in found.frontier.points} == {1, 2}

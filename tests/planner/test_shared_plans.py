@@ -16,8 +16,7 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.options.policy import Policy
+from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import ScheduleKind

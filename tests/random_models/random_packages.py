@@ -28,8 +28,7 @@ from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.options.choices import LossChoice
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import LossChoice, Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
@@ -69,7 +68,12 @@ class Layout:
 
     @property
     def policy(self) -> Policy:
-        return Policy(self.schedule, self.remat, self.batchnorm, self.precision)
+        return Policy(
+            schedule=self.schedule,
+            remat=self.remat,
+            batchnorm=self.batchnorm,
+            precision=self.precision,
+        )
 
     @property
     def dtype(self) -> torch.dtype:

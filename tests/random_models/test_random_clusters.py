@@ -25,9 +25,7 @@ from random_packages import Layout, subject_of
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.frontend.auto import trace
-from gpipe_compiler.options.choices import Frontend
-from gpipe_compiler.options.constraints import Constraints
-from gpipe_compiler.options.policy import Policy, RematChoice
+from gpipe_compiler.options import Constraints, Frontend, Policy, RematChoice
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.plan import Plan
@@ -253,7 +251,7 @@ def hold(recipe: Recipe, asked: Asked) -> str:
     planner = Planner(planner.graph, cluster, constraints=constraints)
     choice = planner.choose(asked.stages, asked.microbatches, policy)
     prepared = planner.prepare(asked.microbatches, policy)
-    problem = problem_of(prepared.facts, prepared.costs[1:], policy.optimizer)
+    problem = problem_of(prepared.facts, prepared.costs[1:], policy.counted_optimizer)
     setting = setting_for(cluster, choice, policy, training=True)
     try:
         problem = constrain(problem, prepared.facts, constraints, asked.stages)
@@ -334,7 +332,7 @@ def accept(recipe: Recipe, asked: Asked) -> str:
 IN_SEGMENTS = Asked(
     1,
     1,
-    Policy(ScheduleKind.GPIPE, RematChoice.AUTO),
+    Policy(schedule=ScheduleKind.GPIPE, remat=RematChoice.AUTO),
     Cluster.of(Device("flat", 1e6, 1e6, 10**9, 0.0), Link(1e6, 0.0)),
     tightness=0.6,
 )
@@ -406,7 +404,7 @@ def test_problem_and_plan_count_alike(recipe: Recipe) -> None:
 AT_THE_LIMIT = Asked(
     4,
     2,
-    Policy(ScheduleKind.INTERLEAVED, RematChoice.FULL, prove=True),
+    Policy(schedule=ScheduleKind.INTERLEAVED, remat=RematChoice.FULL, prove=True),
     Cluster((Device("flat", 1e6, 1e6, 10**9, 0.0),) * 2, Link(1e6, 0.0)),
     tightness=1.0,
 )

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Precision

@@ -25,7 +25,7 @@ from random_training import (
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.auto import trace
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gpipe_compiler.options.policy import RematChoice
+from gpipe_compiler.options import RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.report.frontier import document, format_ratio, reason, show_frontier

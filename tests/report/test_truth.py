@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, GLOO, Cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.plan import Plan
 
 

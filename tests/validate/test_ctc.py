@@ -16,7 +16,7 @@ from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 STEPS, CLASSES, LONGEST = 10, 6, 4

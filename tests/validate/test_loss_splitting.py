@@ -31,7 +31,7 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.package import validate
 

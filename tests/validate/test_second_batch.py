@@ -15,7 +15,7 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ValidationError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options.choices import Frontend
+from gpipe_compiler.options import Frontend
 from gpipe_compiler.validate.package import validate
 from gpipe_compiler.validate.second_batch import Use, integer_uses, other_batches, other_size
 
