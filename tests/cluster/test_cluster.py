@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,8 +268,13 @@ class TestThisMachine:
 
 
 class TestLinks:
-    def test_two_processes_are_timed(self) -> None:
-        link = local.timed_link()
+    def test_two_processes_are_timed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wherever temporary files lie."""
+        folder = tmp_path / "50% full, über"
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+        link = local.timed_link(timeout_s=500)
 
         assert link.name == "gloo"
         assert 1e6 < link.bandwidth < 1e12

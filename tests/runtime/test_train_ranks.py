@@ -1,6 +1,6 @@
-"""The training command over processes, under the real torchrun with gloo.
+"""The training command over processes, with gloo, held against the same command in one process.
 
-Held against the same command in one process.
+Real torchrun starts the processes where nothing is amiss, and where it is signalled.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from tiny_pipelines import norm_spec, skip_spec
@@ -27,12 +28,16 @@ SCRIPT = Path(__file__).with_name("train_rank.py")
 PATIENCE_S = 500
 
 
-def started(name, run, *words, processes=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += [f"--nproc-per-node={processes}", str(SCRIPT), name, str(run.folder), "train"]
-    command += ["--log-file", str(run.log), "--save", str(run.saved), "--timeout", "400"]
+def words_of(name, run, *words):
+    command = [SCRIPT, name, run.folder, "train", "--log-file", run.log, "--save", run.saved]
+    return [str(word) for word in (*command, "--timeout", 400, *words)]
+
+
+def started(name, run, *words):
+    """By torchrun, on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.Popen(
-        [*command, *map(str, words)],
+        [*command, *words_of(name, run, *words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,6 +86,12 @@ def test_processes_train_as_threads_do(tmp_path):
         assert torch.equal(threads.weights[name], tensor), name
 
 
+def trained(name, run, *words):
+    """The exit code of two ranks, and what they print."""
+    done = forked.run(words_of(name, run, *words), ranks=2)
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "asked"), [("skip", ("--data-parallel", 2)), ("twice", ())], ids=["asked", "planned"]
 )
@@ -93,7 +104,7 @@ def test_replicas_share_every_batch(tmp_path, name, asked):
     threads = Run(tmp_path / "threads", skip_spec(), hooks)
     words = ("--epochs", 2, "--accumulate", 2, "--clip-norm", 0.2)
 
-    code, out, err = finished(started(name, ranks, *words, *asked))
+    code, out, err = trained(name, ranks, *words, *asked)
     assert code == 0, err
     assert "2 replicas of 1 process" in out
     assert threads(*words) == 0
@@ -120,7 +131,7 @@ def test_replicas_that_read_other_data_are_noticed(tmp_path):
     """At the first step that differs, before it changes a weight; rank 0 tells it."""
     run = Run(tmp_path, skip_spec(), OWN_ORDER)
 
-    code, _, err = finished(started("skip", run, "--epochs", 1, "--data-parallel", 2))
+    code, _, err = trained("skip", run, "--epochs", 1, "--data-parallel", 2)
 
     assert code != 0
     place = "step 3, batch 3 of pass 1 of train_data()"
@@ -149,7 +160,7 @@ def test_what_ends_one_ends_all(tmp_path, hooks, message):
     """Rank 0 tells why, the other ends without waiting for its timeout."""
     run = Run(tmp_path, skip_spec(), hooks)
 
-    code, _, err = finished(started("skip", run, "--steps", 9, "--timeout", 2 * PATIENCE_S))
+    code, _, err = trained("skip", run, "--steps", 9, "--timeout", 2 * PATIENCE_S)
 
     assert code != 0
     assert err.count(": error: ") == err.count(message) == 1, err
