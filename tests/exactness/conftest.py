@@ -22,8 +22,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def packages(folder):
-    """The plans of the packages, by stages and case."""
-    return write_packages(folder)
+    """The plans of the packages of so many stages, by case; each is written once."""
+    return functools.cache(lambda stages: write_packages(folder, stages))
 
 
 @pytest.fixture(scope="session")
@@ -35,5 +35,9 @@ def plain():
 @pytest.fixture(scope="session")
 def runs(folder, packages):
     """What the packages come to, for a layout and a transport; each is trained once."""
-    assert packages
-    return functools.cache(lambda layout, transport: train_layout(folder, layout, transport))
+
+    def trained(layout, transport):
+        packages(layout.stages)
+        return train_layout(folder, layout, transport)
+
+    return functools.cache(trained)

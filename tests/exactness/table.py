@@ -64,15 +64,12 @@ def write_package(case: Case, stages: int, folder: Path) -> Plan:
     return made
 
 
-def write_packages(folder: Path) -> dict[int, list[Plan]]:
+def write_packages(folder: Path, stages: int) -> list[Plan]:
     """The packages of all cases: `folder/x4/case_0` is the first one in four stages."""
-    return {
-        stages: [
-            write_package(case, stages, folder / f"x{stages}" / f"case_{number}")
-            for number, case in enumerate(CASES)
-        ]
-        for stages in STAGES
-    }
+    return [
+        write_package(case, stages, folder / f"x{stages}" / f"case_{number}")
+        for number, case in enumerate(CASES)
+    ]
 
 
 def train_layout(
@@ -103,7 +100,8 @@ def main() -> None:
     transports = ("local", "torchrun")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_packages(folder)
+        for stages in STAGES:
+            write_packages(folder, stages)
         plain = {case.name: train_plain(case) for case in CASES}
         print(f"| case | stages | schedule | remat | {' | '.join(transports)} |")
         print("|" + "---|" * (len(transports) + 4))

@@ -41,10 +41,10 @@ def test_training_equals_the_plain_loop(runs, plain, case, layout, schedule, rem
 
 def test_the_cases_are_what_they_say(packages, plain):
     """The cuts put the shared things on several stages, and the scaler really skips."""
-    crossings = {case.name: packages[4][number].crossings for number, case in enumerate(CASES)}
+    crossings = {case.name: packages(4)[number].crossings for number, case in enumerate(CASES)}
     assert any(len(crossing.targets) > 1 for crossing in crossings["skip to two stages"])
     assert any(max(c.targets) - c.source > 2 for c in crossings["far skip"])
-    owners = [stage.index for stage in packages[4][0].stages if "words.weight" in stage.state]
+    owners = [stage.index for stage in packages(4)[0].stages if "words.weight" in stage.state]
     assert len(owners) == 3
     assert 0 < plain["fp16 scaler"].skipped < len(CASES[7].sizes)
 

@@ -53,6 +53,7 @@ def hosts():
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_training_on_two_hosts(folder, packages, plain, tmp_path, schedule):
     """All cases in four stages, two on each host."""
+    packages(4)
     result = tmp_path / "result.pt"
     ran = on_two_hosts(f"{HERE / 'train_packages.py'} {folder / 'x4'} {result} {schedule}")
 
