@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from gpipe_compiler.cluster.catalogue import BUILT_IN, GLOO, PCIE4, Card
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
@@ -267,7 +268,7 @@ def _time_messages(store: Path, timeout_s: float, rank: int) -> None:
     """One of two processes that send each other messages as the runtime does; rank 0 prints."""
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), 2),  # torch does not unquote file:// addresses
+        store=distributed_c10d.FileStore(str(store), 2),  # torch does not unquote file:// addresses
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=timeout_s),
