@@ -178,12 +178,12 @@ class Construction:
         return construct(self.graph, self.state, self.file.imports, own, made, given.names)
 
     def chain(self, holder: ModuleNode, given: Arguments = NO_ARGUMENTS) -> list[Expression]:
-        """The modules of an nn.Sequential; equal ones in a row by a generator."""
+        """The modules of an nn.Sequential in order; equal ones in a row by a generator."""
         made = (
             self._block(path, given)
             if (path := item.prefix[:-1]) in self.of_path
             else construct_member(self.graph, item, self.file.imports, given.names)
-            for _, item in holder.modules()
+            for _, item in sorted(holder.modules(), key=lambda member: int(member[0]))
         )
         runs = [list(run) for _, run in groupby(made, key=lambda item: item.flat)]
         return [

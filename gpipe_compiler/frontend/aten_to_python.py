@@ -62,6 +62,7 @@ def aten_to_python(graphs: Sequence[fx.Graph]) -> None:
     for graph in graphs:
         drop_checks(graph)
         merge_indexing(graph)
+        _write_stores(graph)
         for node in list(graph.nodes):
             _rewrite(graph, node)
 
@@ -343,3 +344,16 @@ def _merge_front(graph: fx.Graph, run: Sequence[fx.Node]) -> int:
     for node in reversed(dead):
         graph.erase_node(node)
     return taken
+
+
+def _write_stores(graph: fx.Graph) -> None:
+    """Writes `x[:, 0] = y` where a part of x is there only to be copied into."""
+    for node in list(graph.nodes):
+        if _name(node) != "aten::copy_" or node.users or len(node.args) != 2 or node.kwargs:
+            continue
+        part, value = node.args
+        if isinstance(part, fx.Node) and part.target is operator.getitem and _only_user(part):
+            base, index = part.args
+            if isinstance(base, fx.Node) and isinstance(base.meta.get("val"), torch.Tensor):
+                node.target, node.args = operator.setitem, (base, index, value)
+                graph.erase_node(part)

@@ -119,6 +119,45 @@ def test_what_several_stages_have_is_written_once(planned: Callable[..., Plan]) 
     assert "class Layer(nn.Module)" in alone.text
 
 
+class Scale(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+class Chains(nn.Module):
+    """Chains under another name than their own module's, each too long for a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several_chains_of_modules = nn.ModuleList(
+            nn.Sequential(Scale(128), nn.Linear(128, 128, bias=False), Scale(128), nn.GELU("tanh"))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for chain in self.several_chains_of_modules:
+            total = total + chain(x)
+        return total
+
+
+def test_modules_of_a_chain_stand_in_its_order(planned: Callable[..., Plan]) -> None:
+    """Whether they are of torch.nn or of the user's own; equal chains are one comprehension."""
+    torch.manual_seed(0)
+    model, x = Chains(), torch.rand(2, 128)
+
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    torch.testing.assert_close(gradients(stage, x), gradients(model, x))
+    assert re.search(r"\n +for i in range\(3\)\n", text), text
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_layers_are_exact(planned: Callable[..., Plan], differ: bool) -> None:
     """Whether they are equal or differ in sizes and numbers, which their constructors are given."""

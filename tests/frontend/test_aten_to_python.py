@@ -75,6 +75,26 @@ def test_write_between_two_views_keeps_them_apart():
     assert targets == [GET, "add_", GET]
 
 
+class Filled(nn.Module):
+    def forward(self, x):
+        found, part = torch.zeros_like(x), torch.zeros(2)
+        found[:, 1:] = x[:, :-1] * 2
+        found[:, 0] = x[:, 1].sum(-1, keepdim=True)
+        row = part[:1]
+        row.copy_(x.flatten()[:1])
+        return found, row
+
+
+def test_parts_that_are_only_stored_into_are_assigned(same_as_eager):
+    subject = Subject("m", Filled(), (torch.randn(4, 5, 6),), training=False)
+    graph = trace_export(subject, False)
+
+    same_as_eager(graph, subject, False)
+    called = [getattr(op.call, "function", getattr(op.call, "method", "")) for op in graph.ops]
+    assert called.count(operator.setitem) == 2
+    assert called.count("copy_") == 1  # its part is read afterwards
+
+
 class Sizes(nn.Module):
     def forward(self, x):
         b, t, _ = x.shape
