@@ -25,6 +25,7 @@ from gpipe_compiler.passes.liveness import liveness
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.narrow_masks import narrow_masks
 from gpipe_compiler.passes.op_runs import runs_of
+from gpipe_compiler.passes.padding_masks import simplify_padding_masks
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.saved_tensors import saved_tensors
@@ -64,6 +65,7 @@ class Analysis:
 PASSES: tuple[Pass, ...] = (
     Pass("shapes", lambda graph, at: annotate(graph, at.samples, at.precision)),
     Pass("empty_parts", lambda graph, _: without_empty_parts(graph)),
+    Pass("padding_masks", lambda graph, _: simplify_padding_masks(graph)),
     Pass("narrow_masks", lambda graph, at: narrow_masks(graph, at.kept)),
     Pass("simplify", lambda graph, at: simplify(graph, at.kept)),
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),

@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Any], tuple[int, ..
     ),
     "dit": (
         "DiTTransformer2DModel", {**HEADS, "sample_size": 8, "norm_num_groups": 4,
-                                  "num_embeds_ada_norm": 10}, _dit, (8, 8, 8),
+                                  "num_embeds_ada_norm": 10}, _dit, (4, 8, 8),
     ),
     "pixart": (
         "PixArtTransformer2DModel",

@@ -1,0 +1,154 @@
+"""Writes masks of attention without the conditions that hold everywhere.
+
+Hugging Face's models make the mask of padded batches of index arithmetic: a condition on positions
+that is always true, and `mask[rows, columns]` with all rows and columns. What is left of it is
+`mask[:, None, None]`: attention broadcasts it to the queries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+
+from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, Value, called
+from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.positions import Cases, Positions
+from gpipe_compiler.passes.positions.coordinates import UnknownError
+from gpipe_compiler.passes.repeats import repeats
+from gpipe_compiler.passes.simplify import without_unread
+
+_AND = frozenset({"and_", "logical_and", "bitwise_and", "__and__"})
+
+
+def simplify_padding_masks(graph: Graph) -> Graph:
+    """The graph with such masks, not annotated; itself where there are none."""
+    if not any(map(_is_attention, graph.ops)):
+        return graph
+    found = effects(graph)
+    positions = Positions(graph, found)
+    names: dict[str, str] = {}  # what is read instead of the result of an op
+    views: dict[str, Op] = {}
+    for op in graph.ops:
+        for mask in (*_left(graph, found, positions, op), *_expanded(graph, found, op)):
+            names[op.outputs[0]] = names.get(mask, mask)
+        for view in _whole(graph, found, positions, op):
+            views[op.name] = view
+    if not names and not views:
+        return graph
+    kept = (views.get(op.name, op) for op in graph.ops if names.keys().isdisjoint(op.outputs))
+    ops = [reading(op, names) if names.keys() & set(op.inputs) else op for op in kept]
+    made = graph.replace(
+        ops=without_unread(graph, ops, lambda op: all(name in positions for name in op.outputs)),
+        values={},
+    )
+    return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))
+
+
+def _is_attention(op: Op) -> bool:
+    call = op.call
+    return isinstance(call, FunctionCall) and call.function is F.scaled_dot_product_attention
+
+
+def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterator[str]:
+    """The operand of a conjunction whose other operand holds everywhere."""
+    call = op.call
+    if called(call) not in _AND or not isinstance(call, FunctionCall | MethodCall):
+        return
+    if len(call.args) != 2 or call.kwargs or len(op.outputs) != 1:
+        return
+    result = graph.values[op.outputs[0]]
+    for mask, other in (call.args, call.args[::-1]):
+        if not isinstance(mask, Ref) or positions.element(other) is not True:
+            continue
+        value = graph.values[mask.name]
+        if not value.dtype is result.dtype is torch.bool:
+            continue
+        same = (value.shape, value.batch_dim) == (result.shape, result.batch_dim)
+        fits = same or (len(value.shape) == len(result.shape) and _only_masks(graph, result.name))
+        if fits and _unwritten(found, mask.name, result.name):
+            yield mask.name
+            return
+
+
+def _expanded(graph: Graph, found: Effects, op: Op) -> Iterator[str]:
+    """The mask that is expanded for attention alone, which does that itself."""
+    call = op.call
+    if isinstance(call, MethodCall) and call.method == "expand" and len(op.outputs) == 1:
+        mask, result = call.args[0], graph.values[op.outputs[0]]
+        if isinstance(mask, Ref) and not result.requires_grad:
+            value = graph.values[mask.name]
+            alike = len(value.shape) == len(result.shape) and value.shape[-1:] == result.shape[-1:]
+            fits = alike and _only_masks(graph, result.name)
+            if fits and _unwritten(found, mask.name, result.name):
+                yield mask.name
+
+
+def _only_masks(graph: Graph, name: str) -> bool:
+    """Whether a value is only read as a mask of attention, which is broadcast."""
+    if name in graph.ends:
+        return False
+    for op in graph.consumers.get(name, ()):
+        if _is_attention(op) and op.call.kwargs.get("attn_mask") == Ref(name):
+            continue
+        expands = isinstance(op.call, MethodCall) and op.call.method == "expand"
+        if not expands or not all(_only_masks(graph, made) for made in op.outputs):
+            return False
+    return True
+
+
+def _whole(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterator[Op]:
+    """The op that indexes a tensor by all its rows and columns, as a view of it."""
+    call = op.call
+    if called(call) != "getitem" or not isinstance(call, FunctionCall) or len(op.outputs) != 1:
+        return
+    source, index = call.args
+    if not isinstance(source, Ref) or not isinstance(index, tuple):
+        return
+    before, after = graph.values[source.name], graph.values[op.outputs[0]]
+    if before.requires_grad or len(index) != len(before.shape):
+        return
+    dims = [_coordinate(positions, item) for item in index]
+    rank = len(after.shape)
+    first = [rank - len(graph.values[i.name].shape) for i in index if isinstance(i, Ref)]
+    if None in dims or len(first) != len(index):
+        return
+    places = [start + dim for start, dim in zip(first, dims, strict=True) if dim is not None]
+    if _keeps_all(before, after, places) and _unwritten(found, source.name, after.name):
+        parts = tuple(slice(None) if dim in places else None for dim in range(rank))
+        yield dataclasses.replace(op, call=dataclasses.replace(call, args=(source, parts)))
+
+
+def _coordinate(positions: Positions, item: Argument) -> int | None:
+    """The dimension whose coordinate an index is; None where it is anything else."""
+    element = positions.element(item)
+    if not isinstance(element, Cases):
+        return None
+    try:
+        affine = element.only
+    except UnknownError:
+        return None
+    along = [dim for dim, weight in enumerate(affine.weights) if weight]
+    plain = affine.offset == 0 and len(along) == 1 and affine.weights[along[0]] == 1
+    return along[0] if plain else None
+
+
+def _keeps_all(before: Value, after: Value, places: list[int]) -> bool:
+    """Whether every dimension stands whole at its place, at any batch size; all others are 1."""
+    if places != sorted(set(places)):
+        return False
+    sizes = dict(zip(places, before.shape, strict=True))
+    own = None if before.batch_dim is None else places[before.batch_dim]
+    return after.batch_dim == own and all(
+        size == sizes.get(dim, 1) for dim, size in enumerate(after.shape)
+    )
+
+
+def _unwritten(found: Effects, source: str, result: str) -> bool:
+    """Whether nobody writes into either, so that the two can share memory."""
+    shared = {*found.alias_set(source), *found.alias_set(result)}
+    states = found.state_aliases.get(source, frozenset())
+    return shared.isdisjoint(found.written_values) and states.isdisjoint(found.written_states)
