@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, Value, called
-from gpipe_compiler.passes.blocks import reading
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.positions import Cases, Positions
 from gpipe_compiler.passes.positions.coordinates import UnknownError

@@ -31,7 +31,7 @@ from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
-from gpipe_compiler.passes.stores import read_stores
+from gpipe_compiler.passes.stores import read_stores, without_unread_stores
 from gpipe_compiler.runtime.wording import counted, printable_lines
 
 ALL = "all"
@@ -69,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("narrow_masks", lambda graph, at: narrow_masks(graph, at.kept)),
     Pass("simplify", lambda graph, at: simplify(graph, at.kept)),
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
+    Pass("unread_stores", lambda graph, _: without_unread_stores(graph)),
     Pass("stores", lambda graph, _: read_stores(graph)),
     Pass("loss_weight", lambda graph, _: weigh_loss(graph)),
     # Last: planning undoes those writes that a cut parts.

@@ -3,7 +3,7 @@
 A loop that fills a tensor step by step and reads its own last step, `out[:, t] = f(out[:, t - 1])`,
 ties all its ops together, as what is written in place cannot be cut apart. Where all elements of a
 read come from one store, whose value nobody changes, the value itself is read: the same numbers,
-and only the stores stay together.
+and only the stores stay together. Tensors that are only stored into go.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref, called
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.simplify import without_unread
 from gpipe_compiler.runtime.spec import Precision
 
 _MOST_ELEMENTS = 2**24
@@ -232,3 +234,52 @@ def _flat(index: object) -> list[object]:
         case slice():
             return [index.start, index.stop, index.step]
     return [index]
+
+
+_MAKERS = frozenset({
+    *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
+})  # fmt: skip
+"""Functions and methods that make a tensor for others to write into."""
+
+
+def without_unread_stores(graph: Graph) -> Graph:
+    """The graph without tensors that are only written into, as caches are in eval mode.
+
+    Not annotated; itself where there are none.
+    """
+    if not any(map(_target, graph.ops)):
+        return graph
+    found = effects(graph)
+    dead: set[str] = set()
+    for op in graph.ops:
+        if called(op.call) in _MAKERS and len(op.outputs) == 1:
+            dead |= _only_written(graph, found, op.outputs[0])
+    if not dead:
+        return graph
+    views = {op.name for op in graph.ops if _is_view(found, op)}
+    ops = [op for op in graph.ops if op.name not in dead]
+    made = graph.replace(ops=without_unread(graph, ops, lambda op: op.name in views), values={})
+    return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))
+
+
+def _only_written(graph: Graph, found: Effects, value: str) -> set[str]:
+    """The ops that make, view and write a tensor, where no others read it; else none."""
+    shared = found.alias_set(value)
+    inside = {graph.producer[name].name for name in shared if name in graph.producer}
+    for name in shared:
+        if name not in graph.producer or name in graph.ends or found.state_aliases.get(name):
+            return set()
+        for op in (graph.producer[name], *graph.consumers.get(name, ())):
+            writes = found.writes.get(op.name, frozenset())
+            touched = {*op.outputs, *writes}
+            if not touched or not touched <= shared or found.state_writes.get(op.name):
+                return set()
+            inside.add(op.name)
+    return inside if any(found.writes.get(name) for name in inside) else set()
+
+
+def _is_view(found: Effects, op: Op) -> bool:
+    """Whether an op returns memory of what it reads, and does nothing else."""
+    outputs = {other for name in op.outputs for other in found.alias_set(name)}
+    return not outputs.isdisjoint(op.inputs) and op.name not in found.writes

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, called
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.stores import read_stores
+from gpipe_compiler.passes.stores import read_stores, without_unread_stores
 
 STEPS, WIDTH = 6, 4
 
@@ -123,3 +123,35 @@ def with_gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
     found = [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     model.zero_grad()
     return found
+
+
+class Caching(nn.Module):
+    """Keeps what nobody reads, and what is returned; the latter through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.inner(x)
+        cache, kept = torch.zeros(x.shape[0], 3, WIDTH), torch.zeros(x.shape[0], STEPS, WIDTH)
+        cache.copy_(h[:, -3:])
+        cache[:, :2].mul_(2.0)
+        view = kept[:, 1:]
+        view.copy_(h[:, :-1])
+        return h * 2, kept
+
+
+def test_tensors_that_are_only_stored_into_go() -> None:
+    torch.manual_seed(0)
+    model, x = Caching(), torch.rand(4, STEPS, WIDTH)
+    graph = trace(model, (x,), training=False)
+
+    found = without_unread_stores(graph)
+
+    assert sum(called(op.call) == "zeros" for op in found.ops) == 1
+    assert len(found.ops) <= len(graph.ops) - 4
+    states = {name: tensor.detach() for name, tensor in found.tensors.items()}
+    (source,) = found.inputs
+    ran = Interpreter(found, states).run({source.name: x})
+    torch.testing.assert_close([ran[name] for name in found.ends], list(model(x)))
