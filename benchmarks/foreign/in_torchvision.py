@@ -1,7 +1,7 @@
 """Of torchvision: of every family the smallest model that has published weights.
 
-A family is a file of `torchvision.models` (classification, segmentation, detection, video, optical
-flow). Weights are random, and heads have ten classes.
+A family is a file of `torchvision.models` (classification, segmentation, video, optical flow, and
+detection where torchvision's C++ operators load). Weights are random, and heads have ten classes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ SIZES = {"inception": 75, "vision_transformer": 224, "maxvit": 224, "alexnet": 6
 
 def names() -> list[str]:
     """One of every family."""
-    from torchvision import models
+    from torchvision import extension, models
 
     found: dict[str, tuple[int, str]] = {}
     for name in models.list_models():
-        if not name.startswith("quantized"):
+        family = models.get_model_builder(name).__module__
+        runs = ".detection" not in family or extension._has_ops()
+        if runs and ".quantization" not in family:
             best = min(models.get_model_weights(name), key=lambda w: w.meta["num_params"])
-            family = models.get_model_builder(name).__module__
             size = (best.meta["num_params"], name)
             found[family] = min(found.get(family, size), size)
     return [name for _, name in sorted(found.values())]
