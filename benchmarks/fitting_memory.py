@@ -18,10 +18,8 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.memory_fit import choose_exactly
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -129,17 +127,12 @@ def planned(
     )
     graph = trace_fx(subject, training=True)
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
-    constraints = pinned(balance)
     policy = Policy(
         schedule=schedule, remat=remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0
     )
-    planner = Planner(graph, Cluster.of(device, PCIE3))
-    prepared = planner.prepare(microbatches, policy)
+    planner = Planner(graph, Cluster.of(device, PCIE3), constraints=pinned(balance))
     choice = planner.choose(devices, microbatches, policy)
-    setting = setting_for(planner.cluster, choice, policy, training=True)
-    cluster = planner.cluster.sized(len(setting.seats))
-    builder = CandidateBuilder.of(prepared, cluster, setting, policy, constraints, WORK // SHARE)
-    found = choose_exactly(builder, remat, policy.data_parallel).memory
+    found = choose_exactly(planner.builder(choice, policy, WORK // SHARE)).memory
     return Fit(sized.name, sized.parameters, tuple(device.peak for device in found), memory)
 
 

@@ -11,19 +11,21 @@ from itertools import chain
 
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.options import NO_CONSTRAINTS, AnyOptimizer, Constraints, Policy, RematChoice
+from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut import Cut, cut
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.inside import cut_inside
-from gpipe_compiler.passes.cut.problem import CutProblem, Seconds
+from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Stage
+from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.constrain import constrain
-from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of
+from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of, run_again
+from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import RematOption, RematOptions, runs
 from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate, with_asked
@@ -56,7 +58,8 @@ class CandidateBuilder:
     Attributes:
         setting: in which nothing is recomputed.
         cluster: whose devices the seats of the setting are.
-        work, prove: of every cut, as in `passes.cut.cut`.
+        work: of every cut, as in `passes.cut.cut`.
+        cost_source: how op times were found, in words.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
         random: whether the model draws random numbers.
         inside: the share of the best time that may be given for cuts which open fewer modules.
@@ -70,9 +73,11 @@ class CandidateBuilder:
     problem: CutProblem
     setting: CutSetting
     cluster: Cluster
-    optimizer: AnyOptimizer
+    choice: Choice
+    policy: Policy
+    constraints: Constraints
     work: int
-    prove: bool
+    cost_source: str
     whole: frozenset[str]
     random: bool
     inside: float
@@ -85,17 +90,19 @@ class CandidateBuilder:
         cls,
         prepared: MicrobatchGraph,
         cluster: Cluster,
-        setting: CutSetting,
+        choice: Choice,
         policy: Policy,
         constraints: Constraints = NO_CONSTRAINTS,
         work: int = WORK,
     ) -> CandidateBuilder:
-        """The problem of a graph.
+        """The problem of a graph, which is trained when it has a loss.
 
         Raises:
-            UsageError: for constraints that cannot be met.
+            UsageError: for constraints that cannot be met, or too few devices for the replicas.
+            PlanError: when the schedule cannot have so many stages.
         """
         graph, facts, costs = prepared.graph, prepared.facts, prepared.costs
+        setting = setting_for(cluster, choice, policy, training=graph.loss is not None)
         whole: frozenset[str] = frozenset()
         exact = policy.batchnorm is BatchNorm.EXACT and graph.loss is not None
         if exact and setting.microbatches > 1:
@@ -107,15 +114,27 @@ class CandidateBuilder:
             facts=facts,
             problem=constrain(problem, facts, constraints, setting.stages),
             setting=setting,
-            cluster=cluster,
-            optimizer=policy.counted_optimizer,
+            cluster=cluster.sized(len(setting.seats)),
+            choice=choice,
+            policy=policy,
+            constraints=constraints,
             work=work,
-            prove=policy.prove and work >= WORK,
+            cost_source="; ".join(dict.fromkeys(cost.source for cost in costs)),
             whole=whole,
             random=bool(whole and random_ops(graph)),
             inside=policy.cut_inside,
             remats=RematOptions(facts, seconds, setting.splits_backward, most),
         )
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a backward."""
+        return self.facts.graph.loss is not None
+
+    @property
+    def remat(self) -> RematChoice:
+        """What is to be recomputed."""
+        return self.choice.remat if self.training else RematChoice.NONE
 
     def facts_of(self, candidate: Candidate) -> CutFacts:
         """What is known of the graph as the stages of a draft run it."""
@@ -125,14 +144,9 @@ class CandidateBuilder:
         """The cut into stages that recompute as asked, with the shortest step that fits; or one
         that opens fewer modules, and takes at most the share `inside` longer.
 
-        AUTO recomputes as little as fits. What it tries, where the best cut does not fit as it is:
-        cuts under the memory limit in which nothing is recomputed, in which the first stages are
-        (1F1B holds the most there), in which those are that did not fit in the cut before; each of
-        them with the fastest segments that fit, and with none. The best is then balanced anew,
-        with what its stages recompute.
-
-        The lower bound of what recomputes only in part, or waits for whole mini-batches, is that
-        of stages which do neither, on devices that hold anything.
+        AUTO recomputes as little as fits (`_tried`). The lower bound of what recomputes only in
+        part, or waits for whole mini-batches, is that of stages which do neither, on devices that
+        hold anything.
 
         Args:
             like: a draft under other limits; AUTO tries first what recomputes in it, and not all.
@@ -146,7 +160,7 @@ class CandidateBuilder:
         """A draft nearly as good as one with cuts anywhere, which may open fewer modules."""
         if choice is not RematChoice.AUTO:
             return self._chosen(choice, None)
-        again = _recompute(best)
+        again = best.recomputing
         found = [self._unlimited()._cut(again)]
         if any(again):
             found = self._fitted(self._rebalanced(best))
@@ -189,28 +203,33 @@ class CandidateBuilder:
         return self._balanced(best).bounded_by(free)
 
     def leanest(self) -> list[Candidate]:
-        """For who asks no more than whether anything fits: two cuts, as if all stages recomputed
-        and as if none did, whose stages recompute in the way that needs the least.
-
-        For devices that hold nothing.
-        """
+        """On devices that hold nothing, two cuts, as if all stages recomputed and as if none did,
+        whose stages recompute in the way that needs the least."""
         both = [(again,) * self.setting.stages for again in (True, False)]
         return [self._fitted(self.anywhere()._cut(again))[0] for again in both]
 
     def _tried(self, free: Candidate, like: Candidate | None) -> Iterator[Candidate]:
-        """What AUTO tries where the best cut does not fit as it is."""
+        """What AUTO tries where the best cut does not fit as it is.
+
+        Cuts under the memory limit in which nothing is recomputed, in which the first stages are
+        (1F1B holds the most there), and those that did not fit in the cut before; each with the
+        fastest segments that fit, and with none.
+        """
         nothing = (False,) * self.setting.stages
         yield from self._fitted(free)
-        patterns = self._first_stages() if like is None else (_recompute(like),)
+        count = self.setting.stages
+        patterns = [] if like is None else [like.recomputing]
+        if like is None and count <= _MOST_PREFIXES:
+            patterns = [(True,) * n + (False,) * (count - n) for n in range(1, count + 1)]
         for again in dict.fromkeys((nothing, *patterns)):
             segmented, whole = self._fitted(self._cut(again))
             yield from (segmented, whole)
         asked = nothing
         while True:
-            pairs = zip(asked, _recompute(whole), strict=True)
+            pairs = zip(asked, whole.recomputing, strict=True)
             wanted = tuple(known or again for known, again in pairs)
             if wanted == asked:
-                break
+                return
             asked = wanted
             segmented, whole = self._fitted(self._cut(asked))
             yield from (segmented, whole)
@@ -234,27 +253,13 @@ class CandidateBuilder:
                 segments = (stage.ops,) if stage.remat is Remat.FULL else stage.segments
                 often.update(dict.fromkeys(chain(*segments), times / self.setting.microbatches))
 
-        def longer(node: Seconds, name: str) -> Seconds:
-            extra = often.get(name, 0.0) * node.forward_s
-            return Seconds(node.forward_s, node.backward_s + extra, node.weight_s)
-
-        names = [node.name for node in self.problem.nodes]
-        heavier = dataclasses.replace(
-            self.problem,
-            nodes=tuple(
-                dataclasses.replace(
-                    node, backward_s=node.backward_s + often.get(node.name, 0.0) * node.forward_s
-                )
-                for node in self.problem.nodes
-            ),
-            other_kinds=tuple(tuple(map(longer, kind, names)) for kind in self.problem.other_kinds),
-        )
+        heavier = run_again(self.problem, often)
         free = self._unlimited()
         key: Hashable = heavier, free.setting.seats
         if key not in self.cuts:
             self.cuts[key] = cut(heavier, free.setting, work=self.work, known=self.known)
         best = self.cuts[key]
-        stage_of = self._inside(heavier, free.setting, best).stage_of
+        stage_of = self._opening_less(heavier, free.setting, best).stage_of
         judged = cut(self.problem, free.setting, hint=stage_of, search=False, known=self.known)
         return free._cut_so(judged, (False,) * self.setting.stages)
 
@@ -263,18 +268,12 @@ class CandidateBuilder:
         seats = tuple(dataclasses.replace(seat, memory=math.inf) for seat in self.setting.seats)
         return dataclasses.replace(self, setting=dataclasses.replace(self.setting, seats=seats))
 
-    def _first_stages(self) -> Iterator[tuple[bool, ...]]:
-        count = self.setting.stages
-        if count <= _MOST_PREFIXES:
-            for first in range(1, count + 1):
-                yield (True,) * first + (False,) * (count - first)
-
     def _merit(self, candidate: Candidate) -> tuple[float, float, int]:
         """How far a draft is from fitting its devices, its step, and how many stages recompute."""
         pairs = zip(candidate.prediction.device_bytes, candidate.found.seats, strict=True)
         over = (size - self.setting.seats[seat].memory for size, seat in pairs)
-        again = sum(stage.remat is not Remat.NONE for stage in candidate.stages)
-        return sum(max(0.0, excess) for excess in over), candidate.prediction.step_s, again
+        excess = sum(max(0.0, size) for size in over)
+        return excess, candidate.prediction.step_s, sum(candidate.recomputing)
 
     def _fitted(self, candidate: Candidate) -> list[Candidate]:
         """The same cut, whose stages recompute as fast as fits: in segments too, or not.
@@ -344,11 +343,8 @@ class CandidateBuilder:
     def _users(self, name: str) -> tuple[int, ...]:
         """The nodes of the problem that use a parameter."""
         graph = self.facts.graph
-        return tuple(
-            index
-            for index, node in enumerate(self.problem.nodes)
-            if name in graph.op_of[node.name].states(graph.modules)
-        )
+        ops = (graph.op_of[node.name] for node in self.problem.nodes)
+        return tuple(i for i, op in enumerate(ops) if name in op.states(graph.modules))
 
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Candidate:
         setting = dataclasses.replace(self.setting, recompute=recompute)
@@ -357,23 +353,20 @@ class CandidateBuilder:
         if problem.values is not self.problem.values:
             key = (key, problem.values)
         if key not in self.cuts:
-            self.cuts[key] = cut(
-                problem, setting, work=self.work, prove=self.prove, known=self.known
-            )
+            prove = self.policy.prove and self.work >= WORK
+            self.cuts[key] = cut(problem, setting, work=self.work, prove=prove, known=self.known)
         found = self.cuts[key]
         if self.inside:
             key = (key, self.inside)
             if key not in self.cuts:
-                self.cuts[key] = self._inside(problem, setting, found)
+                self.cuts[key] = self._opening_less(problem, setting, found)
             found = self.cuts[key]
         if problem.values is not self.problem.values:
             found = cut(self.problem, setting, hint=found.stage_of, search=False)
         return self._cut_so(found, recompute)
 
-    def _inside(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
-        """The cut that opens the fewest modules, of those nearly as good as the best."""
-        modules = self.facts.modules
-        return cut_inside(problem, setting, modules, best, self.inside, work=self.work)
+    def _opening_less(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
+        return cut_inside(problem, setting, self.facts.modules, best, self.inside, work=self.work)
 
     def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Candidate:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
@@ -385,8 +378,9 @@ class CandidateBuilder:
             exact = cut(told, setting, hint=found.stage_of, search=False)
             best = found.proved and exact.fits and exact.objective_s <= found.objective_s
             found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
+        optimizer = self.policy.counted_optimizer
         stages = tuple(
-            stage_of_cut(self.facts, table, index, found.times[index], again, self.optimizer)
+            stage_of_cut(self.facts, table, index, found.times[index], again, optimizer)
             for index, again in enumerate(recompute)
         )
         return self._draft(found, table, stages)
@@ -402,8 +396,3 @@ class CandidateBuilder:
         orders = self.setting.orders_with(joint) if joint else self.setting.orders
         expected = predict(self.facts.graph, stages, orders, found, between, joint)
         return Candidate(found, table, stages, orders, joint, expected)
-
-
-def _recompute(candidate: Candidate) -> tuple[bool, ...]:
-    """Which stages of a draft do."""
-    return tuple(stage.remat is not Remat.NONE for stage in candidate.stages)

@@ -311,6 +311,23 @@ def problem_of(
     )
 
 
+def run_again(problem: CutProblem, often: Mapping[str, float]) -> CutProblem:
+    """The problem in which backwards run their ops' forwards again, so often by the ops' names."""
+    times = [often.get(node.name, 0.0) for node in problem.nodes]
+    nodes = zip(problem.nodes, times, strict=True)
+    return replace(
+        problem,
+        nodes=tuple(replace(n, backward_s=n.backward_s + t * n.forward_s) for n, t in nodes),
+        other_kinds=tuple(
+            tuple(
+                replace(n, backward_s=n.backward_s + t * n.forward_s)
+                for n, t in zip(kind, times, strict=True)
+            )
+            for kind in problem.other_kinds
+        ),
+    )
+
+
 def _seconds(costs: Costs, op: Op) -> tuple[float, float, float]:
     cost = costs.ops[op.name]
     return cost.forward_s, cost.backward_s, cost.weight_s

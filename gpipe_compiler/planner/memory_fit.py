@@ -20,7 +20,6 @@ from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.predict import Candidate, shared
-from gpipe_compiler.runtime.spec import Remat
 
 _ROUNDS = 3
 """Times that a cut is made again with other limits."""
@@ -45,15 +44,14 @@ class Exact:
     @property
     def merit(self) -> tuple[float, float, int]:
         """The less the better: how far from fitting, its step, how many stages recompute."""
-        again = sum(stage.remat is not Remat.NONE for stage in self.candidate.stages)
-        return self.over, self.candidate.prediction.step_s, again
+        return self.over, self.candidate.prediction.step_s, sum(self.candidate.recomputing)
 
     def bare(self) -> Exact:
         """The same, to be kept beside others: programs of large plans take gigabytes."""
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout))
 
 
-def choose_exactly(builder: CandidateBuilder, choice: RematChoice, replicas: int) -> Exact:
+def choose_exactly(builder: CandidateBuilder) -> Exact:
     """The draft with the shortest step that was found to fit, and the memory of its devices; or one
     that opens fewer modules and is nearly as good (`CandidateBuilder.inside`).
 
@@ -62,16 +60,17 @@ def choose_exactly(builder: CandidateBuilder, choice: RematChoice, replicas: int
     Raises:
         ModelError: naming an op that cannot run.
     """
-    first = _exact(builder, builder.choose(choice), replicas)
+    choice = builder.remat
+    first = _exact(builder, builder.choose(choice))
     limits = [seat.memory for seat in builder.setting.seats]
     if not first.over and _moved(builder, first, limits) is None:
         return first
     if first.candidate.prediction.anywhere_s is None:
-        return _chosen(builder, first, choice, replicas)[0]
+        return _chosen(builder, first)[0]
     anywhere = builder.anywhere()
-    start = _exact(anywhere, anywhere.choose(choice), replicas)
-    best, limits = _chosen(anywhere, start, choice, replicas)
-    closed = _exact(builder, _limited(builder, limits).closed(best.candidate, choice), replicas)
+    start = _exact(anywhere, anywhere.choose(choice))
+    best, limits = _chosen(anywhere, start)
+    closed = _exact(builder, _limited(builder, limits).closed(best.candidate, choice))
     best_s = best.candidate.prediction.objective_s
     good = [
         exact
@@ -86,15 +85,14 @@ def choose_exactly(builder: CandidateBuilder, choice: RematChoice, replicas: int
     )
 
 
-def _chosen(
-    builder: CandidateBuilder, first: Exact, choice: RematChoice, replicas: int
-) -> tuple[Exact, list[float]]:
+def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]]:
     """The same, among cuts of one kind; and the limits under which the last was made.
 
     Args:
         first: under the devices' own limits.
     """
     best = latest = first
+    choice = builder.remat
     limits = [seat.memory for seat in builder.setting.seats]
     for _ in range(_ROUNDS):
         moved = _moved(builder, latest, limits)
@@ -105,7 +103,7 @@ def _chosen(
         if candidate.stages == latest.candidate.stages:
             break
         best, latest = best.bare(), latest.bare()
-        latest = _exact(builder, candidate.bounded_by(first.candidate), replicas).bare()
+        latest = _exact(builder, candidate.bounded_by(first.candidate)).bare()
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
         # Limits that were moved in vain must not miss what the plainest choices fit, nor what
@@ -113,7 +111,7 @@ def _chosen(
         least = _limited(builder, [0.0] * len(limits))
         plain = [builder.choose(RematChoice.FULL), builder.choose(RematChoice.NONE)]
         for candidate in (*plain, least.choose(choice, best.candidate), *least.leanest()):
-            usual = _exact(builder, candidate.bounded_by(first.candidate), replicas).bare()
+            usual = _exact(builder, candidate.bounded_by(first.candidate)).bare()
             best = min(best.bare(), usual, key=lambda exact: exact.merit)
     return best, limits
 
@@ -167,7 +165,7 @@ def remeasured(
     return dataclasses.replace(plan, prediction=told)
 
 
-def _exact(builder: CandidateBuilder, candidate: Candidate, replicas: int) -> Exact:
+def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
     facts, setting = builder.facts_of(candidate), builder.setting
     stages: tuple[Stage, ...] = candidate.stages
     layout = Layout(
@@ -178,8 +176,8 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, replicas: int) -> Ex
         joint=candidate.joint,
         shared=dict(shared(facts.graph, stages)),
         microbatches=setting.microbatches,
-        replicas=replicas,
-        optimizer=builder.optimizer,
+        replicas=builder.policy.data_parallel,
+        optimizer=builder.policy.counted_optimizer,
         on_host=is_host(builder.cluster.devices[candidate.found.seats[0]]),
     )
     memory = device_memories(facts.graph, layout, facts.memory_traces)
@@ -195,7 +193,7 @@ def _moved(builder: CandidateBuilder, exact: Exact, limits: Sequence[float]) -> 
     moved = list(limits)
     # Else nothing was found that fits with more room.
     worth = exact.over > 0 and _fits_quickly(exact.candidate, limits)
-    recomputes = any(stage.remat is not Remat.NONE for stage in exact.candidate.stages)
+    recomputes = any(exact.candidate.recomputing)
     pairs = zip(exact.memory, exact.candidate.prediction.device_bytes, strict=True)
     for (device, quick), seat in zip(pairs, exact.candidate.found.seats, strict=True):
         memory = builder.setting.seats[seat].memory

@@ -9,18 +9,27 @@ from typing import TypeAlias
 
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import ModelError, PlanError
-from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy
+from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.no_gc import uncollected
+from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
+from gpipe_compiler.passes.cut.modules import opened
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
+from gpipe_compiler.passes.remat import FEW, MANY
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.batch_outputs import apart_outputs
+from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.constrain import check_names, ops_of
 from gpipe_compiler.planner.cut_problem import MicrobatchGraph
-from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
+from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
+from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
+from gpipe_compiler.planner.predict import Candidate, shared
+from gpipe_compiler.runtime.schedule import lower, prove
+from gpipe_compiler.runtime.schedule.actions import Programs
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
 
@@ -183,15 +192,125 @@ class Planner:
             PlanError, UsageError: when there can be no such plan.
             ModelError: when the model does not run on so few samples.
         """
-        prepared = self.prepare(choice.microbatches, policy)
         exact = work >= WORK if exact_memory is None else exact_memory
-        return make_plan(
-            prepared,
-            choice,
-            policy,
-            self.cluster,
-            self.batch_size,
-            constraints=self.constraints,
-            work=work,
-            exact_memory=exact and self.analysis is None,
-        )
+        builder = self.builder(choice, policy, work)
+        return make_plan(builder, self.batch_size, exact_memory=exact and self.analysis is None)
+
+    def builder(self, choice: Choice, policy: Policy, work: int = WORK) -> CandidateBuilder:
+        """What makes the candidates of a choice; as for `plan`."""
+        prepared = self.prepare(choice.microbatches, policy)
+        return CandidateBuilder.of(prepared, self.cluster, choice, policy, self.constraints, work)
+
+
+@uncollected()
+def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool = True) -> Plan:
+    """The plan with the shortest simulated step that was found.
+
+    The schedule is lowered and proved free of deadlock.
+
+    Args:
+        batch_size: samples of a mini-batch.
+        exact_memory: whether what the devices take is found out by tracing the stages, which
+            torch must be able to run; else it is what the search counts (`in_flight`).
+
+    Raises:
+        PlanError: for an output that micro-batches cannot give, or more stages than ops.
+    """
+    choice, policy, training = builder.choice, builder.policy, builder.training
+    _check_outputs(builder.facts.graph, choice.microbatches)
+    if exact_memory:
+        exact = choose_exactly(builder)
+        candidate, programs = exact.candidate, exact.layout.programs if training else None
+        prediction = with_memory(candidate.prediction, exact.memory, choice.stages)
+    else:
+        candidate = builder.choose(builder.remat)
+        prediction, programs = candidate.prediction, None
+    candidate = _with_frontiers(builder, candidate)
+    graph = builder.facts_of(candidate).graph
+    _prove(graph, candidate, builder.setting, programs)
+    return Plan(
+        name=graph.name,
+        stages=candidate.stages,
+        crossings=candidate.table.crossings,
+        schedule=choice.schedule,
+        microbatches=choice.microbatches,
+        batch_size=batch_size,
+        training=training,
+        orders=candidate.orders,
+        cluster=builder.cluster,
+        cost_source=builder.cost_source,
+        prediction=prediction,
+        batchnorm=policy.batchnorm,
+        precision=policy.precision,
+        joint=candidate.joint,
+        placement=builder.setting.placement,
+        seats=candidate.found.seats,
+        constraints=builder.constraints,
+        replicas=policy.data_parallel,
+        tied=builder.facts.tied([stage.ops for stage in candidate.stages]),
+        cut_inside=policy.cut_inside,
+        opened=_opened(builder, candidate),
+        graph=graph,
+    )
+
+
+def _with_frontiers(builder: CandidateBuilder, candidate: Candidate) -> Candidate:
+    """The same, with every stage's frontier of time against memory; for a plan to be used.
+
+    Where it was not chosen from such a frontier, this one is for people to look at, and found among
+    fewer places.
+    """
+    if not builder.training or builder.work < WORK:
+        return candidate
+    stages, most = list(candidate.stages), MANY if builder.remat is RematChoice.AUTO else FEW
+    for device, order in enumerate(candidate.orders):
+        kind = builder.kind(candidate, device)
+        known = builder.remats.all(candidate.stages, order, candidate.joint, kind, most)
+        for stage in known.stages:
+            frontier = known.frontier(stage.index)
+            stages[stage.index] = dataclasses.replace(stages[stage.index], frontier=frontier)
+    return dataclasses.replace(candidate, stages=tuple(stages))
+
+
+def _opened(builder: CandidateBuilder, candidate: Candidate) -> tuple[str, ...]:
+    """The modules that lie in several stages, of those that count."""
+    found = opened(builder.facts.modules, candidate.found.stage_of)
+    return tuple(dict.fromkeys(module.path for module in found if module.depth))
+
+
+def _check_outputs(graph: Graph, microbatches: int) -> None:
+    """Makes sure that the outputs of a batch are those of its micro-batches put together.
+
+    Raises:
+        PlanError: for an output such as the B x B similarities of all samples.
+    """
+    if microbatches == 1:
+        return
+    for name in graph.output_values:
+        value = graph.values[name]
+        if value.kind is ValueKind.TENSOR and not value.splittable:
+            maker = graph.producer.get(name)
+            raise PlanError(
+                f"the output {name} of shape {value.shape} for {graph.batch_size} samples pairs "
+                "samples with one another: micro-batches cannot give that of the batch",
+                location=maker.source if maker else None,
+                hint="return what has one row per sample, or compile with --microbatches 1",
+            )
+
+
+def _prove(
+    graph: Graph, candidate: Candidate, setting: CutSetting, programs: Programs | None
+) -> None:
+    """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
+
+    Args:
+        programs: of the devices, where they are known.
+
+    Raises:
+        DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
+    """
+    placement, crossings = setting.placement, candidate.table.crossings
+    if programs is None:
+        owners = dict(shared(graph, candidate.stages))
+        programs = lower(candidate.orders, placement, crossings, owners, candidate.joint)
+    prove(programs, placement, crossings, candidate.joint)

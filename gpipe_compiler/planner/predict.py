@@ -35,6 +35,11 @@ class Candidate:
     joint: tuple[int, ...]
     prediction: Prediction
 
+    @property
+    def recomputing(self) -> tuple[bool, ...]:
+        """Which stages recompute."""
+        return tuple(stage.remat is not Remat.NONE for stage in self.stages)
+
     def bounded_by(self, other: Candidate) -> Candidate:
         """The same, of which no more is known than the lower bound of the other."""
         known = dataclasses.replace(

@@ -18,7 +18,6 @@ from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.memory_fit import choose_exactly
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 STAGES, MICROBATCHES = 2, 4
@@ -32,13 +31,11 @@ def graph() -> Graph:
     return trace(nn.Sequential(*layers), torch.ones(64, 24), target=target, loss_fn=F.mse_loss)
 
 
-def builder(graph: Graph, memory: int) -> CandidateBuilder:
+def builder(graph: Graph, memory: int, remat: RematChoice = RematChoice.AUTO) -> CandidateBuilder:
     cluster = Cluster.of(dataclasses.replace(DEFAULT_HOST, memory=memory), IN_PROCESS)
     planner = Planner(graph, cluster)
-    ready = planner.prepare(MICROBATCHES, POLICY)
-    choice = planner.choose(STAGES, MICROBATCHES, POLICY)
-    setting = setting_for(cluster, choice, POLICY, training=True)
-    return CandidateBuilder.of(ready, cluster.sized(STAGES), setting, POLICY, work=WORK // 100)
+    policy = dataclasses.replace(POLICY, remat=remat)
+    return planner.builder(planner.choose(STAGES, MICROBATCHES, policy), policy, WORK // 100)
 
 
 def fullest(found: tuple[DeviceMemory, ...]) -> int:
@@ -47,17 +44,17 @@ def fullest(found: tuple[DeviceMemory, ...]) -> int:
 
 def test_whatever_fits_is_found_to(graph: Graph) -> None:
     least, most = (
-        fullest(choose_exactly(builder(graph, 0), choice, 1).memory)
+        fullest(choose_exactly(builder(graph, 0, choice)).memory)
         for choice in (RematChoice.AUTO, RematChoice.NONE)
     )
     assert least < most
     for memory in (least, (least + most) // 2, most):
-        exact = choose_exactly(builder(graph, memory), RematChoice.AUTO, 1)
+        exact = choose_exactly(builder(graph, memory))
         assert fullest(exact.memory) <= memory
         assert exact.candidate.found.seats == tuple(range(STAGES)), "alike devices changed places"
 
 
 def test_what_does_not_fit_is_told(graph: Graph) -> None:
     memory = sum(state.bytes for state in graph.state.values()) // STAGES
-    exact = choose_exactly(builder(graph, memory), RematChoice.AUTO, 1)
+    exact = choose_exactly(builder(graph, memory))
     assert fullest(exact.memory) > memory

@@ -24,8 +24,10 @@ from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.cut_problem import MicrobatchGraph
-from gpipe_compiler.planner.planning import make_plan, microbatch_size, pipeline_devices
+from gpipe_compiler.planner.planner import make_plan
+from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
 from gpipe_compiler.report.text import plain_text, summary_table
 from gpipe_compiler.runtime.schedule import forward_only
 from gpipe_compiler.runtime.schedule.choosing import devices_for
@@ -75,7 +77,7 @@ def planned(
     devices = pipeline_devices(CLUSTER, stages, policy, training=graph.loss is not None)
     choice = Choice(stages, devices, schedule, microbatches)
     prepared = MicrobatchGraph.of(graph, [roofline(graph, DEFAULT_HOST)])
-    return make_plan(prepared, choice, policy, CLUSTER, BATCH)
+    return make_plan(CandidateBuilder.of(prepared, CLUSTER, choice, policy), BATCH)
 
 
 @pytest.mark.parametrize("schedule", ScheduleKind)
@@ -191,22 +193,12 @@ def test_an_output_of_pairs_of_samples_is_refused() -> None:
         annotated = annotate(graph, size)
         prepared = MicrobatchGraph.of(annotated, [roofline(annotated, DEFAULT_HOST)])
         choice = Choice(2, 2, ScheduleKind.GPIPE, count)
-        return make_plan(prepared, choice, Policy(), CLUSTER, BATCH)
+        return make_plan(CandidateBuilder.of(prepared, CLUSTER, choice, Policy()), BATCH)
 
     with pytest.raises(PlanError, match="pairs samples with one another") as caught:
         planned_in(2)
     assert caught.value.location is not None
     assert planned_in(1).microbatches == 1
-
-
-def test_costs_of_another_size_are_refused() -> None:
-    graph = annotate(traced(), 8)
-
-    prepared = MicrobatchGraph.of(graph, [roofline(graph, DEFAULT_HOST)])
-    choice = Choice(2, 2, ScheduleKind.GPIPE, 4)
-
-    with pytest.raises(UsageError, match=r"annotated for 8 samples .* a micro-batch has 2"):
-        make_plan(prepared, choice, Policy(), CLUSTER, 8)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,10 @@ from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
+from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of
-from gpipe_compiler.planner.planning import make_plan, pipeline_devices
+from gpipe_compiler.planner.planner import make_plan
+from gpipe_compiler.planner.planning import pipeline_devices
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 
@@ -141,7 +143,8 @@ def plan_of(graph: Graph, layout: Layout) -> Plan:
         devices = pipeline_devices(cluster, stages, policy, training=False)
     prepared = MicrobatchGraph.of(graph, [costs])
     choice = Choice(stages, devices, kind, layout.microbatches)
-    made = partial(make_plan, prepared, choice, policy, cluster, layout.size * layout.microbatches)
+    builder = CandidateBuilder.of(prepared, cluster, choice, policy)
+    made = partial(make_plan, builder, layout.size * layout.microbatches)
     if layout.cut is None:
         return made()
     chosen = random_cut(layout.cut)
