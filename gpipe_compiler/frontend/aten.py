@@ -170,6 +170,7 @@ _RULES: Mapping[str, Rule] = {
     "lift_fresh_copy": written_as("clone", "self"),
     "sym_size": written_as("size", "self", "dim"),
     "sym_numel": written_as("numel", "self"),
+    "split_with_sizes": written_as("split", "self", "split_sizes", given=("dim",)),
     "einsum": _einsum,
     "index": _index,
 }
