@@ -11,6 +11,7 @@ that draws in training, outputs in eval mode. Processes of their own, with limit
 - right: compiled, validated, and judged equal;
 - refused: exit code 1, with what the compiler says: unfairly where that names no way out;
 - wrong: compiled and judged unequal, or exit code 3;
+- not made: plain PyTorch cannot build or call the model here, for a library or a size;
 - traceback: any other end;
 - late: not done within the limit.
 
@@ -39,6 +40,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ADVERSARY = HERE.parent / "tests"
 TRACEBACK = "Traceback (most recent call last)"
+NOT_MADE = re.compile(r"build_model\(\) raises|the model raises \w+ on the example inputs")
 USER_FILE = """\
 # {name}, as its user would write it down.
 import sys
@@ -135,6 +137,8 @@ def _failed(made: Ended) -> tuple[str, str]:
         return "late", " ".join(made.text[-200:].split())
     if made.code == 3:
         return "wrong", said
+    if NOT_MADE.search(said):
+        return "not made", said
     return ("refused", said) if made.code == 1 else ("traceback", f"exit {made.code}: {said}")
 
 
