@@ -8,7 +8,7 @@ not, so whoever reads it must take any strides, and nobody may write to either.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -35,14 +35,19 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "expand", "getitem", "s
 _SAME_TYPE = _VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous", "squeeze"}
 
 
-def without_empty_parts(graph: Graph) -> Graph:
-    """The graph without empty parts of concatenations, not annotated; itself without any."""
+def without_empty_parts(graph: Graph, kept: Collection[str] = ()) -> Graph:
+    """The graph without empty parts of concatenations, not annotated; itself without any.
+
+    Args:
+        graph: annotated.
+        kept: names of ops that are to stay.
+    """
     if not any(op for op in graph.ops if _is_empty(op)):
         return graph
     found = effects(graph)
     changed: dict[str, Op | None] = {}
     names: dict[str, str] = {}  # what is read instead of the result of an op
-    for op in graph.ops:
+    for op in (op for op in graph.ops if op.name not in kept):
         for source, dtype in _left(graph, found, op):
             if dtype is not None:
                 call = MethodCall("to", (Ref(source), dtype))
@@ -54,7 +59,10 @@ def without_empty_parts(graph: Graph) -> Graph:
         return graph
     ops = [changed.get(op.name, op) for op in graph.ops]
     read = [reading(op, names) if names.keys() & set(op.inputs) else op for op in ops if op]
-    made = graph.replace(ops=without_unread(graph, read, lambda op: _is_free(graph, op)), values={})
+    made = graph.replace(
+        ops=without_unread(graph, read, lambda op: op.name not in kept and _is_free(graph, op)),
+        values={},
+    )
     return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))
 
 

@@ -8,7 +8,7 @@ that is always true, and `mask[rows, columns]` with all rows and columns. What i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.nn import functional as F
@@ -24,25 +24,34 @@ from gpipe_compiler.passes.simplify import without_unread
 _AND = frozenset({"and_", "logical_and", "bitwise_and", "__and__"})
 
 
-def simplify_padding_masks(graph: Graph) -> Graph:
-    """The graph with such masks, not annotated; itself where there are none."""
+def simplify_padding_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
+    """The graph with such masks, not annotated; itself where there are none.
+
+    Args:
+        graph: annotated.
+        kept: names of ops that are to stay.
+    """
     if not any(map(_is_attention, graph.ops)):
         return graph
     found = effects(graph)
     positions = Positions(graph, found)
     names: dict[str, str] = {}  # what is read instead of the result of an op
     views: dict[str, Op] = {}
-    for op in graph.ops:
+    for op in (op for op in graph.ops if op.name not in kept):
         for mask in (*_left(graph, found, positions, op), *_expanded(graph, found, op)):
             names[op.outputs[0]] = names.get(mask, mask)
         for view in _whole(graph, found, positions, op):
             views[op.name] = view
     if not names and not views:
         return graph
-    kept = (views.get(op.name, op) for op in graph.ops if names.keys().isdisjoint(op.outputs))
-    ops = [reading(op, names) if names.keys() & set(op.inputs) else op for op in kept]
+    left = (views.get(op.name, op) for op in graph.ops if names.keys().isdisjoint(op.outputs))
+    ops = [reading(op, names) if names.keys() & set(op.inputs) else op for op in left]
     made = graph.replace(
-        ops=without_unread(graph, ops, lambda op: all(name in positions for name in op.outputs)),
+        ops=without_unread(
+            graph,
+            ops,
+            lambda op: op.name not in kept and all(name in positions for name in op.outputs),
+        ),
         values={},
     )
     return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))

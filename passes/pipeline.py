@@ -64,12 +64,12 @@ class Analysis:
 
 PASSES: tuple[Pass, ...] = (
     Pass("shapes", lambda graph, at: annotate(graph, at.samples, at.precision)),
-    Pass("empty_parts", lambda graph, _: without_empty_parts(graph)),
-    Pass("padding_masks", lambda graph, _: simplify_padding_masks(graph)),
+    Pass("empty_parts", lambda graph, at: without_empty_parts(graph, at.kept)),
+    Pass("padding_masks", lambda graph, at: simplify_padding_masks(graph, at.kept)),
     Pass("narrow_masks", lambda graph, at: narrow_masks(graph, at.kept)),
     Pass("simplify", lambda graph, at: simplify(graph, at.kept)),
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
-    Pass("unread_stores", lambda graph, _: without_unread_stores(graph)),
+    Pass("unread_stores", lambda graph, at: without_unread_stores(graph, at.kept)),
     Pass("stores", lambda graph, _: read_stores(graph)),
     Pass("loss_weight", lambda graph, _: weigh_loss(graph)),
     # Last: planning undoes those writes that a cut parts.

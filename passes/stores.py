@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -243,10 +243,14 @@ _MAKERS = frozenset({
 """Functions and methods that make a tensor for others to write into."""
 
 
-def without_unread_stores(graph: Graph) -> Graph:
+def without_unread_stores(graph: Graph, kept: Collection[str] = ()) -> Graph:
     """The graph without tensors that are only written into, as caches are in eval mode.
 
     Not annotated; itself where there are none.
+
+    Args:
+        graph: annotated.
+        kept: names of ops that are to stay.
     """
     if not any(map(_target, graph.ops)):
         return graph
@@ -254,10 +258,11 @@ def without_unread_stores(graph: Graph) -> Graph:
     dead: set[str] = set()
     for op in graph.ops:
         if called(op.call) in _MAKERS and len(op.outputs) == 1:
-            dead |= _only_written(graph, found, op.outputs[0])
+            only_written = _only_written(graph, found, op.outputs[0])
+            dead |= only_written if only_written.isdisjoint(kept) else set()
     if not dead:
         return graph
-    views = {op.name for op in graph.ops if _is_view(found, op)}
+    views = {op.name for op in graph.ops if op.name not in kept and _is_view(found, op)}
     ops = [op for op in graph.ops if op.name not in dead]
     made = graph.replace(ops=without_unread(graph, ops, lambda op: op.name in views), values={})
     return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))

@@ -75,3 +75,11 @@ def test_what_is_left_is_what_depends_on_the_samples(twist, left):
         expected, _ = model(x, padding)
         (name, *_) = [value for value in found.ends if value != found.loss.value]
         torch.testing.assert_close(ran[name], expected, equal_nan=True)
+
+
+def test_ops_that_a_user_names_stay():
+    model, x = Encoder(""), torch.randn(4, 5, 8)
+    graph = trace(model, (x, torch.ones(4, 5)), loss=LossChoice.SUM_OF_SQUARES)
+    pinned = {op.name for op in graph.ops}
+
+    assert simplify_padding_masks(graph, pinned) is graph
