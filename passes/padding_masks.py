@@ -70,6 +70,8 @@ def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterato
     if len(call.args) != 2 or call.kwargs or len(op.outputs) != 1:
         return
     result = graph.values[op.outputs[0]]
+    if result.name in graph.ends:
+        return
     for mask, other in (call.args, call.args[::-1]):
         if not isinstance(mask, Ref) or positions.element(other) is not True:
             continue

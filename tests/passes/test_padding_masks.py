@@ -77,6 +77,27 @@ def test_what_is_left_is_what_depends_on_the_samples(twist, left):
         torch.testing.assert_close(ran[name], expected, equal_nan=True)
 
 
+class Joined(Encoder):
+    """Returns the conjunction itself, as large as the mask in it."""
+
+    def forward(self, x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        out, _ = super().forward(x, padding)
+        return out, padding.new_ones(1, 5, dtype=torch.bool) & padding.bool()
+
+
+def test_what_the_model_returns_stays():
+    torch.manual_seed(0)
+    model, x, padding = Joined(""), torch.randn(4, 5, 8), torch.ones(4, 5)
+    graph = trace(model, (x, padding), training=False)
+
+    found = annotate(simplify_padding_masks(graph), graph.batch_size)
+
+    states = {name: tensor.detach() for name, tensor in found.tensors.items()}
+    given = dict(zip((source.name for source in found.inputs), (x, padding), strict=True))
+    ran = Interpreter(found, states).run(given)
+    torch.testing.assert_close([ran[name] for name in found.ends], list(model(x, padding)))
+
+
 def test_ops_that_a_user_names_stay():
     model, x = Encoder(""), torch.randn(4, 5, 8)
     graph = trace(model, (x, torch.ones(4, 5)), loss=LossChoice.SUM_OF_SQUARES)
