@@ -17,7 +17,14 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.constraints import ConstraintWords, Ranges, StageRanges
-from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Resident
+from gpipe_compiler.passes.cut.problem import (
+    GRAPH_INPUT,
+    CutProblem,
+    Node,
+    Resident,
+    Seconds,
+    Traffic,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,70 +145,12 @@ def contract(problem: CutProblem, stages: int) -> Contracted:
     return _build(problem, [find.leader(node) for node in range(size)], ranges, stages)
 
 
-def _total(values: Sequence[Movable]) -> Movable:
-    return Movable(
-        GRAPH_INPUT,
-        (),
-        sum(v.sends for v in values),
-        sum(v.bytes for v in values),
-        sum(v.returns for v in values),
-        sum(v.gradient_bytes for v in values),
-    )
-
-
 def _build(problem: CutProblem, owner: Sequence[int], ranges: Ranges, stages: int) -> Contracted:
-    """The graph of single nodes, regrouped by owners."""
-    size = len(problem.nodes)
-    before: list[set[int]] = [set() for _ in range(size)]
-    for source, target in problem.edges():
-        before[target].add(source)
-    times = [problem.nodes, *problem.other_kinds]
-    fine = Contracted(
-        tuple((node,) for node in range(size)),
-        np.array(
-            [
-                [
-                    [getattr(n, name) for n in kind]
-                    for name in ("forward_s", "backward_s", "weight_s")
-                ]
-                for kind in times
-            ],
-            dtype=np.float64,
-        ),
-        tuple(
-            Movable(
-                value.producer,
-                value.consumers,
-                int(value.bytes > 0),
-                value.bytes,
-                int(value.gradient_bytes > 0),
-                value.gradient_bytes,
-            )
-            for value in problem.values
-        ),
-        tuple(map(frozenset, before)),
-        problem.kept,
-        ranges.first,
-        ranges.last,
-        problem.apart,
-        any(first == stages - 1 for first in ranges.first),
-        problem.last_alone or stages == 1 or ranges.beside_last,
-    )
-    return _regroup(fine, owner)
-
-
-def _regroup(graph: Contracted, owner: Sequence[int]) -> Contracted:
     """The graph whose nodes are the classes of `owner`, in a deterministic topological order."""
-    owner = [_root(owner, node) for node in range(graph.size)]
     roots = sorted(set(owner))
-    final = max(graph.first_stage, default=0)
-    pinned = {owner[n] for n in range(graph.size) if graph.last and graph.first_stage[n] == final}
-    edges = {
-        (owner[source], owner[target])
-        for target, before in enumerate(graph.before)
-        for source in before
-        if owner[source] != owner[target]
-    }
+    pinned = {owner[n] for n, first in enumerate(ranges.first) if first == stages - 1}
+    pairs = {(owner[source], owner[target]) for source, target in problem.edges()}
+    edges = [(source, target) for source, target in pairs if source != target]
     local = {root: index for index, root in enumerate(roots)}
     order = topological(len(roots), ((local[s], local[t]) for s, t in edges))
     sequence = [roots[index] for index in order if roots[index] not in pinned]
@@ -209,50 +158,50 @@ def _regroup(graph: Contracted, owner: Sequence[int]) -> Contracted:
     position = {root: index for index, root in enumerate(sequence)}
     place = [position[root] for root in owner]
     members: list[list[int]] = [[] for _ in sequence]
-    first, last = [0] * len(sequence), [max(graph.last_stage, default=0)] * len(sequence)
+    first, last = [0] * len(sequence), [stages - 1] * len(sequence)
     for node, target in enumerate(place):
-        members[target].extend(graph.members[node])
-        first[target] = max(first[target], graph.first_stage[node])
-        last[target] = min(last[target], graph.last_stage[node])
+        members[target].append(node)
+        first[target] = max(first[target], ranges.first[node])
+        last[target] = min(last[target], ranges.last[node])
     before: list[set[int]] = [set() for _ in sequence]
     for source, target in edges:
         before[position[target]].add(position[source])
-    seconds = np.zeros((*graph.seconds.shape[:2], len(sequence)))
-    for node, target in enumerate(place):
-        seconds[:, :, target] += graph.seconds[:, :, node]
-    return replace(
-        graph,
-        members=tuple(tuple(sorted(group)) for group in members),
-        seconds=seconds,
-        values=_together(graph.values, place),
-        before=tuple(map(frozenset, before)),
-        kept=_kept_together(graph.kept, place),
-        first_stage=tuple(first),
-        last_stage=tuple(last),
-        apart=tuple(
-            sorted({(min(p), max(p)) for a, b in graph.apart for p in [(place[a], place[b])]})
-        ),
+    kinds: list[Sequence[Node | Seconds]] = [problem.nodes, *problem.other_kinds]
+    seconds = np.zeros((len(kinds), 3, len(sequence)))
+    for kind, costs in enumerate(kinds):
+        for cost, target in zip(costs, place, strict=True):
+            seconds[kind, :, target] += (cost.forward_s, cost.backward_s, cost.weight_s)
+    return Contracted(
+        tuple(map(tuple, members)),
+        seconds,
+        _together(problem.values, place),
+        tuple(map(frozenset, before)),
+        _kept_together(problem.kept, place),
+        tuple(first),
+        tuple(last),
+        tuple(sorted({(min(p), max(p)) for a, b in problem.apart for p in [(place[a], place[b])]})),
+        bool(pinned),
+        problem.last_alone or stages == 1 or ranges.beside_last,
     )
 
 
-def _root(owner: Sequence[int], node: int) -> int:
-    while owner[node] != node:
-        node = owner[node]
-    return node
-
-
-def _together(values: Sequence[Movable], place: Sequence[int]) -> tuple[Movable, ...]:
+def _together(values: Sequence[Traffic], place: Sequence[int]) -> tuple[Movable, ...]:
     """The values between the nodes at these places; those that always move together as one."""
-    moving: dict[tuple[int, tuple[int, ...]], list[Movable]] = {}
+    moving: dict[tuple[int, tuple[int, ...]], list[Traffic]] = {}
     for value in values:
-        producer = value.producer
-        if producer != GRAPH_INPUT:
-            producer = place[producer]
+        producer = GRAPH_INPUT if value.producer == GRAPH_INPUT else place[value.producer]
         consumers = tuple(sorted({place[c] for c in value.consumers} - {producer}))
-        if consumers and (value.sends or value.returns):
+        if consumers and (value.bytes or value.gradient_bytes):
             moving.setdefault((producer, consumers), []).append(value)
     return tuple(
-        replace(_total(group), producer=producer, consumers=consumers)
+        Movable(
+            producer,
+            consumers,
+            sum(v.bytes > 0 for v in group),
+            sum(v.bytes for v in group),
+            sum(v.gradient_bytes > 0 for v in group),
+            sum(v.gradient_bytes for v in group),
+        )
         for (producer, consumers), group in sorted(moving.items())
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut.contract import Movable
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
-from gpipe_compiler.passes.cut.search import Extensions
+from gpipe_compiler.passes.cut.search import Criterion, Extensions
 from gpipe_compiler.passes.cut.space import SEND, Booleans, Floats, Integers, Space
 from gpipe_compiler.passes.cut.tables import BoundTables
 
@@ -20,7 +20,7 @@ TIE = 1e-10
 
 
 @dataclass(frozen=True)
-class FillDrain:
+class FillDrain(Criterion):
     """GPipe's step, and inference (where backward takes no time), and updates after it.
 
     Equal jobs pass a line of machines in sum + (M - 1) x slowest machine; the forward line is
@@ -41,7 +41,6 @@ class FillDrain:
     again: Floats
     updates: bool
     beam: int = 200_000
-    most_extensions: int | None = None
 
     @property
     def _repeats(self) -> float:
@@ -65,12 +64,6 @@ class FillDrain:
             tables.backward_s[stage], backward
         )
         return np.asarray(tables.way_s[stage] + rest[0] + rest[1] + self._repeats * slowest)
-
-    def cheap(
-        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
-    ) -> Floats:
-        """See `Criterion`: extending costs nothing, so nothing is held back."""
-        return np.zeros(len(new.start))
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
         """See `Criterion`."""
@@ -101,7 +94,7 @@ class FillDrain:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Rounds(Criterion):
     """A lower bound of 1F1B's step (one stage a device), as if it were the step.
 
     For every stage s: the way of the first micro-batch to it; its w warm-up forwards, or the
@@ -120,12 +113,6 @@ class Rounds:
     stages: int
     again: Floats
     beam: int = 10_000
-    most_extensions: int | None = None
-
-    @property
-    def monotone(self) -> bool:
-        """See `Criterion`."""
-        return True
 
     def initial(self) -> Floats:
         """See `Criterion`."""
@@ -134,12 +121,6 @@ class Rounds:
     def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """See `Criterion`."""
         return promise(space, tables, stage, stages, self.microbatches)
-
-    def cheap(
-        self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
-    ) -> Floats:
-        """See `Criterion`: extending costs nothing, so nothing is held back."""
-        return np.zeros(len(new.start))
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
         """See `Criterion`."""
@@ -205,7 +186,7 @@ MOST_LABELS = 5_000
 
 
 @dataclass(frozen=True)
-class Sends:
+class Sends(Criterion):
     """The longest stage with its transfers, where each stage receives as fast from all others.
 
     A label is (the longest stage so far; for every value that crosses the down-set, the seconds
@@ -240,11 +221,6 @@ class Sends:
     def most_extensions(self) -> int | None:
         """See `Criterion`."""
         return 4 * self.beam
-
-    @property
-    def monotone(self) -> bool:
-        """See `Criterion`."""
-        return True
 
     def initial(self) -> Floats:
         """See `Criterion`."""

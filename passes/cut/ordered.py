@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpipe_compiler.passes.cut.criteria import promise
-from gpipe_compiler.passes.cut.search import Extensions
+from gpipe_compiler.passes.cut.search import Criterion, Extensions
 from gpipe_compiler.passes.cut.space import WEIGHT, Floats, Integers, Space
 from gpipe_compiler.passes.cut.tables import BoundTables
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
@@ -57,7 +57,7 @@ def _shape(order: Sequence[Compute]) -> _Shape:
 
 
 @dataclass(frozen=True)
-class Ordered:
+class Ordered(Criterion):
     """Any schedule with one device per stage whose micro-batches arrive in one order everywhere.
 
     The last stages, seen from the stage before them, turn the times at which micro-batches arrive
@@ -89,11 +89,6 @@ class Ordered:
     def most_extensions(self) -> int | None:
         """See `Criterion`."""
         return 4 * self.beam
-
-    @property
-    def monotone(self) -> bool:
-        """See `Criterion`."""
-        return True
 
     def initial(self) -> Floats:
         """See `Criterion`."""

@@ -10,9 +10,9 @@ is below the best cut known.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -80,47 +80,48 @@ class Extensions:
         )
 
 
-class Criterion(Protocol):
-    """How the time of a step follows from its stages, last stage first."""
+class Criterion(ABC):
+    """How the time of a step follows from its stages, last stage first.
 
-    @property
-    def beam(self) -> int:
-        """Labels kept per stage at most."""
-        ...
+    Attributes:
+        beam: labels kept per stage at most.
+    """
+
+    beam: int
 
     @property
     def most_extensions(self) -> int | None:
         """Labels worked out per stage at most; None where that costs next to nothing."""
-        ...
+        return None
 
     @property
     def monotone(self) -> bool:
         """Whether all that follows from a label is no less where none of its entries is less."""
-        ...
+        return True
 
+    @abstractmethod
     def initial(self) -> Floats:
         """The label of no stage at all, one dimension."""
-        ...
 
+    @abstractmethod
     def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
         """For every down-set: no cut with stages `stage`, ... after it takes less than this."""
-        ...
 
     def cheap(
         self, space: Space, tables: BoundTables, stage: int, new: Extensions, labels: Floats
     ) -> Floats:
         """A lower bound for each extension, found before the extended label is."""
-        ...
+        return np.zeros(len(new.start))
 
+    @abstractmethod
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
         """The labels (rows of `labels`, one per extension) with the new stage put before."""
-        ...
 
+    @abstractmethod
     def bound(
         self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
         """The least time of a whole step with these labels; exact when `stage` is 0."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
