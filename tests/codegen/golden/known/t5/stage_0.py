@@ -128,8 +128,7 @@ class Stage0(nn.Module):
         # modeling_t5.py:628-635
         shifted_input_ids = labels.new_zeros([batch, 16])  # (B, 16)
         clone = labels[:, :-1].clone()  # (B, 15)
-        item = shifted_input_ids[:, 1:]
-        item.copy_(clone)
+        shifted_input_ids[:, 1:] = clone
         tensor = torch.tensor(0, dtype=torch.int64, device=input_ids.device)
         item = shifted_input_ids[:, 0]  # (B,)
         item.fill_(tensor)
