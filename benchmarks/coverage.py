@@ -9,7 +9,7 @@ another number of samples, and compares losses, outputs, gradients, buffers and 
 that draws in training, outputs in eval mode. Processes of their own, with limits. Outcomes:
 
 - right: compiled, validated, and judged equal;
-- refused: exit code 1, with what the compiler says: unfairly where that names no way out;
+- refused: exit code 1, or a refusal at the step, with what is said;
 - wrong: compiled and judged unequal, or exit code 3;
 - not made: plain PyTorch cannot build or call the model here, for a library or a size;
 - traceback: any other end;
@@ -120,7 +120,9 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
         try:
             verdict = json.loads(found.text.strip().splitlines()[-1])
         except (ValueError, IndexError):
-            return dataclasses.replace(row, outcome="unjudged", why=found.text.strip()[-400:])
+            _, refused, said = found.text.partition("errors.UsageError: ")
+            why = f"at the step: {' '.join(said.split())}" if refused else found.text.strip()[-400:]
+            return dataclasses.replace(row, outcome="refused" if refused else "unjudged", why=why)
         faults: list[str] = verdict["faults"]
         if faults:
             return dataclasses.replace(row, outcome="wrong", why="; ".join(faults[:4])[:600])
