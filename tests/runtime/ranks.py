@@ -110,7 +110,6 @@ def by_gloo(directory: Path) -> None:
     rank = torch.distributed.get_rank()
     if os.environ.get("NO_MEMORY"):
         os.memfd_create = _no_memory
-        same_host.INLINE_BYTES = 8
     peers = same_host.join_peers(rank, 2)
     assert (1 - rank in peers) == bool(os.environ.get("NO_MEMORY"))
     found = collect("skip", "1f1b")

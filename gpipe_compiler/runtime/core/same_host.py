@@ -2,15 +2,15 @@
 
 gloo moves bytes by threads of its own. Where every core computes, such a thread waits for a core
 before a message gets on, and whoever then sends waits for the thread: milliseconds, for what takes
-microseconds. Here the sender writes into memory that the receiver sees too, and tells it so over a
-Unix socket. No thread is needed, and no core but those of the two processes.
+microseconds. Here the sender writes into memory of the system and hands it over by a Unix socket;
+who has read it hands it back. No thread is needed, and no core but those of the two processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
+import errno
 import os
 import select
 import socket
@@ -27,75 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_NUMBER = struct.Struct("<H")
-"""The number of a segment that has been read, as its reader tells it."""
-
-
-class Segment:
-    """Memory of two processes, for one message at a time from the first to the second."""
-
-    def __init__(self, number: int, descriptor: int, size: int) -> None:
-        self.told = _NUMBER.pack(number)
-        self.size = size
-        self.bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-
-
-class FreeNumbers:
-    """The numbers of segments that the other end has read, which come through a pipe.
-
-    A byte in the memory itself would do on x86. A processor that orders memory weakly, such as ARM,
-    may show it cleared before it has read the last of the message, which the next one then writes
-    over. Who writes to a pipe and who reads from it takes the same lock of the kernel: what came
-    before the one is seen by all that comes after the other. A pipe holds more numbers than there
-    are segments, so that nobody waits.
-
-    Args:
-        most: segments that there can be.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._reading = -1
-
-    def opened(self) -> int:
-        """The end that is written to, for the other process."""
-        self.close()
-        self._reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        return writing
-
-    def drained(self) -> list[int]:
-        """Those that have come."""
-        try:
-            found = os.read(self._reading, _NUMBER.size * self._most)
-        except OSError:  # there are none, or nothing has been sent yet
-            return []
-        return [number for (number,) in _NUMBER.iter_unpack(found)]
-
-    def close(self) -> None:
-        """Let go of the pipe."""
-        if self._reading >= 0:
-            os.close(self._reading)
-            self._reading = -1
-
-
-_HEADER = struct.Struct("<qqq")
-"""Tag, bytes, and the number of the segment that holds them.
-
-In place of that stands `_INLINE` where the bytes follow, and `_BY_GLOO` less a number where gloo
-brings them, under that number."""
-
-_INLINE, _BY_GLOO = -1, -2
-
-_GLOO_TAG = 1 << 24
+_HEADER = struct.Struct("<qq")
+"""Tag and bytes of a message."""
 
 INLINE_BYTES = 2048
-"""Messages so short go over the socket itself."""
+"""Messages so short go over the socket; longer ones in pieces, where no memory can be shared."""
 
-LARGEST_BYTES, MOST_BYTES, MOST_SEGMENTS = 16 * 2**20, 128 * 2**20, 256
-"""Of a segment, and of all from one process to another. gloo takes what finds no room in them."""
+_BACK = -1
+"""In place of the tag, with memory that has been read."""
 
-_Content = Segment | bytes | int
-"""A message: where it lies, itself, or the tag under which gloo brings it."""
+MOST_FREE = 64
+"""Pieces of memory to one process that are kept until they are used again."""
 
 
 class Sent:
@@ -109,89 +51,61 @@ class Sent:
         """Not at all."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Coming:
-    """A message to be waited for, and the memory that it is for."""
+    """A message to be waited for.
+
+    Attributes:
+        buffer: the memory that it is for.
+        content: where it lies once it has come: the buffer, if that is as long.
+    """
 
     peers: Peers
     rank: int
-    tag: int
     buffer: torch.Tensor
+    content: torch.Tensor | None = None
 
     def is_completed(self) -> bool:
-        """Whether it has come."""
-        return self.peers.here(self.rank, self.tag)
+        """Whether it has come, or never will: nobody need wait for it."""
+        return self.peers.here(self)
 
     def wait(self, timeout: timedelta) -> None:
         """Let it come.
 
         Raises:
-            RuntimeError: when it does not.
+            RuntimeError: when the other process is gone, or does not send it in this time, or has
+                sent one of another length.
         """
-        self.peers.fetch(self.rank, self.tag, self.buffer, timeout.total_seconds())
+        self.peers.fetch(self, time.monotonic() + timeout.total_seconds())
 
 
 class _Peer:
-    """Another process: what goes to it, and what has come from it."""
+    """Another process: what has come from it, and who waits for what is to come, by tag."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.gone = False
-        self._out: list[Segment] = []
-        self._free: set[int] = set()
-        self._read = FreeNumbers(MOST_SEGMENTS)
-        self._by_gloo = 0
-        self._in: list[Segment] = []
-        self._back = -1
-        self._arrived: dict[int, deque[tuple[int, _Content]]] = defaultdict(deque)
+        self._arrived: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._expected: dict[int, deque[Coming]] = defaultdict(deque)
+        self._pieces = b""
+        self._free: list[int] = []
 
-    def packet(self, payload: torch.Tensor, tag: int) -> tuple[bytes, list[int], int | None]:
-        """What tells the other end of a message.
-
-        With the descriptors of what the other end does not know yet, and with the tag that gloo is
-        to send the message under, where there is one.
-        """
-        size = payload.numel()
-        if size <= INLINE_BYTES:
-            content = ctypes.string_at(payload.data_ptr(), size)
-            return _HEADER.pack(tag, size, _INLINE) + content, [], None
-        number, descriptors = self._segment(size)
-        if number is None:
-            self._by_gloo += 1
-            header = _HEADER.pack(tag, size, _BY_GLOO - self._by_gloo)
-            return header, [], _GLOO_TAG + self._by_gloo
-        self._free.discard(number)
-        self._out[number].bytes[:size].copy_(payload)
-        return _HEADER.pack(tag, size, number), descriptors, None
-
-    def _segment(self, size: int) -> tuple[int | None, list[int]]:
-        """The number of a segment for so many bytes, with descriptors where it is new."""
-        if not (fitting := self._fitting(size)):
-            self._free.update(self._read.drained())
-            fitting = self._fitting(size)
-        if fitting:
-            return min(fitting, key=lambda number: self._out[number].size), []
-        # Of few sizes, so that messages of any size find room in what others have left.
-        room = 1 << (size - 1).bit_length()
-        held = sum(segment.size for segment in self._out)
-        if room > LARGEST_BYTES or held + room > MOST_BYTES or len(self._out) == MOST_SEGMENTS:
-            return None, []
-        number, descriptors = len(self._out), []
-        try:
-            descriptors.append(os.memfd_create("pipeline", os.MFD_CLOEXEC))
-            os.ftruncate(descriptors[0], room)
-            if not self._out:
-                descriptors.append(self._read.opened())
-            self._out.append(Segment(number, descriptors[0], room))
-        except OSError:  # too many open files, no memory left, or not allowed in this container
-            for descriptor in descriptors:
-                os.close(descriptor)
-            return None, []
-        return number, descriptors
-
-    def _fitting(self, size: int) -> list[int]:
-        return [number for number in self._free if self._out[number].size >= size]
+    def memory(self, size: int) -> int | None:
+        """The descriptor of memory to write to; None where the system gives none."""
+        if not self._free:
+            while self.hear():
+                pass
+        if not self._free:
+            try:
+                return os.memfd_create("pipeline", os.MFD_CLOEXEC)
+            except OSError:  # too many open files, or not allowed in this container
+                return None
+        # What is as large as it must be, or else the largest, which then grows.
+        sizes = [os.fstat(descriptor).st_size for descriptor in self._free]
+        fitting = [(room, place) for place, room in enumerate(sizes) if room >= size]
+        _, place = min(fitting) if fitting else max((r, p) for p, r in enumerate(sizes))
+        return self._free.pop(place)
 
     def tell(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         """Send a packet, unless too many lie unread."""
@@ -200,74 +114,107 @@ class _Peer:
         except BlockingIOError:
             return False
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                return False
             raise RuntimeError(f"connection closed by the other end: {error}") from error
         return True
 
-    def drain(self) -> None:
-        """Take in what the other end has told."""
-        while self.hear():
-            pass
+    def expect(self, coming: Coming, tag: int) -> None:
+        """Give it the first message of a tag that nobody else expects."""
+        waiting = self._arrived.pop(tag, None)
+        if waiting is None:
+            self._expected[tag].append(coming)
+            return
+        coming.content = waiting.popleft()
+        if waiting:
+            self._arrived[tag] = waiting
 
     def hear(self) -> bool:
         """Take in the next packet of the other end; whether there was one."""
         if self.gone:
             return False
         try:
-            packet, descriptors, _, _ = socket.recv_fds(
-                self.connection, _HEADER.size + INLINE_BYTES, 2
+            packet, descriptors, flags, _ = socket.recv_fds(
+                self.connection, _HEADER.size + INLINE_BYTES, 1
             )
         except BlockingIOError:
             return False
         except OSError:
-            packet, descriptors = b"", []
+            packet, descriptors, flags = b"", [], 0
         if not packet:
             self.gone = True
             return False
-        tag, size, number = _HEADER.unpack_from(packet)
+        if flags & socket.MSG_CTRUNC:
+            raise RuntimeError("this process has too many open files to take a message")
+        tag, size = _HEADER.unpack_from(packet)
+        if tag == _BACK:
+            self._keep(descriptors[0])
+            return True
         if descriptors:
-            memory, *back = descriptors
-            self._in.append(Segment(len(self._in), memory, os.fstat(memory).st_size))
-            os.close(memory)
-            self._back = back[0] if back else self._back
-        content: _Content
-        if number == _INLINE:
-            content = packet[_HEADER.size :]
+            _read(self._place(tag, size), descriptors[0])
+            self._give_back(descriptors[0])
+            return True
+        self._pieces += packet[_HEADER.size :]
+        if len(self._pieces) == size:
+            _memory_of(self._place(tag, size))[:] = self._pieces
+            self._pieces = b""
+        return True
+
+    def _place(self, tag: int, size: int) -> torch.Tensor:
+        """The memory for a message that is here: where it is expected, if that is as long."""
+        expected = self._expected.get(tag)
+        if not expected:
+            place = torch.empty(size, dtype=torch.uint8)
+            self._arrived[tag].append(place)
+            return place
+        coming = expected.popleft()
+        if not expected:
+            del self._expected[tag]
+        fits = coming.buffer.numel() == size
+        coming.content = coming.buffer if fits else torch.empty(size, dtype=torch.uint8)
+        return coming.content
+
+    def _keep(self, descriptor: int) -> None:
+        if len(self._free) < MOST_FREE:
+            self._free.append(descriptor)
         else:
-            content = self._in[number] if number >= 0 else _GLOO_TAG + _BY_GLOO - number
-        self._arrived[tag].append((size, content))
-        return True
+            os.close(descriptor)
 
-    def has(self, tag: int) -> bool:
-        """Whether a message of this tag is here."""
-        while not self._arrived.get(tag):
-            if not self.hear():
-                return False
-        return True
-
-    def empty(self, segment: Segment, buffer: torch.Tensor) -> None:
-        """Read the message that lies in a segment, and give that back."""
-        buffer.copy_(segment.bytes[: buffer.numel()])
-        try:  # contextlib.suppress takes as long as the rest
-            os.write(self._back, segment.told)
-        except OSError:
-            return  # the other end is gone
+    def _give_back(self, descriptor: int) -> None:
+        # The other end may be gone, or have no room for it: then nobody uses it again.
+        with contextlib.suppress(RuntimeError):
+            self.tell(_HEADER.pack(_BACK, 0), [descriptor])
+        os.close(descriptor)
 
     def close(self) -> None:
         """Leave the other end."""
         self.gone = True
         self.connection.close()
-        self._read.close()
-        if self._back >= 0:
-            os.close(self._back)
-            self._back = -1
+        while self._free:
+            os.close(self._free.pop())
 
-    def take(self, tag: int) -> tuple[int, _Content]:
-        """The first message of this tag, which is here."""
-        waiting = self._arrived[tag]
-        found = waiting.popleft()
-        if not waiting:
-            del self._arrived[tag]
-        return found
+
+def _memory_of(row: torch.Tensor) -> memoryview:
+    """A row of bytes, to be read and written in place."""
+    return memoryview((ctypes.c_char * row.numel()).from_address(row.data_ptr())).cast("B")
+
+
+def _read(row: torch.Tensor, descriptor: int) -> None:
+    """Fill a row of bytes from memory that another process has written."""
+    memory, done = _memory_of(row), 0
+    while done < len(memory):
+        done += os.preadv(descriptor, [memory[done:]], done)
+
+
+def _write(row: torch.Tensor, descriptor: int) -> bool:
+    """Write a row of bytes to memory, if the system has as much."""
+    memory, done = _memory_of(row), 0
+    try:
+        while done < len(memory):
+            done += os.pwrite(descriptor, memory[done:], done)
+    except OSError:
+        return False
+    return True
 
 
 class Peers:
@@ -287,57 +234,56 @@ class Peers:
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    def send(self, payload: torch.Tensor, rank: int, tag: int, timeout_s: float) -> Any:
-        """Write a row of bytes for another process; what is returned has `Sent`'s methods.
+    def send(self, payload: torch.Tensor, rank: int, tag: int, timeout_s: float) -> Sent:
+        """Write a row of bytes for another process.
 
         Raises:
             RuntimeError: when it is gone, or reads nothing for so long.
         """
-        peer = self._peers[rank]
-        packet, descriptors, by_gloo = peer.packet(payload, tag)
         end = time.monotonic() + timeout_s
-        try:
-            while not peer.tell(packet, descriptors):
-                self._look(end, writing=rank)
-        finally:
-            for descriptor in descriptors:
+        size = payload.numel()
+        header = _HEADER.pack(tag, size)
+        descriptor = self._peers[rank].memory(size) if size > INLINE_BYTES else None
+        if descriptor is not None:
+            try:
+                if _write(payload, descriptor):
+                    self._tell(rank, header, [descriptor], end)
+                    return Sent()
+            finally:
                 os.close(descriptor)
-        return Sent() if by_gloo is None else dist.isend(payload, rank, tag=by_gloo)
+        memory = _memory_of(payload)
+        for start in range(0, size, INLINE_BYTES):
+            self._tell(rank, header + memory[start : start + INLINE_BYTES], [], end)
+        return Sent()
+
+    def _tell(self, rank: int, packet: bytes, descriptors: Sequence[int], end: float) -> None:
+        while not self._peers[rank].tell(packet, descriptors):
+            self._look(end, writing=rank)
 
     def receive(self, buffer: torch.Tensor, rank: int, tag: int) -> Coming:
-        """Expect a message, as long as the buffer is."""
-        return Coming(self, rank, tag, buffer)
+        """Expect the next message of a tag, as long as the buffer is."""
+        coming = Coming(self, rank, buffer)
+        self._peers[rank].expect(coming, tag)
+        return coming
 
-    def here(self, rank: int, tag: int) -> bool:
-        """Whether a message has come, or never will: nobody need wait for it."""
-        peer = self._peers[rank]
-        return peer.has(tag) or peer.gone
+    def here(self, coming: Coming) -> bool:
+        """Whether a message has come, or never will."""
+        peer = self._peers[coming.rank]
+        while coming.content is None and peer.hear():
+            pass
+        return coming.content is not None or peer.gone
 
-    def fetch(self, rank: int, tag: int, buffer: torch.Tensor, timeout_s: float) -> None:
-        """Wait for a message.
-
-        Raises:
-            RuntimeError: when the other process is gone, or does not send it in this time, or has
-                sent one of another length.
-        """
-        peer = self._peers[rank]
-        end = time.monotonic() + timeout_s
-        while not peer.has(tag):
-            if peer.gone:
-                raise RuntimeError("connection closed by the other end")
+    def fetch(self, coming: Coming, end: float) -> None:
+        """Wait for a message, at most until `end`; see `Coming.wait`."""
+        while not self.here(coming):
             self._look(end)
-        size, content = peer.take(tag)
-        if size != buffer.numel():
-            raise RuntimeError(f"{size} bytes came in place of {buffer.numel()}")
-        if isinstance(content, Segment):
-            peer.empty(content, buffer)
-        elif isinstance(content, int):
-            left = timedelta(seconds=max(end - time.monotonic(), 1e-3))
-            work = dist.irecv(buffer, rank, tag=content)
-            if work is not None:
-                work.wait(left)
-        elif content:
-            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        content, buffer = coming.content, coming.buffer
+        if content is None:
+            raise RuntimeError("connection closed by the other end")
+        if content.numel() != buffer.numel():
+            raise RuntimeError(f"{content.numel()} bytes came in place of {buffer.numel()}")
+        if content is not buffer:
+            buffer.copy_(content)
 
     def _look(self, end: float, writing: int | None = None) -> None:
         """Wait until something comes, from whomever, or can be written to one process.
@@ -354,7 +300,8 @@ class Peers:
         if not ready and left <= 0:
             raise RuntimeError("timed out waiting for the other end")
         for descriptor, _ in ready:
-            self._peers[self._ranks[descriptor]].drain()
+            while self._peers[self._ranks[descriptor]].hear():
+                pass
 
     def close(self) -> None:
         """Leave the others; what was written can still be read."""
