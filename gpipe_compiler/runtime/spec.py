@@ -10,18 +10,10 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .schedule.choosing import ScheduleKind as ScheduleKind
+
 if TYPE_CHECKING:
     import torch
-
-
-class ScheduleKind(Enum):
-    """The schedules that the runtime can generate, by the name a user types."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
-    ZB_H1 = "zb-h1"
-    ZBV = "zbv"
 
 
 class Reduction(Enum):
@@ -267,7 +259,11 @@ class StageSpec:
     def state(self) -> Mapping[str, str]:
         """The stage's own state names to the model's canonical ones."""
         names = _own_names(self.module)  # type: ignore[arg-type]  # a class can be hashed
-        return {own: self.renamed.get(own, own) for own in names}
+        return {own: self.named(own) for own in names}
+
+    def named(self, own: str) -> str:
+        """What the model calls a state of the stage."""
+        return self.renamed.get(own, own)
 
     def beginning(self, name: str) -> Steps | None:
         """How a tensor of the stage begins, by the model's name; None where nothing is said."""

@@ -12,9 +12,9 @@ from random_packages import Layout
 from random_training import PlainLoop, Training
 from torch import Tensor, nn
 
-from gpipe_compiler.runtime.core.local_transport import LocalEndpoint
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.precision import crossing_dtypes
+from gpipe_compiler.runtime.core.transport import LocalEndpoint
 from gpipe_compiler.runtime.schedule.actions import Transfer
 from gpipe_compiler.runtime.spec import PipelineSpec, Precision
 from gpipe_compiler.runtime.train.comparison import flat_tensors

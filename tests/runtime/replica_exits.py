@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_compiler.runtime.core.distributed import Network
-from gpipe_compiler.runtime.core.topology import Replicas
+from gpipe_compiler.runtime.core.topology import Topology
 
 FAILED = 5
 
@@ -30,7 +30,7 @@ def start(rank, store):
         timeout=timedelta(seconds=300),
     )
     network = Network.of_all(torch.device("cpu"), 300)
-    return Replicas.among(network, 2, owns_world=True)
+    return Topology.among((0,), network, 2, owns_world=True)
 
 
 def closed(replicas):
@@ -49,7 +49,7 @@ def forgotten(replicas):
 def failed(replicas):
     """An error while the other process still takes part."""
     replicas.collectives.all_reduce(torch.ones(300_000))
-    if replicas.number == 0:
+    if replicas.replica == 0:
         sys.exit(FAILED)
     replicas.close()
 
@@ -58,7 +58,7 @@ def left(replicas):
     """The other process does not take part in a second one, and ends."""
     # Nobody leaves before the other has its group: joining would fail, which is another end.
     replicas.collectives.all_reduce(torch.ones(1)).wait()
-    if replicas.number == 0:
+    if replicas.replica == 0:
         sys.exit(FAILED)
     try:
         replicas.collectives.all_reduce(torch.ones(1000)).wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,13 +143,8 @@ def run_ranks(ranks, names, most, norm_type, **more):
             barrier.wait(20)
             return total
 
-        clipping = NormClipping(
-            names,
-            frozenset(ranks[rank]),
-            torch.device("cpu"),
-            first=rank == 0,
-            over_ranks=over_ranks,
-        )
+        world = SimpleNamespace(rank=rank, device=torch.device("cpu"), sum=over_ranks)
+        clipping = NormClipping(names, frozenset(ranks[rank]), world)
         try:
             totals[rank] = clipping(ranks[rank], most, norm_type, error_if_nonfinite=False)
         except AgreedError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from half_pipelines import PlainLoop, half_data, half_spec, parts_of
 from tiny_pipelines import WIDTH, X, cross, spec_of, states
 from torch import nn
 
+from gpipe_compiler.runtime.core.distributed import Network
 from gpipe_compiler.runtime.core.gradients import PipelineScaler
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import UsageError
@@ -188,9 +191,9 @@ def test_the_loss_and_its_weight_are_told_unscaled():
 
 def test_state_goes_through_a_dict():
     """As a checkpoint carries it."""
-    first = PipelineScaler(torch.device("cpu"), enabled=True)
+    first = PipelineScaler(Network.alone(torch.device("cpu")), enabled=True)
     first.update(8.0)
-    second = PipelineScaler(torch.device("cpu"), enabled=True)
+    second = PipelineScaler(Network.alone(torch.device("cpu")), enabled=True)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     assert second.get_scale() == 8.0
@@ -206,7 +209,8 @@ def test_what_other_ranks_find_decides():
 
     parameter = nn.Parameter(torch.zeros(0))
     for skips in (over_ranks, lambda tensor, what: tensor):
-        scaler = PipelineScaler(torch.device("cpu"), enabled=True, over_ranks=skips)
+        world = SimpleNamespace(device=torch.device("cpu"), sum=skips)
+        scaler = PipelineScaler(world, enabled=True)
         weight = nn.Parameter(torch.ones(2))
         weight.grad = torch.ones(2)
         optimizer = torch.optim.SGD([parameter, weight], lr=1.0)
@@ -217,7 +221,7 @@ def test_what_other_ranks_find_decides():
         assert scaler.get_scale() == (2.0**15 if skipped else 2.0**16)
     assert words == ["whether gradients have overflowed"]
 
-    alone = PipelineScaler(torch.device("cpu"), enabled=True)
+    alone = PipelineScaler(Network.alone(torch.device("cpu")), enabled=True)
     alone.step(torch.optim.SGD([parameter], lr=1.0))
     alone.update()
     assert alone.get_scale() == 2.0**16

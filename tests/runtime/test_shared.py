@@ -59,7 +59,8 @@ def test_initial_values_go_to_the_owners_alone_in_their_own_type(stage):
     peers = Peers(value)
     held = LocalStages(spec, {stage: spec.stages[stage].module().double()})
 
-    share_initial(SimpleNamespace(pipeline=peers, peers=peers), held, OWNERS, (0, 1, 2, 3))
+    topology = SimpleNamespace(pipeline=peers, peers=peers, rank_of=lambda stage: stage)
+    share_initial(topology, held, OWNERS)
 
     owns = stage in OWNERS["emb.weight"]
     assert peers.asked == ([(0, (1, 3))] if owns else [])
@@ -70,7 +71,7 @@ def test_initial_values_go_to_the_owners_alone_in_their_own_type(stage):
 class Replica:
     """One of two replicas on two devices that share a parameter: what goes from rank 0 to 1."""
 
-    count = 2
+    replicas = 2
     carrier = torch.device("cpu")
 
     def __init__(self, other):

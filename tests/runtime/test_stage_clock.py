@@ -14,9 +14,9 @@ from tiny_pipelines import SAMPLES, data_for, skip_spec
 from torch import nn
 
 from gpipe_compiler.runtime.core.engine import Engine
-from gpipe_compiler.runtime.core.local_transport import LocalEndpoint
 from gpipe_compiler.runtime.core.options import ExecutionOptions
 from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.core.transport import LocalEndpoint
 from gpipe_compiler.runtime.core.wiring import ActionStep
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase, Transfer
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, Remat, ScheduleKind

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.pipeline import Pipeline
-from ..core.ranks import Ranks
+from ..core.ranks import together
 from ..errors import CheckpointError
 from .files import Stored
 from .optimizer import (
@@ -58,7 +58,7 @@ def load_checkpoint(
         kept.append(_read(pipe, optimizer, Path(path), {"scheduler": scheduler, "scaler": scaler}))
         return kept[0].facts
 
-    Ranks(pipe.world).together("the reading of the checkpoint", read, _compare)
+    together(pipe.world, "the reading of the checkpoint", read, _compare)
     loaded = kept[0]
     pipe.load_state_dict(loaded.model)
     if optimizer is not None:

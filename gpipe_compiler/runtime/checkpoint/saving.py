@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..core.pipeline import Pipeline
-from ..core.ranks import Ranks, described
+from ..core.ranks import described, together
 from ..errors import CheckpointError
 from .files import RankFileWriter, checksums, with_aliases, write_trainer
 from .folder import (
@@ -69,7 +69,7 @@ def save_checkpoint(
         raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
     progress = dataclasses.replace(progress, seed=pipe.seed, step_number=pipe.step_number)
     extra = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    saving = _Saving(pipe, optimizer, directory, Ranks(pipe.world))
+    saving = _Saving(pipe, optimizer, directory)
     return saving.run(
         progress, {key: part for key, part in extra.items() if part is not None}, keep
     )
@@ -78,21 +78,19 @@ def save_checkpoint(
 class _Saving:
     """One checkpoint in the making, on one rank."""
 
-    def __init__(
-        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks
-    ) -> None:
+    def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer, directory: Path) -> None:
         self.pipe = pipe
         self.optimizer = optimizer
         self.directory = directory
-        self.ranks = ranks
         self.naming = Naming(pipe.named_parameters(), pipe.parameters())
         self.planner = DefaultSavePlanner()
         self.metadata = Metadata({})
 
     def run(self, progress: Progress, others: Mapping[str, Any], keep: int | None) -> Path:
         """All steps, each of which fails on all ranks or on none."""
-        together = self.ranks.together
+        world = self.pipe.world
         folder, groups = together(
+            world,
             "the groups of the optimizer",
             self._groups,
             lambda found: (make_temporary(self.directory, progress.step), merged(found)),
@@ -100,17 +98,19 @@ class _Saving:
         try:
             writer = RankFileWriter(folder)
             plans = together(
+                world,
                 "the plan of the checkpoint",
                 lambda: self._plan(writer, groups),
                 lambda found: self._plan_all(writer, found),
             )
             return together(
+                world,
                 "the writing of the checkpoint",
-                lambda: self._write(writer, folder, plans[self.ranks.rank]),
+                lambda: self._write(writer, folder, plans[self.pipe.rank]),
                 lambda found: self._finish(writer, folder, found, progress, others, keep),
             )
         except CheckpointError as error:
-            if self.ranks.rank == 0:
+            if self.pipe.rank == 0:
                 discard(folder)
             hint = error.hint or f"earlier checkpoints in {self.directory} are as they were"
             raise CheckpointError(error.problem, hint=hint) from error.__cause__
@@ -125,13 +125,13 @@ class _Saving:
         aliases = self.pipe.spec.aliases
         tensors = self.pipe.state_dict()
         optimizer: dict[str, Any] = {"state": named_states(self.optimizer, self.naming)}
-        if self.ranks.rank == 0:
+        if self.pipe.rank == 0:
             optimizer["param_groups"] = groups
         model = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         return {"model": model, "optimizer": optimizer}
 
     def _plan(self, writer: RankFileWriter, groups: Groups) -> SavePlan:
-        first = self.ranks.rank == 0
+        first = self.pipe.rank == 0
         self.planner.set_up_planner(self._tree(groups), is_coordinator=first)
         writer.set_up_storage_writer(first)
         plan: SavePlan = writer.prepare_local_plan(self.planner.create_local_plan())
@@ -146,7 +146,7 @@ class _Saving:
         plan = self.planner.finish_plan(plan)
         if not plan.items:
             return [], []
-        file = folder / f"__{self.ranks.rank}_0.distcp"
+        file = folder / f"__{self.pipe.rank}_0.distcp"
         try:
             results: list[WriteResult] = writer.write_data(plan, self.planner).wait()
             sync_path(file)

@@ -1,12 +1,14 @@
-"""The distributed transport: torch.distributed point to point, one process per device."""
+"""Messages between processes: torch.distributed point to point, or memory that they share."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -14,9 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ..errors import PipelineError, TransportError
-from ..schedule.actions import SharedSum, Transfer
-from ..spec import Crossing
+from ..errors import TransportError
 from .same_host import Peers, join_peers
 
 T = TypeVar("T")
@@ -77,6 +77,11 @@ class Network:
             ) from error
         return cls(tuple(range(size)), rank, device, timeout_s, by_host, peers)
 
+    @classmethod
+    def alone(cls, device: torch.device) -> Network:
+        """This process without any other, which nothing is sent to or waited for."""
+        return cls((0,), 0, device, math.inf, by_host=False, peers=Peers({}))
+
     def among(self, members: Sequence[int]) -> Network:
         """The network of some ranks, by global rank, with this one among them."""
         return dataclasses.replace(self, members=tuple(members), rank=members.index(self.own))
@@ -118,35 +123,29 @@ class Network:
         payload = _bytes_of(tensor.detach().to(self.carrier).resolve_conj().resolve_neg())
         if payload.numel() == 0:
             return None
-        return self._start(
-            lambda: self._send(payload, self.members[rank], tag), rank, "to"
-        ), payload
+        member = self.members[rank]
+        with self._on_the_way("to", member):
+            if member in self.peers:
+                return self.peers.send(payload, member, tag, self.timeout_s), payload
+            return dist.isend(payload, member, tag=tag), payload
 
     def receive(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
         """Start receiving into a contiguous buffer on the carrier; None when it is empty."""
         if buffer.numel() == 0:
             return None
-        return self._start(
-            lambda: self._receive(_bytes_of(buffer), self.members[rank], tag), rank, "from"
-        )
+        member = self.members[rank]
+        with self._on_the_way("from", member):
+            if member in self.peers:
+                return self.peers.receive(_bytes_of(buffer), member, tag)
+            return dist.irecv(_bytes_of(buffer), member, tag=tag)
 
-    def _send(self, payload: torch.Tensor, member: int, tag: int) -> Any:
-        if member in self.peers:
-            return self.peers.send(payload, member, tag, self.timeout_s)
-        return dist.isend(payload, member, tag=tag)
-
-    def _receive(self, buffer: torch.Tensor, member: int, tag: int) -> Any:
-        if member in self.peers:
-            return self.peers.receive(buffer, member, tag)
-        return dist.irecv(buffer, member, tag=tag)
-
-    def _start(self, call: Callable[[], Any], rank: int, direction: str) -> Any:
+    @contextlib.contextmanager
+    def _on_the_way(self, direction: str, member: int) -> Iterator[None]:
         try:
-            return call()
+            yield
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"rank {self.own} has lost the way {direction} rank {self.members[rank]}: "
-                f"{_first_line(error)}",
+                f"rank {self.own} has lost the way {direction} rank {member}: {_first_line(error)}",
                 hint="another rank has ended; its own message says why",
             ) from error
 
@@ -287,99 +286,6 @@ class Network:
         return buffer.to(self.device)
 
 
-class DistributedEndpoint:
-    """One rank's transfers for one run of its program.
-
-    Receives are posted where the program has them, so any two ranks start what passes between them
-    in the same order, as channels that deliver in order demand.
-
-    Args:
-        sizes: samples in each micro-batch of this run.
-    """
-
-    def __init__(
-        self,
-        network: Network,
-        placement: Sequence[int],
-        crossings: Sequence[Crossing],
-        sizes: Sequence[int],
-        microbatch_size: int,
-        sum_gradients: Callable[[SharedSum], None],
-    ) -> None:
-        self.network = network
-        self.placement = placement
-        self.crossings = {crossing.value: crossing for crossing in crossings}
-        self.sizes = sizes
-        self.microbatch_size = microbatch_size
-        self.sum_gradients = sum_gradients
-        self.sent: list[tuple[Any, torch.Tensor, Transfer]] = []
-        self.posted: dict[Transfer, tuple[Any, torch.Tensor]] = {}
-        self.tags: dict[tuple[int, int], int] = {}
-
-    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
-        """Start sending."""
-        shape, dtype = self._facts(transfer)
-        if tensor is None:
-            tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
-        elif tensor.dtype != dtype or tensor.shape != shape:
-            raise PipelineError(
-                f"{transfer} is {tensor.dtype} {tuple(tensor.shape)}, planned as {dtype} {shape}",
-                hint="the input differs from the one compiled for in more than its batch size",
-            )
-        target = self.placement[transfer.target]
-        started = self.network.send(tensor, target, self._tag(self.network.rank, target))
-        self._let_go()
-        if started is not None:
-            self.sent.append((*started, transfer))
-
-    def expect(self, transfer: Transfer) -> None:
-        """Post the receive, into memory of the planned size."""
-        shape, dtype = self._facts(transfer)
-        source = self.placement[transfer.source]
-        buffer = torch.empty(shape, dtype=dtype, device=self.network.carrier)
-        work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
-        self.posted[transfer] = work, buffer
-
-    def here(self, transfer: Transfer) -> bool:
-        """Whether an expected value has come."""
-        work, _ = self.posted[transfer]
-        return work is None or bool(work.is_completed())
-
-    def take(self, transfer: Transfer) -> torch.Tensor:
-        """Wait for a value."""
-        self._let_go()
-        work, buffer = self.posted.pop(transfer)
-        if work is not None:
-            rank = self.network.members[self.placement[transfer.source]]
-            self.network.wait(work, lambda: f"at receive {transfer} from rank {rank}")
-        return buffer.to(self.network.device)
-
-    def exchange(self, total: SharedSum) -> None:
-        """Sum a shared gradient with the other owners."""
-        self.sum_gradients(total)
-
-    def flush(self) -> None:
-        """Wait until everything has left."""
-        for work, _, transfer in self.sent:
-            rank = self.network.members[self.placement[transfer.target]]
-            self.network.wait(work, lambda t=transfer, r=rank: f"at send {t} to rank {r}")  # type: ignore[misc]  # defaults bind the loop's values
-        self.sent.clear()
-
-    def _let_go(self) -> None:
-        """Hold no longer what has left in the meantime."""
-        self.sent = [item for item in self.sent if not item[0].is_completed()]
-
-    def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
-        crossing = self.crossings[transfer.value]
-        shape = crossing.shape_for(self.sizes[transfer.microbatch], self.microbatch_size)
-        return shape, crossing.dtype
-
-    def _tag(self, source: int, target: int) -> int:
-        tag = self.tags.get((source, target), 0)
-        self.tags[source, target] = tag + 1
-        return tag
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as a row of bytes: any dtype travels, whatever the backend knows."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -388,12 +294,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-OverRanks = Callable[[torch.Tensor, str], torch.Tensor]
-"""A small tensor summed over all ranks, the same bits on each; with words for who waits in vain."""
-
-
-def alone(tensor: torch.Tensor, _what: str) -> torch.Tensor:
-    """What `OverRanks` comes to for a single process."""
-    return tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,38 +18,8 @@ from .options import ExecutionOptions
 from .precision import run_of_device
 from .request import RunRequest, StepRequest, Values
 from .stage_run import BackwardGraph, StageRun
+from .transport import Endpoint
 from .wiring import ActionStep, GradientPart, Need, StageWiring
-
-
-class Endpoint(Protocol):
-    """One device's access to the others, for one run of its program.
-
-    Nothing here waits but `take`, `flush` and `exchange`. Both ends go through their transfers in
-    the order of the lowered program.
-    """
-
-    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
-        """Start sending; None stands for a gradient of zeros."""
-
-    def expect(self, transfer: Transfer) -> None:
-        """Get ready for a value that is to come; called where the program receives it."""
-
-    def here(self, transfer: Transfer) -> bool:
-        """Whether an expected value can be taken without waiting for it."""
-
-    def take(self, transfer: Transfer) -> torch.Tensor | None:
-        """Wait for the value; None is a gradient of zeros.
-
-        Raises:
-            TransportError: when it does not come.
-        """
-
-    def exchange(self, total: SharedSum) -> None:
-        """Sum the gradients of a shared parameter over the owners' devices."""
-
-    def flush(self) -> None:
-        """Wait until all that was sent has left."""
-
 
 _WORDS = {
     Phase.FORWARD: "forward",
@@ -72,10 +41,11 @@ class DeviceResult:
     gradients: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
 
 
+@dataclass
 class Engine:
     """The stages of one device, and the order of their work.
 
-    Args:
+    Attributes:
         modules: the stages it holds, by number.
         device: where its stages compute.
         loss_name: the value that is the loss, where the pipeline has one.
@@ -83,19 +53,11 @@ class Engine:
         gather: joins statistics with those of the other replicas.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        device: torch.device,
-        loss_name: str | None,
-        options: ExecutionOptions,
-        gather: Gather = alone,
-    ) -> None:
-        self.modules = modules
-        self.device = device
-        self.loss_name = loss_name
-        self.options = options
-        self.gather = gather
+    modules: Mapping[int, nn.Module]
+    device: torch.device
+    loss_name: str | None
+    options: ExecutionOptions
+    gather: Gather = alone
 
     def run(
         self,

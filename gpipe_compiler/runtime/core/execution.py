@@ -1,188 +1,87 @@
-"""Runs one call of a pipeline: binds its inputs, agrees across ranks, executes the programs."""
+"""Runs one call of a pipeline: binds its inputs, agrees across ranks, sets the engines to work."""
 
 from __future__ import annotations
 
 import dataclasses
+import queue
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from ..errors import AgreedError, UsageError
+from ..errors import UsageError
+from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
-from .inputs import Inputs, batch_of, bind, passed_to, split
+from .call import Call, CallArgs, agree
+from .engine import DeviceResult, Engine
+from .inputs import batch_of, bind, passed_to, split
+from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed
-from .outputs import as_returned, rebuild
-from .programs import ProgramCache
+from .options import ExecutionOptions
+from .outputs import as_returned, join, rebuild
+from .precision import crossing_dtypes, run_of_devices
+from .programs import PreparedSchedule, ProgramCache
+from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
-from .runners import Runner
-from .topology import Replicas, Topology
-from .wiring import inputs_for, output_leaves
-
-
-@dataclass(frozen=True, slots=True)
-class CallArgs:
-    """What a caller wants of a mini-batch.
-
-    Attributes:
-        training: whether the stages are in training mode.
-        outputs: whether what the model returns is wanted.
-        key: what random ops depend on.
-        loss_scale: gradients are those of the loss times this.
-        read: the checksum of the mini-batch that this is a replica's share of (`Call`).
-    """
-
-    work: RunRequest
-    training: bool
-    inputs: Inputs
-    target: object
-    outputs: bool
-    key: RandomKey
-    loss_scale: float = 1.0
-    read: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a call of the pipeline is about, in this replica of it.
-
-    Attributes:
-        training: whether the stages are in training mode.
-        sizes: samples in each micro-batch; none where the inputs were refused, or where this
-            replica's share of the mini-batch is empty.
-        loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
-            loss.
-        refusal: the problem and the hint, where the inputs are wrong.
-        wanted: the inputs whose gradients the caller wants.
-        read: a checksum of the whole mini-batches that this replica has taken its share of since
-            the last call; 0 where it has not.
-        first: the number in the mini-batch of this replica's first micro-batch.
-        total: the loss weights of the mini-batch, over all replicas; () without any.
-    """
-
-    work: RunRequest
-    training: bool
-    sizes: tuple[int, ...] = ()
-    loss_weights: tuple[Counts, ...] = ()
-    refusal: tuple[str, str] | None = None
-    wanted: frozenset[str] = frozenset()
-    read: int = 0
-    first: int = 0
-    total: Counts = ()
-
-    def packed(self) -> dict[str, object]:
-        """Its fields, of Python's own types: ranks may have the package under different names."""
-        own = {name: getattr(self, name) for name in self.__slots__}
-        return {**own, "work": self.work.value}
-
-
-def agree(replicas: Replicas | None, call: Call, number: int) -> Call:
-    """The call of this rank's replica, on every rank, with what it needs to know of the others'.
-
-    Args:
-        call: what this rank knows of it; all ranks but the first of each replica know no more
-            than the work and the mode.
-        number: of the mini-batch, from 1, for messages.
-
-    Raises:
-        AgreedError: on every rank, when a replica has taken its share of another mini-batch.
-        UsageError: on every rank, when a replica has refused its inputs, when there are fewer
-            samples than replicas, or when ranks do not make the same call.
-    """
-    if replicas is None:
-        return dataclasses.replace(call, total=summed(call.loss_weights))
-    calls = _exchange(replicas, call)
-    firsts = range(0, replicas.world.size, replicas.pipeline.size)
-    for rank, other in zip(firsts, calls, strict=True):
-        _check_same(replicas.world.rank, call, rank, other)
-    for rank, other in zip(firsts, calls, strict=True):
-        if other.refusal is not None:
-            raise _refused(call.refusal or other.refusal, None if call.refusal else rank)
-    for rank, other in zip(firsts, calls, strict=True):
-        if other.read and calls[0].read and other.read != calls[0].read:
-            raise _other_data(rank, number)
-    if not all(other.sizes for other in calls):
-        samples = sum(sum(other.sizes) for other in calls)
-        raise UsageError(f"a batch of {samples} is too small for {replicas.count} replicas")
-    return dataclasses.replace(
-        calls[replicas.number],
-        first=sum(len(other.sizes) for other in calls[: replicas.number]),
-        total=summed([counts for other in calls for counts in other.loss_weights]),
-    )
-
-
-def _exchange(replicas: Replicas, call: Call) -> list[Call]:
-    """The calls of all replicas, on every rank."""
-    calls: list[dict[str, Any]] | None = None
-    if replicas.pipeline.rank == 0:
-        what = "the calls of the replicas"
-        gathered = replicas.peers.gather_objects(call.packed(), what)
-        calls = replicas.peers.broadcast_object(gathered, 0, what)
-    calls = replicas.pipeline.broadcast_object(calls, 0, "the call")
-    return [Call(**{**found, "work": RunRequest(found["work"])}) for found in calls]
-
-
-def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
-    if other.work is not own.work:
-        raise UsageError(
-            f"rank {own_rank} and rank {rank} do not make the same call: {own.work.value} here, "
-            f"{other.work.value} there",
-            hint="every rank calls step, or evaluate, or the pipeline itself",
-        )
-    if other.training is not own.training:
-        modes = {True: "training", False: "evaluation"}
-        raise UsageError(
-            f"rank {own_rank} is in {modes[own.training]} mode, and rank {rank} in "
-            f"{modes[other.training]} mode",
-            hint="every rank calls train() and eval()",
-        )
-
-
-def _refused(refusal: tuple[str, str], rank: int | None = None) -> UsageError:
-    """The error of what this process refuses, or another rank."""
-    problem, hint = refusal
-    return UsageError(
-        problem if rank is None else f"rank {rank} refused its inputs: {problem}", hint=hint
-    )
-
-
-def _other_data(rank: int, number: int) -> AgreedError:
-    return AgreedError(
-        f"mini-batch {number}, as rank {rank} has read it, is not that of rank 0",
-        hint="every replica reads the same mini-batches, whole, and takes its share of each: use "
-        "the same seed on every rank and a sampler that does not know the rank; samples that only "
-        "one replica reads are passed to step() without shard()",
-    )
+from .topology import Topology
+from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
+from .wiring import inputs_for, makers, output_leaves
 
 
 class Execution:
     """Runs mini-batches: on every rank that takes part, all of which make the same calls.
 
     Args:
+        reducer: averages gradients over replicas, where there are any.
         microbatches: into which a mini-batch is split, at most.
+
+    Attributes:
+        engines: of the devices of this process.
+        threads: intra-op threads that a stage computes with on a CPU.
     """
 
     def __init__(
         self,
         spec: PipelineSpec,
         topology: Topology,
+        stages: LocalStages,
+        options: ExecutionOptions,
         programs: ProgramCache,
         weigher: LossWeigher,
-        runner: Runner,
+        reducer: Reducer | None,
         microbatches: int,
     ) -> None:
         self._spec = spec
         self._topology = topology
+        self._stages = stages
+        self._precision = options.precision
         self._programs = programs
         self._weigher = weigher
-        self._runner = runner
+        self._reducer = reducer
         self._microbatches = microbatches
-        leaves = output_leaves(spec.outputs)
+        self._leaves = output_leaves(spec.outputs)
         # In one piece a mini-batch in eval mode has these, too.
-        self._apart = any(leaf.joined is Joined.APART for leaf in leaves)
-        made = {leaf.value for leaf in leaves}
+        self._apart = any(leaf.joined is Joined.APART for leaf in self._leaves)
+        made = {leaf.value for leaf in self._leaves}
         self._made = frozenset(made - {source.name for source in spec.inputs})
+        self._makers = makers(spec)
+        self._dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
+        loss = None if spec.loss is None else spec.loss.value
+        placed = zip(topology.numbers, topology.devices, strict=True)
+        self.engines: Sequence[Engine] = [
+            Engine(
+                {s: stages.modules[s] for s, d in enumerate(topology.placement) if d == number},
+                device,
+                loss,
+                options,
+                partial(topology.peers.gathered, what="the statistics of the replicas"),
+            )
+            for number, device in placed
+        ]
+        on_cpu = sum(device.type == "cpu" for device in topology.devices)
+        threads = max(1, torch.get_num_threads() // on_cpu) if on_cpu > 1 else None
+        self.threads = threads or torch.get_num_threads()
+        self._workers: Workers[DeviceResult] = Workers(topology.devices, threads)
 
     def run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
         """The terms of the loss, where one is made, and the outputs, where inputs are passed.
@@ -199,7 +98,7 @@ class Execution:
             call, bound, parts = self._offered(args)
         if args.read:
             call = dataclasses.replace(call, read=args.read)
-        call = agree(self._topology.members, call, args.key.step + 1)
+        call = agree(self._topology, call, args.key.step + 1)
         prepared = self._programs.of(
             args.work, len(call.sizes), training=args.training, wanted=call.wanted
         )
@@ -216,21 +115,28 @@ class Execution:
             random=RandomKey(args.key.seed, args.key.step, call.first),
             loss_scale=args.loss_scale,
         )
-        result = self._runner.run(prepared, request)
+        results = self._run_engines(prepared, request)
+        loss = self._loss(results, request) if args.work.makes_loss else None
+        made = self._gathered(results, request)
         if call.wanted and self._topology.feeds:
-            self._give_back(args, bound, result.gradients, call.sizes)
-        if args.work.makes_loss and result.loss is None:
+            self._give_back(args, bound, results[0].gradients, call.sizes)
+        if args.work.makes_loss and loss is None:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (args.outputs and self._topology.feeds):
-            return result.loss, None
-        outputs = rebuild(self._spec.outputs, {**bound, **result.outputs}, sum(call.sizes))
-        return result.loss, as_returned(outputs, self._spec.classes)
+            return loss, None
+        outputs = rebuild(self._spec.outputs, {**bound, **made}, sum(call.sizes))
+        return loss, as_returned(outputs, self._spec.classes)
 
-    def loss_weights(self, inputs: Inputs, target: object) -> Counts:
+    def loss_weights(self, inputs: object, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
         bound = bind(inputs, target, self._spec, inputs_for(self._spec, RunRequest.TRAIN))
         parts, sizes = split(bound, self._spec, 1)
         return summed(self._weigher.weigh(parts, sizes))
+
+    def close(self) -> None:
+        """End the threads, and leave the process groups."""
+        self._workers.close()
+        self._topology.close()
 
     def _check(self, work: RunRequest) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -259,7 +165,7 @@ class Execution:
             weights = self._weigher.weigh(parts, sizes) if work.makes_loss else ()
             wanted = self._wanted(args)
         except UsageError as error:
-            if self._topology.members is None:
+            if self._topology.world.size == 1:
                 raise
             return Call(work, training, refusal=(error.problem, error.hint)), {}, []
         return Call(work, training, sizes, weights, wanted=wanted), bound, parts
@@ -270,6 +176,118 @@ class Execution:
             return frozenset()
         passed = passed_to(self._spec, args.inputs, args.target)
         return frozenset(name for name, tensor in passed.items() if tensor.requires_grad)
+
+    def _run_engines(
+        self, prepared: PreparedSchedule, request: StepRequest
+    ) -> Sequence[DeviceResult]:
+        """Every device of this process carries out its program once."""
+        inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.engines]
+        ended = None if self._reducer is None else self._reducer.stage_ended
+        tasks = []
+        for place, number in enumerate(self._topology.numbers):
+            engine, own = self.engines[place], dataclasses.replace(request, inputs=())
+            if number == 0:
+                own = _on(request, engine.device)
+            endpoint = self._endpoint(place, inboxes, prepared, request)
+            steps = prepared.steps[number]
+            tasks.append(partial(engine.run, steps, prepared.wiring, own, endpoint, ended))
+
+        def abort() -> None:
+            for inbox in inboxes:
+                inbox.put(None)
+
+        with run_of_devices(self._precision):
+            results = self._workers.run(tasks, abort)
+        if self._topology.replicas > 1:
+            share_buffers(self._topology.peers, written(self._spec, self._stages.modules))
+        return results
+
+    def _endpoint(
+        self,
+        place: int,
+        inboxes: Sequence[Inbox],
+        prepared: PreparedSchedule,
+        request: StepRequest,
+    ) -> Endpoint:
+        topology = self._topology
+        if topology.pipeline.size == 1:
+            return LocalEndpoint(place, inboxes, topology.devices, prepared.placement)
+        dtypes = self._crossing_dtypes()
+        return DistributedEndpoint(
+            topology.pipeline,
+            prepared.placement,
+            [dataclasses.replace(one, dtype=dtypes[one.value]) for one in prepared.crossings],
+            request.sizes,
+            self._spec.microbatch_size,
+            self._sum_shared,
+        )
+
+    def _crossing_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The types of what is sent, in this precision and mode."""
+        training = all(module.training for module in self._stages.modules.values())
+        if training not in self._dtypes:
+            kind = self._topology.world.device.type
+            self._dtypes[training] = crossing_dtypes(
+                self._spec, self._precision, kind, training=training
+            )
+        return self._dtypes[training]
+
+    def _sum_shared(self, total: SharedSum) -> None:
+        pipeline = self._topology.pipeline
+        ranks = sorted({self._topology.rank_of(stage) for stage in total.stages})
+
+        def over_ranks(name: str, gradient: torch.Tensor) -> torch.Tensor:
+            return pipeline.sum(gradient, f"the gradient of {name}", ranks)
+
+        (shared,) = (item for item in self._stages.shared if item.name == total.parameter)
+        shared.exchange(over_ranks)
+
+    def _loss(self, results: Sequence[DeviceResult], request: StepRequest) -> torch.Tensor | None:
+        """The loss of the mini-batch, over all replicas, on every rank; None where none is made."""
+        assert self._spec.loss is not None
+        pipeline = self._topology.pipeline
+        losses = {m: terms for result in results for m, terms in result.losses.items()}
+        mine = self._over_replicas(_total(losses, request), request)
+        if pipeline.size == 1:
+            return mine
+        told = (None, None) if mine is None else (mine.tolist(), mine.dtype)
+        source = self._topology.rank_of(self._makers[self._spec.loss.value])
+        terms, dtype = pipeline.broadcast_object(told, source, "the loss")
+        if terms is None:
+            return None
+        return torch.tensor(terms, dtype=dtype, device=pipeline.device)
+
+    def _over_replicas(
+        self, total: torch.Tensor | None, request: StepRequest
+    ) -> torch.Tensor | None:
+        if total is None or self._topology.replicas == 1:
+            return total
+        # A replica in whose share nothing counts has no such term, and adds nothing.
+        counts = total.new_tensor(
+            [any(column) for column in zip(*request.loss_weights, strict=True)]
+        )
+        rows = torch.stack([torch.where(counts > 0, total, 0.0), counts])
+        value, replicas = self._topology.peers.sum(rows.double(), "the loss")
+        mean = value / self._topology.replicas
+        return torch.where(replicas > 0, mean, torch.nan).to(total.dtype)
+
+    def _gathered(self, results: Sequence[DeviceResult], request: StepRequest) -> Values:
+        """The outputs, on rank 0: one after another, in the same order on all ranks."""
+        pipeline, outputs = self._topology.pipeline, Values()
+        for leaf in self._leaves:
+            if leaf.value not in request.kept:
+                continue
+            mine: torch.Tensor | None = None
+            for result in results:
+                if leaf.value in result.results[0]:
+                    pieces = [values[leaf.value] for values in result.results]
+                    mine = join(leaf, pieces, request.sizes)
+            source = self._topology.rank_of(self._makers[leaf.value])
+            if source != 0 and pipeline.rank in (0, source):
+                mine = pipeline.pass_on(mine, source, f"output {leaf.value}")
+            if mine is not None and pipeline.rank == 0:
+                outputs[leaf.value] = mine
+        return outputs
 
     def _give_back(
         self,
@@ -296,3 +314,33 @@ class Execution:
             found.append(total / self._topology.replicas)
         if roots:
             torch.autograd.backward(roots, found)
+
+
+def _on(request: StepRequest, device: torch.device) -> StepRequest:
+    if all(tensor.device == device for values in request.inputs for tensor in values.values()):
+        return request
+    moved = [
+        {
+            name: tensor.to(device, non_blocking=device.type != "cpu")
+            for name, tensor in values.items()
+        }
+        for values in request.inputs
+    ]
+    return dataclasses.replace(request, inputs=moved)
+
+
+def _total(
+    losses: Mapping[int, tuple[torch.Tensor, ...]], request: StepRequest
+) -> torch.Tensor | None:
+    """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan."""
+    if not losses:
+        return None
+    totals = []
+    for number, like in enumerate(losses[0]):
+        scalars = [
+            losses[m][number].reshape(()) * weights[number]
+            for m, weights in enumerate(request.loss_weights)
+            if weights[number]
+        ] or [like.new_full((), torch.nan)]
+        totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
+    return torch.stack(totals)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import AgreedError, UsageError
 from ..spec import PipelineSpec, Precision
-from .distributed import OverRanks, alone
+from .distributed import Network
 from .local_stages import LocalStages
 from .options import ExecutionOptions
 from .topology import Topology
@@ -29,7 +29,7 @@ def make_scaler(
     enabled = options.precision is Precision.FP16 and spec.loss is not None
     if enabled:
         check_weights(stages.modules)
-    return PipelineScaler(topology.device, enabled=enabled, over_ranks=topology.over_ranks)
+    return PipelineScaler(topology.world, enabled=enabled)
 
 
 class PipelineScaler(torch.amp.GradScaler):
@@ -46,17 +46,15 @@ class PipelineScaler(torch.amp.GradScaler):
     Disabled it does nothing but `optimizer.step()`, so the same loop serves every precision.
 
     Args:
-        device: where the scale is kept.
+        world: all ranks.
     """
 
-    def __init__(
-        self, device: torch.device, *, enabled: bool, over_ranks: OverRanks = alone
-    ) -> None:
-        super().__init__(device.type, enabled=enabled)
-        self._over_ranks = over_ranks
+    def __init__(self, world: Network, *, enabled: bool) -> None:
+        super().__init__(world.device.type, enabled=enabled)
+        self._world = world
         if self._enabled:
             # torch waits for the first call of `scale`, which nobody makes here.
-            self._lazy_init_scale_growth_tracker(device)
+            self._lazy_init_scale_growth_tracker(world.device)
 
     def _unscale_grads_(
         self,
@@ -70,7 +68,7 @@ class PipelineScaler(torch.amp.GradScaler):
         here = torch.stack(
             [found_inf, *(one.to(found_inf.device) for one in found.values())]
         ).amax()
-        anywhere = self._over_ranks(here, "whether gradients have overflowed")
+        anywhere = self._world.sum(here, "whether gradients have overflowed")
         return {found_inf.device: (anywhere > 0).to(found_inf)}
 
 
@@ -117,24 +115,13 @@ class NormClipping:
     Args:
         names: what every rank knows: the state of the model, in the order of summation.
         told: the names whose norms this rank tells; no other rank tells them.
-        first: whether this rank computes the total.
-        device: where the total goes.
+        world: all ranks, which sum the norms.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        told: frozenset[str],
-        device: torch.device,
-        *,
-        first: bool = True,
-        over_ranks: OverRanks = alone,
-    ) -> None:
+    def __init__(self, names: Sequence[str], told: frozenset[str], world: Network) -> None:
         self.places = {name: place for place, name in enumerate(names)}
         self.told = told
-        self.device = device
-        self.first = first
-        self.over_ranks = over_ranks
+        self.world = world
 
     def __call__(
         self,
@@ -161,10 +148,10 @@ class NormClipping:
             )
         # On the host until here, and the factor too: it is the same bits on every rank.
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total)
-        return total.to(self.device)
+        return total.to(self.world.device)
 
     def _total(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
-        table = self.over_ranks(self._norms(parameters, norm_type), "the norms of the gradients")
+        table = self.world.sum(self._norms(parameters, norm_type), "the norms of the gradients")
         values, codes = table.unbind()
         names = tuple(self.places)
         for place in (codes == _SPARSE).nonzero().flatten().tolist():
@@ -176,10 +163,10 @@ class NormClipping:
         kinds = [_REAL[int(code) - 1] for code in set(codes[known].tolist())]
         dtype = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
         total = torch.zeros((), dtype=dtype)
-        if self.first and kinds:
-            norms = values[known].to(dtype).to(self.device)
+        if self.world.rank == 0 and kinds:
+            norms = values[known].to(dtype).to(self.world.device)
             total = torch.linalg.vector_norm(norms, norm_type).cpu()
-        return self.over_ranks(total, "the norm of all gradients").cpu()
+        return self.world.sum(total, "the norm of all gradients").cpu()
 
     def _norms(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
         """For every name its gradient's norm, and 1 + the number of the norm's type.

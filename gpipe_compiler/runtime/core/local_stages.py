@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ..errors import UsageError
 from ..spec import PipelineSpec
+
+T = TypeVar("T")
 
 Exchange = Callable[[str, torch.Tensor], torch.Tensor]
 """Sums a gradient over the other ranks that own the parameter."""
@@ -105,111 +108,19 @@ def owners_of(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(stages) for name, stages in owners.items() if len(stages) > 1}
 
 
-def shared_parameters(
-    spec: PipelineSpec, modules: Mapping[int, nn.Module]
-) -> tuple[SharedParameter, ...]:
-    """Those with more than one owner anywhere and at least one here, aliased."""
-    found = []
-    for name in owners_of(spec):
-        owners = [
-            parameter
-            for index in sorted(modules)
-            for own, parameter in modules[index].named_parameters()
-            if spec.stages[index].renamed.get(own, own) == name
-        ]
-        if owners and owners[0].requires_grad:
-            shared = SharedParameter(name, owners)
-            shared.alias()
-            found.append(shared)
-    return tuple(found)
-
-
-def trainable_shared(
-    spec: PipelineSpec, kinds: Callable[[int], Mapping[str, bool]]
-) -> dict[str, tuple[int, ...]]:
-    """The shared states whose gradients are to be summed.
-
-    Args:
-        kinds: for a stage, its parameters by own name, with whether they need a gradient.
-    """
+def trainable_shared(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
+    """The shared parameters whose gradients are to be summed, with the stages that own them."""
+    trained: dict[int, set[str]] = {}
     result = {}
-    cache: dict[int, Mapping[str, bool]] = {}
-    for name, stages in owners_of(spec).items():
-        first = stages[0]
-        if first not in cache:
-            cache[first] = kinds(first)
-        renamed = spec.stages[first].renamed
-        if any(trained and renamed.get(own, own) == name for own, trained in cache[first].items()):
-            result[name] = stages
+    for name, owners in owners_of(spec).items():
+        first = spec.stages[owners[0]]
+        if owners[0] not in trained:
+            with torch.device("meta"):
+                parameters = first.module().named_parameters(remove_duplicate=False)
+            trained[owners[0]] = {first.named(own) for own, p in parameters if p.requires_grad}
+        if name in trained[owners[0]]:
+            result[name] = owners
     return result
-
-
-def alias_buffers(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> None:
-    """Let buffers that several stages of a device hold lie in the same memory."""
-    names = owners_of(spec)
-    first: dict[tuple[str, torch.device], torch.Tensor] = {}
-    for index in sorted(modules):
-        for own, buffer in modules[index].named_buffers():
-            name = spec.stages[index].renamed.get(own, own)
-            if name in names:
-                first.setdefault((name, buffer.device), buffer)
-                buffer.data = first[name, buffer.device].data
-
-
-def canonical_first(shared: Sequence[SharedParameter]) -> frozenset[int]:
-    """Identities of the owners that are not given out."""
-    return frozenset(id(owner) for item in shared for owner in item.owners[1:])
-
-
-def named_tensors(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
-    """What `state_dict()` of the model would hold of these stages, tied names included."""
-    state: dict[str, torch.Tensor] = {}
-    for index, module in modules.items():
-        names = spec.stages[index].renamed
-        for own, tensor in module.state_dict().items():
-            state.setdefault(names.get(own, own), tensor)
-    for alias, name in spec.aliases.items():
-        if name in state:
-            state[alias] = state[name]
-    return state
-
-
-def copy_into(
-    spec: PipelineSpec,
-    modules: Mapping[int, nn.Module],
-    state: Mapping[str, torch.Tensor],
-    *,
-    strict: bool,
-) -> None:
-    """Copy tensors into the stages that hold them.
-
-    Raises:
-        UsageError: naming what is missing, unknown, or of another shape; nothing is copied then.
-    """
-    canonical = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
-    problems = []
-    copies = []
-    for index, module in modules.items():
-        names = spec.stages[index].renamed
-        for own, tensor in module.state_dict().items():
-            name = names.get(own, own)
-            if name not in canonical:
-                problems.append(f"{name} is missing")
-            elif canonical[name].shape != tensor.shape:
-                problems.append(
-                    f"{name} has shape {tuple(canonical[name].shape)}, not {tuple(tensor.shape)}"
-                )
-            else:
-                copies.append((tensor, canonical[name]))
-    known = {name for stage in spec.stages for name in stage.state.values()}
-    problems.extend(f"{name} is unknown" for name in canonical if name not in known)
-    wrong = problems if strict else [text for text in problems if "shape" in text]
-    if wrong:
-        listing = "; ".join(dict.fromkeys(wrong))
-        raise UsageError(f"these weights do not fit {spec.name}: {listing}")
-    with torch.no_grad():
-        for target, source in copies:
-            target.copy_(source)
 
 
 class LocalStages:
@@ -223,21 +134,41 @@ class LocalStages:
     def __init__(self, spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> None:
         self.spec = spec
         self.modules = modules
-        self.shared = shared_parameters(spec, modules)
-        alias_buffers(spec, modules)
+        several = owners_of(spec)
+        owners: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in self._named(nn.Module.named_parameters):
+            owners.setdefault(name, []).append(parameter)
+        self.shared = tuple(
+            SharedParameter(name, owners[name])
+            for name in several
+            if name in owners and owners[name][0].requires_grad
+        )
+        for item in self.shared:
+            item.alias()
+        first: dict[tuple[str, torch.device], torch.Tensor] = {}
+        for name, buffer in self._named(nn.Module.named_buffers):
+            if name in several:  # on one device they lie in the same memory
+                buffer.data = first.setdefault((name, buffer.device), buffer).data
         self._no_parameter = nn.Parameter(torch.empty(0))
+
+    def _named(
+        self, held: Callable[[nn.Module], Iterable[tuple[str, T]]]
+    ) -> Iterator[tuple[str, T]]:
+        """What every stage holds, stage by stage, under the model's own names."""
+        for index in sorted(self.modules):
+            for own, item in held(self.modules[index]):
+                yield self.spec.stages[index].named(own), item
+
+    def _first(self, held: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> dict[str, T]:
+        """The same, each name once: of the first stage that has it."""
+        found: dict[str, T] = {}
+        for name, item in self._named(held):
+            found.setdefault(name, item)
+        return found
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters under the model's own names, each once."""
-        hidden = canonical_first(self.shared)
-        seen: set[str] = set()
-        for index, module in self.modules.items():
-            names = self.spec.stages[index].renamed
-            for own, parameter in module.named_parameters():
-                name = names.get(own, own)
-                if id(parameter) not in hidden and name not in seen:
-                    seen.add(name)
-                    yield name, parameter
+        return iter(self._first(nn.Module.named_parameters).items())
 
     def unshared(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The parameters of each stage that no other stage owns, by the stage's number."""
@@ -256,18 +187,13 @@ class LocalStages:
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers under the model's own names, each once."""
-        seen: set[str] = set()
-        for index, module in self.modules.items():
-            names = self.spec.stages[index].renamed
-            for own, buffer in module.named_buffers():
-                name = names.get(own, own)
-                if name not in seen:
-                    seen.add(name)
-                    yield name, buffer
+        return iter(self._first(nn.Module.named_buffers).items())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As the model's own `state_dict` would name it, tied names included."""
-        return named_tensors(self.spec, self.modules)
+        state = self._first(_state_of)
+        aliases = self.spec.aliases.items()
+        return state | {alias: state[name] for alias, name in aliases if name in state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Copy tensors in.
@@ -275,4 +201,27 @@ class LocalStages:
         Raises:
             UsageError: naming what is missing, unknown, or of another shape; nothing is copied.
         """
-        copy_into(self.spec, self.modules, state, strict=strict)
+        spec = self.spec
+        given = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
+        problems, copies = [], []
+        for name, tensor in self._named(_state_of):
+            if name not in given:
+                problems.append(f"{name} is missing")
+            elif given[name].shape != tensor.shape:
+                shapes = tuple(given[name].shape), tuple(tensor.shape)
+                problems.append(f"{name} has shape {shapes[0]}, not {shapes[1]}")
+            else:
+                copies.append((tensor, given[name]))
+        known = {name for stage in spec.stages for name in stage.state.values()}
+        problems.extend(f"{name} is unknown" for name in given if name not in known)
+        wrong = problems if strict else [text for text in problems if "shape" in text]
+        if wrong:
+            listing = "; ".join(dict.fromkeys(wrong))
+            raise UsageError(f"these weights do not fit {spec.name}: {listing}")
+        with torch.no_grad():
+            for target, source in copies:
+                target.copy_(source)
+
+
+def _state_of(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    return module.state_dict().items()

@@ -13,8 +13,9 @@ from torch import nn
 
 from ..spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from ..wording import counted
+from .call import CallArgs
 from .distributed import Network
-from .execution import CallArgs, Execution
+from .execution import Execution
 from .gradients import NormClipping, make_scaler, parameter_names, told_here
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
@@ -30,11 +31,10 @@ from .programs import ProgramCache
 from .random import seed_in_eval
 from .reducer import collected, make_reducer, share_initial
 from .request import RandomKey, RunRequest
-from .runners import Runner, make_runner
 from .sharding import checksum_of, share_of
 from .topology import Topology
 from .typed import LONGEST_WAIT_S
-from .weights import Weights, build_stage, parameter_kinds
+from .weights import Weights, build_stage
 
 __all__ = ["Pipeline", "TransportKind"]
 
@@ -97,7 +97,7 @@ class Pipeline:
         self._topology = Topology.gather(
             spec, self.schedule, devices, transport, data_parallel, wait_s
         )
-        self._owners = trainable_shared(spec, lambda stage: parameter_kinds(spec.stages[stage]))
+        self._owners = trainable_shared(spec)
         self._mode = spec.loss is not None
         programs = ProgramCache(
             spec, self._topology, self.schedule, self.options.batchnorm, self._owners
@@ -114,16 +114,18 @@ class Pipeline:
         self._weigher = LossWeigher(spec, store, seed)
         self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
         self._reducer = make_reducer(self._topology, self.local_stages, self._owners)
-        self._runner: Runner = make_runner(
-            spec, self._topology, self.local_stages, self.options, self._reducer
-        )
         self._execution = Execution(
-            spec, self._topology, programs, self._weigher, self._runner, self.microbatches
+            spec,
+            self._topology,
+            self.local_stages,
+            self.options,
+            programs,
+            self._weigher,
+            self._reducer,
+            self.microbatches,
         )
-        if self._topology.members is not None and store is None:
-            share_initial(
-                self._topology.members, self.local_stages, self._owners, self._topology.placement
-            )
+        if store is None:
+            share_initial(self._topology, self.local_stages, self._owners)
         self.train(self._mode)
 
     @property
@@ -137,18 +139,18 @@ class Pipeline:
         return self._topology.placement
 
     @property
-    def runner(self) -> Runner:
-        """What executes the schedule, for those who time it."""
-        return self._runner
+    def execution(self) -> Execution:
+        """What runs the calls, for those who time it."""
+        return self._execution
 
     @property
     def rank(self) -> int:
         """This process's number; 0 for the only one."""
-        return self._topology.rank
+        return self._topology.world.rank
 
     @property
-    def world(self) -> Network | None:
-        """All processes, those of other replicas too; None in one process."""
+    def world(self) -> Network:
+        """All processes, those of other replicas too."""
         return self._topology.world
 
     @property
@@ -169,7 +171,7 @@ class Pipeline:
     @property
     def threads(self) -> int:
         """Intra-op threads that a stage computes with on a CPU."""
-        return self._runner.threads
+        return self._execution.threads
 
     def step(
         self, inputs: Inputs = None, target: object = None, *, weight: float = 1.0
@@ -262,14 +264,6 @@ class Pipeline:
             CallArgs(work, self._mode, inputs, target, outputs, key, loss_scale, read)
         )
 
-    def share(self, numbers: Sequence[float], what: str) -> tuple[float, ...]:
-        """Rank 0's numbers on every rank, of the types that they have there.
-
-        Args:
-            what: they are, for the message of a rank that waits for them in vain.
-        """
-        return self._topology.share(numbers, what)
-
     def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
         """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
 
@@ -303,8 +297,6 @@ class Pipeline:
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
-        if self._topology.pipeline is None:
-            return self.state_dict()
         return self._topology.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -379,9 +371,7 @@ class Pipeline:
         clipping = NormClipping(
             parameter_names(self.spec),
             told_here(self.spec, self.stages) if self.replica == 0 else frozenset(),
-            self._topology.device,
-            first=self.rank == 0,
-            over_ranks=self._topology.over_ranks,
+            self.world,
         )
         parameters = dict(self.named_parameters())
         return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -392,7 +382,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads, or leave the process group."""
-        self._runner.close()
+        self._execution.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..errors import CheckpointError, PipelineError
+from ..errors import AgreedError, CheckpointError, PipelineError, TransportError
 from .distributed import Network
 
 T = TypeVar("T")
@@ -38,60 +39,68 @@ class _Outcome(Generic[T]):
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """All ranks of a run; without a network this process alone."""
+def together(
+    network: Network,
+    what: str,
+    action: Callable[[], T],
+    conclude: Callable[[Sequence[T]], R],
+) -> R:
+    """Act on every rank, then conclude from the results on rank 0.
 
-    network: Network | None
+    Args:
+        what: is done, for messages: "writing the checkpoint".
+        conclude: from the results by rank, on rank 0 alone.
 
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return 0 if self.network is None else self.network.rank
+    Returns:
+        The conclusion, on every rank.
 
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return 1 if self.network is None else self.network.size
+    Raises:
+        CheckpointError: on every rank, when any of them failed.
+        TransportError: when another rank is gone.
+    """
+    mine, cause = _attempt(action)
+    outcomes = network.gather_objects(mine, what)
+    answer: _Outcome[R] = _Outcome()
+    if network.rank == 0:
+        bad = [(rank, found) for rank, found in enumerate(outcomes) if found.problem]
+        if bad:
+            several = network.size > 1
+            texts = [
+                f"rank {rank}: {found.problem}" if several else found.problem for rank, found in bad
+            ]
+            answer = _Outcome(problem="; ".join(texts), hint=bad[0][1].hint)
+        else:
+            results = [outcome.value for outcome in outcomes]
+            answer, cause = _attempt(lambda: conclude(results))  # type: ignore[arg-type]  # no problem: a value
+    answer = network.broadcast_object(answer, 0, what)
+    if answer.problem:
+        raise CheckpointError(answer.problem, hint=answer.hint) from cause
+    return answer.value  # type: ignore[return-value]  # as above
 
-    def together(
-        self, what: str, action: Callable[[], T], conclude: Callable[[Sequence[T]], R]
-    ) -> R:
-        """Act on every rank, then conclude from the results on rank 0.
 
-        Args:
-            what: is done, for messages: "writing the checkpoint".
-            conclude: from the results by rank, on rank 0 alone.
+def from_rank_0(network: Network, what: str, decide: Callable[[], T]) -> T:
+    """What rank 0 alone can decide, such as the end of the data, on every rank.
 
-        Returns:
-            The conclusion, on every rank.
+    Args:
+        what: is decided, for the message of a rank that waits in vain.
+        decide: called on rank 0 only. What it raises is raised there, and ends the others.
 
-        Raises:
-            CheckpointError: on every rank, when any of them failed.
-            TransportError: when another rank is gone.
-        """
-        mine, cause = _attempt(action)
-        outcomes = [mine] if self.network is None else self.network.gather_objects(mine, what)
-        answer: _Outcome[R] = _Outcome()
-        if self.rank == 0:
-            bad = [(rank, found) for rank, found in enumerate(outcomes) if found.problem]
-            if bad:
-                answer = self._joined(bad)
-            else:
-                results = [outcome.value for outcome in outcomes]
-                answer, cause = _attempt(lambda: conclude(results))  # type: ignore[arg-type]  # no problem: a value
-        if self.network is not None:
-            answer = self.network.broadcast_object(answer, 0, what)
-        if answer.problem:
-            raise CheckpointError(answer.problem, hint=answer.hint) from cause
-        return answer.value  # type: ignore[return-value]  # as above
-
-    def _joined(self, bad: Sequence[tuple[int, _Outcome[T]]]) -> _Outcome[R]:
-        several = self.size > 1
-        texts = [
-            f"rank {rank}: {found.problem}" if several else found.problem for rank, found in bad
-        ]
-        return _Outcome(problem="; ".join(texts), hint=bad[0][1].hint)
+    Raises:
+        AgreedError: on the other ranks, when `decide` has failed.
+    """
+    if network.rank != 0:
+        failed, value = network.broadcast_object((True, None), 0, what)
+        if failed:
+            raise AgreedError("rank 0 has failed; its own message says why")
+        return value  # type: ignore[return-value]  # as rank 0 has sent it
+    try:
+        decided = decide()
+    except BaseException:  # Ctrl-C too: nobody is to wait
+        with contextlib.suppress(TransportError):  # the first error is the one to raise
+            network.broadcast_object((True, None), 0, what)
+        raise
+    network.broadcast_object((False, decided), 0, what)
+    return decided
 
 
 def described(error: BaseException) -> str:

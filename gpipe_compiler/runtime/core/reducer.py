@@ -13,7 +13,7 @@ from torch import nn
 from ..spec import PipelineSpec, covers
 from .distributed import Network
 from .local_stages import LocalStages, SharedParameter
-from .topology import Replicas, Topology
+from .topology import Topology
 
 BUCKET_BYTES = 25 << 20
 """About what is reduced at a time, as in torch's DistributedDataParallel."""
@@ -51,13 +51,13 @@ class Reducer:
 
     def __init__(
         self,
-        replicas: Replicas,
+        topology: Topology,
         stages: Mapping[int, Sequence[nn.Parameter]],
         shared: Sequence[SharedParameter],
         owners: Mapping[str, Sequence[int]],
         limit: int = BUCKET_BYTES,
     ) -> None:
-        self.replicas = replicas
+        self.topology = topology
         self.stages = stages
         self.shared = shared
         self.owners = owners
@@ -98,11 +98,11 @@ class Reducer:
             return
         while self._waiting:
             self._start(self.stages[self._waiting.pop()])
-        own = self.replicas.pipeline.rank
+        own = self.topology.pipeline.rank
         self._start([item.canonical for item in self.shared if self.owners[item.name][0] == own])
         started, self._started = self._started, []
         for bucket in started:
-            self.replicas.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
+            self.topology.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
             self._unpack(bucket)
         for item in self.shared:
             self._pass_on(item)
@@ -115,7 +115,7 @@ class Reducer:
         trained = [p for p in reversed(parameters) if p.requires_grad]
         for bucket in buckets(trained, self.limit):
             row = self._pack(bucket)
-            work = self.replicas.collectives.all_reduce(row)
+            work = self.topology.collectives.all_reduce(row)
             self._started.append(_Started(bucket, row, work))
 
     def _pack(self, bucket: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Reducer:
         flags = [float(parameter.grad is not None) for parameter in bucket]
         pieces.append(torch.tensor(flags, dtype=pieces[0].dtype, device=pieces[0].device))
         # Divided before the sum: what fits a gradient's type then still does.
-        return torch.cat(pieces).div_(self.replicas.count).to(self.replicas.world.carrier)
+        return torch.cat(pieces).div_(self.topology.replicas).to(self.topology.world.carrier)
 
     def _unpack(self, bucket: _Started) -> None:
         row = bucket.row.to(bucket.parameters[0].device)
@@ -153,7 +153,7 @@ class Reducer:
         first, *others = self.owners[item.name]
         if not others:
             return
-        pipeline, parameter = self.replicas.pipeline, item.canonical
+        pipeline, parameter = self.topology.pipeline, item.canonical
         what = f"the gradient of {item.name}"
         found = torch.tensor([float(parameter.grad is not None)])
         if not pipeline.broadcast(found, first, f"{what} (whether there is one)", others):
@@ -193,10 +193,7 @@ def share_buffers(peers: Network, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def share_initial(
-    replicas: Replicas,
-    stages: LocalStages,
-    owners: Mapping[str, Sequence[int]],
-    placement: Sequence[int],
+    topology: Topology, stages: LocalStages, owners: Mapping[str, Sequence[int]]
 ) -> None:
     """Weights that were made in the processes are those of the first replica, and first owner.
 
@@ -204,12 +201,12 @@ def share_initial(
         owners: the stages that own each trained parameter that several do.
     """
     for item in stages.shared:
-        first, *others = sorted({placement[stage] for stage in owners[item.name]})
+        first, *others = sorted({topology.rank_of(stage) for stage in owners[item.name]})
         mine = item.canonical.detach()
-        value = replicas.pipeline.broadcast(mine, first, f"the initial {item.name}", others)
+        value = topology.pipeline.broadcast(mine, first, f"the initial {item.name}", others)
         mine.copy_(value)
     for tensor in stages.state_dict().values():
-        share_buffers(replicas.peers, [tensor])
+        share_buffers(topology.peers, [tensor])
 
 
 @contextlib.contextmanager
@@ -221,7 +218,7 @@ def collected(shared: Sequence[SharedParameter], reducer: Reducer | None) -> Ite
         reducer.begin()
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the next step begins anew
         if reducer is not None:
             reducer.abandon()
         raise
@@ -259,10 +256,10 @@ def make_reducer(
     Args:
         owners: of each trained parameter that several stages own, these.
     """
-    if topology.members is None or topology.replicas == 1:
+    if topology.replicas == 1:
         return None
     placed = {
-        name: tuple(sorted({topology.placement[stage] for stage in stages}))
+        name: tuple(sorted({topology.rank_of(stage) for stage in stages}))
         for name, stages in owners.items()
     }
-    return Reducer(topology.members, stages.unshared(), stages.shared, placed)
+    return Reducer(topology, stages.unshared(), stages.shared, placed)

@@ -146,20 +146,20 @@ def build_stage(
     with torch.device("meta"):
         module = spec.module()
     own_names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if any(spec.renamed.get(own, own) not in stored for own in own_names):
+    if any(spec.named(own) not in stored for own in own_names):
         # Something is computed by the constructor: let it.
         with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
             module = spec.module()
     new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
     for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.renamed.get(own, own)
+        name = spec.named(own)
         if name not in stored:
             raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
         if name not in new:
             new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
         _replace(module, own, name, parameter, new[name])
     for own, buffer in list(module.named_buffers(remove_duplicate=False)):
-        name = spec.renamed.get(own, own)
+        name = spec.named(own)
         if name in stored:
             _replace(module, own, name, buffer, stored[name])
     return module
@@ -193,29 +193,19 @@ def submodule(module: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def parameter_kinds(spec: StageSpec) -> dict[str, bool]:
-    """The stage's parameters by own name, with whether they need a gradient."""
-    with torch.device("meta"):
-        module = spec.module()
-    return {
-        name: parameter.requires_grad
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-
-
 def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=_generators(device)):
         module = _unfilled(spec, device, seed)
         seen: set[int] = set()
         for own, tensor in (*module.named_parameters(), *module.named_buffers()):
-            name = spec.renamed.get(own, own)
+            name = spec.named(own)
             steps = spec.beginning(name)
             if steps is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 replay(tensor, name, steps, seed)
     first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
     for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.renamed.get(own, own)
+        name = spec.named(own)
         _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
     return module
 
@@ -226,7 +216,7 @@ def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         module = spec.module()
     parameters = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
-    names = [spec.renamed.get(own, own) for own, _ in (*parameters, *buffers)]
+    names = [spec.named(own) for own, _ in (*parameters, *buffers)]
     if all(spec.beginning(name) is not None for name in names):
         # Nothing is computed by the constructor: memory is all that is missing.
         new: dict[int, torch.Tensor] = {}
@@ -249,7 +239,7 @@ def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
         ]
         if own_names:
             first = f"{path}.{own_names[0]}" if path else own_names[0]
-            torch.manual_seed(seed_of(spec.renamed.get(first, first), seed))
+            torch.manual_seed(seed_of(spec.named(first), seed))
             _reset(holder, path, spec, seed)
     return module
 
@@ -263,7 +253,7 @@ def _reset(holder: nn.Module, path: str, spec: StageSpec, seed: int) -> None:
     for own, parameter in holder._parameters.items():
         if parameter is None or not parameter.is_floating_point():
             continue
-        name = spec.renamed.get(f"{path}.{own}" if path else own, own)
+        name = spec.named(f"{path}.{own}" if path else own)
         torch.manual_seed(seed_of(name, seed))
         with torch.no_grad():
             if parameter.dim() > 1:

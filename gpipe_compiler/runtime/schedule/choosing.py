@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from ..spec import ScheduleKind
 from ..wording import counted
 from .actions import Orders
 from .gpipe import gpipe
@@ -14,6 +14,16 @@ from .one_f_one_b import one_f_one_b
 from .placement import in_blocks, in_rounds, in_v
 from .zb_h1 import zb_h1
 from .zbv import zbv
+
+
+class ScheduleKind(Enum):
+    """The schedules that the runtime can generate, by the name a user types."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZBV = "zbv"
 
 
 @dataclass(frozen=True, slots=True)

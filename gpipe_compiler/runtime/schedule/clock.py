@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import DeadlockError
-from ..spec import Crossing
 from .actions import Compute, Orders, Phase
 from .joint import Joint
+
+if TYPE_CHECKING:
+    from ..spec import Crossing
 
 NOTHING_JOINT = Joint()
 

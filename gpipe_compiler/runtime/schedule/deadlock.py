@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import DeadlockError, ScheduleError
-from ..spec import Crossing
 from .actions import (
     Action,
     Compute,
@@ -22,6 +22,9 @@ from .actions import (
     Transfer,
 )
 from .joint import Joint
+
+if TYPE_CHECKING:
+    from ..spec import Crossing
 
 
 def prove(

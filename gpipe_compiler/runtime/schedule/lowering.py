@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ..spec import Crossing
 from .actions import (
     Action,
     Compute,
@@ -19,6 +19,9 @@ from .actions import (
 )
 from .clock import needs_of, timeline
 from .joint import Joint
+
+if TYPE_CHECKING:
+    from ..spec import Crossing
 
 
 def lower(

@@ -361,14 +361,14 @@ class _Stages:
         buffers: Values = {}
         for stage, module in zip(self.spec.stages, self.modules, strict=True):
             for own, parameter in module.named_parameters():
-                name = stage.renamed.get(own, own)
+                name = stage.named(own)
                 if parameter.requires_grad:
                     parameters[name] = parameter.detach()
                 if parameter.grad is not None:
                     gradient = parameter.grad / scale
                     known = gradients.get(name)
                     gradients[name] = gradient if known is None else known + gradient
-            buffers.update({stage.renamed.get(own, own): b for own, b in module.named_buffers()})
+            buffers.update({stage.named(own): b for own, b in module.named_buffers()})
         return {
             ComparedKind.GRADIENT: gradients,
             ComparedKind.BUFFER: buffers,

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import checkpoint
 from ..checkpoint.progress import Progress
 from ..core.pipeline import Pipeline
-from ..core.ranks import Ranks
+from ..core.ranks import together
 from ..core.storing import HeldError, locked
 from ..errors import CheckpointError, UsageError
 from .process import say
@@ -211,8 +211,8 @@ class CheckpointManager:
             newest = path is not None and path == found
             return path, newest, "", ""
 
-        path, newest, problem, hint = Ranks(self.pipe.world).together(
-            "the checkpoint to go on from", Attempt.here, look
+        path, newest, problem, hint = together(
+            self.pipe.world, "the checkpoint to go on from", Attempt.here, look
         )
         if problem:
             raise UsageError(problem, hint=hint)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from ..checkpoint.progress import preserved_generators
 from ..core.loss_weights import divisor
 from ..core.pipeline import Pipeline
-from ..core.ranks import Ranks
+from ..core.ranks import from_rank_0, together
 from ..errors import AgreedError, UsageError
 from ..spec import LossTerm
 from .batches import NOTHING, Batches, Source, disagreement, located
-from .broadcast import broadcast_from_rank0
 from .data import samples_of
 from .hooks import UserHooks
 
@@ -93,23 +92,21 @@ class _Pass:
     def run(self) -> EvaluationResult:
         """Evaluate every batch."""
         while True:
-            going, loss = broadcast_from_rank0(
-                self.pipe, self._next, "the next batch of evaluation"
-            )
+            going, loss = from_rank_0(self.pipe.world, "the next batch of evaluation", self._next)
             if self.pipe.rank != 0 and self.pipe.feeds:
                 self._next()
-                if bool(going) != (self.batch is not NOTHING):
+                if going != (self.batch is not NOTHING):
                     raise disagreement(self.batches)
             if not going:
                 return EvaluationResult(loss, self._metrics())
             self.found = self._evaluate()
 
-    def _next(self) -> tuple[float, float]:
+    def _next(self) -> tuple[bool, float]:
         """Whether there is another batch, and the loss of all those before."""
         if self.found is not None:
             self._add(*self.found)
         self.batch = next(iter(self.batches.take(1)), NOTHING)
-        return float(self.batch is not NOTHING), sum(term.value for term in self.terms)
+        return self.batch is not NOTHING, sum(term.value for term in self.terms)
 
     def _metrics(self) -> dict[str, float]:
         """The means over the samples of all replicas."""
@@ -122,7 +119,7 @@ class _Pass:
         if self.hooks.metrics is None:
             return {}
         found = self.metrics, self.samples
-        return Ranks(self.pipe.world).together("the metrics", lambda: found, mean)
+        return together(self.pipe.world, "the metrics", lambda: found, mean)
 
     def _evaluate(self) -> tuple[list[float], object]:
         outputs = self.hooks.metrics is not None

@@ -83,7 +83,7 @@ def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
     try:
         plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
         prediction = plan["prediction"]
-        timed = prediction.get("threads_s" if pipe.world is None else "torchrun_s")
+        timed = prediction.get("threads_s" if pipe.world.size == 1 else "torchrun_s")
         return float(prediction.get("here_s", prediction["step_s"]) if timed is None else timed)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # a package without its plan still runs

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..core.pipeline import Pipeline
-from ..core.ranks import Ranks
+from ..core.ranks import together
 from ..schedule.actions import Transfer
 from .stage_engine import Handling, MessageEvent, Turn, WatchedEngine
 from .stage_times import MeasuredStages, StageSeconds
@@ -115,13 +115,12 @@ class _Clock:
         self.target = target
         self.engines: list[WatchedEngine] = []
         self.events: list[MessageEvent] = []
-        self.ranks = Ranks(pipe.world)
 
     def measure(self, phase_s: float) -> MeasuredStages:
-        runner = self.pipe.runner
-        own = runner.engines
+        execution = self.pipe.execution
+        own = execution.engines
         self.engines = [WatchedEngine(engine, self.events) for engine in own]
-        runner.engines = self.engines
+        execution.engines = self.engines
         try:
             for _ in range(1 + LEAST_ROUNDS):
                 self._step()
@@ -138,18 +137,18 @@ class _Clock:
                 self._step(devices)
                 steps.append(self._step())
             around_s = self._around(steps)
-            together = self._found(Turn.BESIDE_OTHERS)
-            alone = self._found(Turn.ALONE) if len(devices) > 1 else together
+            beside = self._found(Turn.BESIDE_OTHERS)
+            alone = self._found(Turn.ALONE) if len(devices) > 1 else beside
         finally:
-            runner.engines = own
-        return self._with_messages(alone, together, around_s + sums_s)
+            execution.engines = own
+        return self._with_messages(alone, beside, around_s + sums_s)
 
     def _with_messages(
-        self, alone: Sequence[StageSeconds], together: Sequence[StageSeconds], around_s: float
+        self, alone: Sequence[StageSeconds], beside: Sequence[StageSeconds], around_s: float
     ) -> MeasuredStages:
         """The times of stages with what their devices do for messages, and the messages' ways."""
         seen = socket.gethostname(), self.events
-        messages = self.ranks.together("measured times", lambda: seen, message_seconds)
+        messages = together(self.pipe.world, "measured times", lambda: seen, message_seconds)
         receive_s, gradient_s, forward_s, backward_s = ([0.0] * len(alone) for _ in range(4))
         for transfer, message in messages.items():
             work_s = backward_s if transfer.gradient else forward_s
@@ -172,7 +171,7 @@ class _Clock:
             )
 
         return MeasuredStages(
-            loaded(alone), loaded(together), tuple(receive_s), tuple(gradient_s), around_s
+            loaded(alone), loaded(beside), tuple(receive_s), tuple(gradient_s), around_s
         )
 
     def _step(self, devices: Collection[int] = ()) -> _Span:
@@ -240,7 +239,7 @@ class _Clock:
         def joined(parts: Sequence[dict[int, StageSeconds]]) -> dict[int, StageSeconds]:
             return {stage: seconds for part in parts for stage, seconds in part.items()}
 
-        found = self.ranks.together("measured times", lambda: own, joined)
+        found = together(self.pipe.world, "measured times", lambda: own, joined)
         return [found[stage] for stage in sorted(found)]
 
     def _agreed(self, numbers: list[float], choose: Callable[[list[float]], float]) -> list[float]:
@@ -249,4 +248,4 @@ class _Clock:
         def chosen(rows: Sequence[list[float]]) -> list[float]:
             return [choose(list(column)) for column in zip(*rows, strict=True)]
 
-        return self.ranks.together("measured times", lambda: numbers, chosen)
+        return together(self.pipe.world, "measured times", lambda: numbers, chosen)

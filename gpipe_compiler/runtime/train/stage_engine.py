@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.engine import DeviceResult, Endpoint, Engine
+from ..core.engine import DeviceResult, Engine
 from ..core.request import StepRequest
+from ..core.transport import Endpoint
 from ..core.wiring import ActionStep, StageWiring
 from ..schedule.actions import Compute, Phase, SharedSum, Transfer
 from ..spec import Remat

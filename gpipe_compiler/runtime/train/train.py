@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ..checkpoint.progress import Progress
 from ..core.pipeline import Pipeline
+from ..core.ranks import from_rank_0
 from ..errors import AgreedError, StageError
 from .batches import NOTHING, Batch, Batches, Source, disagreement
-from .broadcast import broadcast_from_rank0
 from .checkpoint_manager import CheckpointManager, CheckpointOptions
 from .data import InputChoice, call_on
 from .evaluation import evaluate
@@ -139,17 +139,17 @@ class _Training:
     def _turn(self) -> int:
         """The number of mini-batches of the next step; 0 where a pass ends, -n for signal n."""
         self._started = time.perf_counter()
-        (turn,) = broadcast_from_rank0(self.pipe, self._decide, "the next step")
+        turn = from_rank_0(self.pipe.world, "the next step", self._decide)
         if turn >= 0:
             self.signals.check_alone()
-        return int(turn)
+        return turn
 
-    def _decide(self) -> tuple[float]:
+    def _decide(self) -> int:
         if self.signals.received:
-            return (-float(self.signals.received),)
+            return -self.signals.received
         assert self.batches is not None
         self._taken = self.batches.take(self.options.accumulate)
-        return (float(len(self._taken)),)
+        return len(self._taken)
 
     def _step(self, count: int) -> None:
         batches = self._taken if self.pipe.rank == 0 else self._same(count)
@@ -249,16 +249,15 @@ class _Training:
         if self.options.steps is not None or not self.options.optimizer.needs_end:
             return self.options.steps
 
-        def count() -> tuple[float]:
+        def count() -> int | None:
             assert self.batches is not None
             assert self.options.epochs is not None
             batches = self.batches.length()
             if batches is None:
-                return (0.0,)
-            return (float(-(-batches // self.options.accumulate) * self.options.epochs),)
+                return None
+            return -(-batches // self.options.accumulate) * self.options.epochs
 
-        (steps,) = broadcast_from_rank0(self.pipe, count, "the number of steps")
-        return int(steps) or None
+        return from_rank_0(self.pipe.world, "the number of steps", count)
 
     def _where_data_is_read(self, act: Callable[[], None], what: str) -> None:
         """Act on the first rank of every replica; an error on rank 0 ends the others."""
@@ -268,9 +267,4 @@ class _Training:
 
     def _on_rank_0(self, act: Callable[[], None], what: str) -> None:
         """Act on rank 0; an error there ends the others."""
-
-        def acted() -> tuple[()]:
-            act()
-            return ()
-
-        broadcast_from_rank0(self.pipe, acted, what)
+        from_rank_0(self.pipe.world, what, act)

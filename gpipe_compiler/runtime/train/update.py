@@ -119,9 +119,8 @@ class Update:
         Raises:
             AgreedError: on every rank, when one anywhere is not finite.
         """
-        largest = _largest(self.pipe.parameters())
-        if self.pipe.world is not None:
-            largest = self.pipe.world.maximum(largest, "the largest gradient")
+        own = _largest(self.pipe.parameters())
+        largest = self.pipe.world.maximum(own, "the largest gradient")
         if not bool(largest.isfinite()):
             raise AgreedError(f"a gradient of step {step} is {float(largest)}")
 

@@ -32,14 +32,14 @@ loss_fn = nn.MSELoss()
 
 
 def test_the_schedule_of_the_page_trains_a_model(tmp_path: Path) -> None:
-    """By a file and two lines, as the command checks it: with the numbers of the plain model."""
+    """By a file, and two lines of another: with the numbers of the plain model."""
     copied = tmp_path / "gpipe_compiler"
     shutil.copytree(gpipe_compiler.__path__[0], copied, ignore=lambda *_: ["__pycache__"])
     file, kind, entry = re.findall(r"^ *```\w*\n(.*?)^ *```", PAGE.read_text(), re.M | re.S)[:3]
     runtime = copied / "runtime"
     (runtime / "schedule" / "one_after_another.py").write_text(file)
     for path, before, line in (
-        ("spec.py", '    GPIPE = "gpipe"', kind.strip()),
+        ("schedule/choosing.py", '    GPIPE = "gpipe"', kind.strip()),
         ("schedule/choosing.py", "    ScheduleKind.GPIPE: Schedule(", entry.strip()),
         (
             "schedule/choosing.py",

@@ -1,0 +1,148 @@
+"""What a caller wants of a mini-batch, and how all ranks come to know it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import AgreedError, UsageError
+from .inputs import Inputs
+from .loss_weights import Counts, summed
+from .request import RandomKey, RunRequest
+from .topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class CallArgs:
+    """What a caller wants of a mini-batch.
+
+    Attributes:
+        training: whether the stages are in training mode.
+        outputs: whether what the model returns is wanted.
+        key: what random ops depend on.
+        loss_scale: gradients are those of the loss times this.
+        read: the checksum of the mini-batch that this is a replica's share of (`Call`).
+    """
+
+    work: RunRequest
+    training: bool
+    inputs: Inputs
+    target: object
+    outputs: bool
+    key: RandomKey
+    loss_scale: float = 1.0
+    read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call of the pipeline is about, in this replica of it.
+
+    Attributes:
+        training: whether the stages are in training mode.
+        sizes: samples in each micro-batch; none where the inputs were refused, or where this
+            replica's share of the mini-batch is empty.
+        loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
+            loss.
+        refusal: the problem and the hint, where the inputs are wrong.
+        wanted: the inputs whose gradients the caller wants.
+        read: a checksum of the whole mini-batches that this replica has taken its share of since
+            the last call; 0 where it has not.
+        first: the number in the mini-batch of this replica's first micro-batch.
+        total: the loss weights of the mini-batch, over all replicas; () without any.
+    """
+
+    work: RunRequest
+    training: bool
+    sizes: tuple[int, ...] = ()
+    loss_weights: tuple[Counts, ...] = ()
+    refusal: tuple[str, str] | None = None
+    wanted: frozenset[str] = frozenset()
+    read: int = 0
+    first: int = 0
+    total: Counts = ()
+
+    def packed(self) -> dict[str, object]:
+        """Its fields, of Python's own types: ranks may have the package under different names."""
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return {**own, "work": self.work.value}
+
+
+def agree(topology: Topology, call: Call, number: int) -> Call:
+    """The call of this rank's replica, on every rank, with what it needs to know of the others'.
+
+    Args:
+        call: what this rank knows of it; all ranks but the first of each replica know no more
+            than the work and the mode.
+        number: of the mini-batch, from 1, for messages.
+
+    Raises:
+        AgreedError: on every rank, when a replica has taken its share of another mini-batch.
+        UsageError: on every rank, when a replica has refused its inputs, when there are fewer
+            samples than replicas, or when ranks do not make the same call.
+    """
+    if topology.world.size == 1:
+        return dataclasses.replace(call, total=summed(call.loss_weights))
+    calls = _exchange(topology, call)
+    firsts = range(0, topology.world.size, topology.pipeline.size)
+    for rank, other in zip(firsts, calls, strict=True):
+        _check_same(topology.world.rank, call, rank, other)
+    for rank, other in zip(firsts, calls, strict=True):
+        if other.refusal is not None:
+            raise _refused(call.refusal or other.refusal, None if call.refusal else rank)
+    for rank, other in zip(firsts, calls, strict=True):
+        if other.read and calls[0].read and other.read != calls[0].read:
+            raise _other_data(rank, number)
+    if not all(other.sizes for other in calls):
+        samples = sum(sum(other.sizes) for other in calls)
+        raise UsageError(f"a batch of {samples} is too small for {topology.replicas} replicas")
+    return dataclasses.replace(
+        calls[topology.replica],
+        first=sum(len(other.sizes) for other in calls[: topology.replica]),
+        total=summed([counts for other in calls for counts in other.loss_weights]),
+    )
+
+
+def _exchange(topology: Topology, call: Call) -> list[Call]:
+    """The calls of all replicas, on every rank."""
+    calls: list[dict[str, Any]] | None = None
+    if topology.pipeline.rank == 0:
+        what = "the calls of the replicas"
+        gathered = topology.peers.gather_objects(call.packed(), what)
+        calls = topology.peers.broadcast_object(gathered, 0, what)
+    calls = topology.pipeline.broadcast_object(calls, 0, "the call")
+    return [Call(**{**found, "work": RunRequest(found["work"])}) for found in calls]
+
+
+def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
+    if other.work is not own.work:
+        raise UsageError(
+            f"rank {own_rank} and rank {rank} do not make the same call: {own.work.value} here, "
+            f"{other.work.value} there",
+            hint="every rank calls step, or evaluate, or the pipeline itself",
+        )
+    if other.training is not own.training:
+        modes = {True: "training", False: "evaluation"}
+        raise UsageError(
+            f"rank {own_rank} is in {modes[own.training]} mode, and rank {rank} in "
+            f"{modes[other.training]} mode",
+            hint="every rank calls train() and eval()",
+        )
+
+
+def _refused(refusal: tuple[str, str], rank: int | None = None) -> UsageError:
+    """The error of what this process refuses, or another rank."""
+    problem, hint = refusal
+    return UsageError(
+        problem if rank is None else f"rank {rank} refused its inputs: {problem}", hint=hint
+    )
+
+
+def _other_data(rank: int, number: int) -> AgreedError:
+    return AgreedError(
+        f"mini-batch {number}, as rank {rank} has read it, is not that of rank 0",
+        hint="every replica reads the same mini-batches, whole, and takes its share of each: use "
+        "the same seed on every rank and a sampler that does not know the rank; samples that only "
+        "one replica reads are passed to step() without shard()",
+    )

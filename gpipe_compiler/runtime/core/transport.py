@@ -1,0 +1,269 @@
+"""How values get from one device of a pipeline to another: threads of a process, or processes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from ..errors import PipelineError, TransportError
+from ..schedule.actions import SharedSum, Transfer
+from ..spec import Crossing
+from .devices import intra_op_threads
+from .distributed import Network
+
+T = TypeVar("T")
+
+
+class Endpoint(Protocol):
+    """One device's access to the others, for one run of its program.
+
+    Nothing here waits but `take`, `flush` and `exchange`. Both ends go through their transfers in
+    the order of the lowered program.
+    """
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        """Start sending; None stands for a gradient of zeros."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """Get ready for a value that is to come; called where the program receives it."""
+
+    def here(self, transfer: Transfer) -> bool:
+        """Whether an expected value can be taken without waiting for it."""
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        """Wait for the value; None is a gradient of zeros.
+
+        Raises:
+            TransportError: when it does not come.
+        """
+
+    def exchange(self, total: SharedSum) -> None:
+        """Sum the gradients of a shared parameter over the owners' devices."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+
+
+class _AbortedError(PipelineError):
+    """Another worker has failed; this one stops without a word of its own."""
+
+
+_Message = tuple[Transfer, "torch.Tensor | None"] | None
+"""What lies in an inbox; None tells that another worker has failed."""
+
+Inbox: TypeAlias = "queue.SimpleQueue[_Message]"
+"""Where a worker finds what the others hand it."""
+
+
+class LocalEndpoint:
+    """One worker's inbox, and the way to the others'.
+
+    A tensor is handed over as it is, or copied once where the receiver computes elsewhere. Nobody
+    writes to a value that has crossed, so both sides may hold the same memory.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        inboxes: Sequence[Inbox],
+        devices: Sequence[torch.device],
+        placement: Sequence[int],
+    ) -> None:
+        self.inbox = inboxes[index]
+        self.inboxes = inboxes
+        self.devices = devices
+        self.placement = placement
+        self.arrived: dict[Transfer, torch.Tensor | None] = {}
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        """Hand a tensor to the receiver, on the receiver's device."""
+        target = self.placement[transfer.target]
+        if tensor is not None and tensor.device != self.devices[target]:
+            # Only a copy to an accelerator may go on behind our back: the CPU would read too soon.
+            tensor = tensor.to(
+                self.devices[target], non_blocking=self.devices[target].type != "cpu"
+            )
+        self.inboxes[target].put((transfer, tensor))
+
+    def expect(self, transfer: Transfer) -> None:
+        """Nothing to prepare."""
+
+    def here(self, transfer: Transfer) -> bool:
+        """Whether a tensor has come."""
+        while transfer not in self.arrived and not self.inbox.empty():
+            self._lay_aside()
+        return transfer in self.arrived
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        """Wait for a tensor; others that come first are laid aside."""
+        while transfer not in self.arrived:
+            self._lay_aside()
+        return self.arrived.pop(transfer)
+
+    def _lay_aside(self) -> None:
+        message = self.inbox.get()
+        if message is None:
+            raise _AbortedError("another worker has failed")
+        self.arrived[message[0]] = message[1]
+
+    def exchange(self, total: SharedSum) -> None:
+        """Nothing: after the run, one thread sums the gradients of all owners of this process."""
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class Workers(Generic[T]):
+    """Threads that run one task each per round; they end with `close`, or when nobody has them.
+
+    Args:
+        devices: where each of them computes; a single worker is the calling thread itself.
+        threads: intra-op threads of each on the CPU, None to leave torch's setting.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], threads: int | None) -> None:
+        self._threads = threads
+        self._pools = [
+            ThreadPoolExecutor(1, f"stage-{number}", _begin, (device, threads))
+            for number, device in enumerate(devices if len(devices) > 1 else ())
+        ]
+        self._closed = False
+
+    def run(self, tasks: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
+        """Run all tasks at once and return what they return.
+
+        Args:
+            abort: makes every task that waits for another one end.
+
+        Raises:
+            the first exception of a task, with its traceback, after all tasks have ended.
+        """
+        if not self._pools:
+            return [task() for task in tasks]
+        if self._closed:
+            raise TransportError("the pipeline is closed")
+        with intra_op_threads(self._threads):
+            futures = [pool.submit(task) for pool, task in zip(self._pools, tasks, strict=True)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                # One has failed, or Ctrl-C has come: the others have to end first.
+                if not all(future.done() for future in futures):
+                    abort()
+                    wait(futures)
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None and not isinstance(error, _AbortedError):
+                raise error
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End and join the threads."""
+        self._closed = True
+        for pool in self._pools:
+            pool.shutdown()
+
+
+def _begin(device: torch.device, threads: int | None) -> None:
+    if device.type == "cuda":
+        # What the model makes on "cuda" is to be on this GPU.
+        torch.cuda.set_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+class DistributedEndpoint:
+    """One rank's transfers for one run of its program.
+
+    Receives are posted where the program has them, so any two ranks start what passes between them
+    in the same order, as channels that deliver in order demand.
+
+    Args:
+        sizes: samples in each micro-batch of this run.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        placement: Sequence[int],
+        crossings: Sequence[Crossing],
+        sizes: Sequence[int],
+        microbatch_size: int,
+        sum_gradients: Callable[[SharedSum], None],
+    ) -> None:
+        self.network = network
+        self.placement = placement
+        self.crossings = {crossing.value: crossing for crossing in crossings}
+        self.sizes = sizes
+        self.microbatch_size = microbatch_size
+        self.sum_gradients = sum_gradients
+        self.sent: list[tuple[Any, torch.Tensor, Transfer]] = []
+        self.posted: dict[Transfer, tuple[Any, torch.Tensor]] = {}
+        self.tags: dict[tuple[int, int], int] = {}
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
+        """Start sending."""
+        shape, dtype = self._facts(transfer)
+        if tensor is None:
+            tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
+        elif tensor.dtype != dtype or tensor.shape != shape:
+            raise PipelineError(
+                f"{transfer} is {tensor.dtype} {tuple(tensor.shape)}, planned as {dtype} {shape}",
+                hint="the input differs from the one compiled for in more than its batch size",
+            )
+        target = self.placement[transfer.target]
+        started = self.network.send(tensor, target, self._tag(self.network.rank, target))
+        self._let_go()
+        if started is not None:
+            self.sent.append((*started, transfer))
+
+    def expect(self, transfer: Transfer) -> None:
+        """Post the receive, into memory of the planned size."""
+        shape, dtype = self._facts(transfer)
+        source = self.placement[transfer.source]
+        buffer = torch.empty(shape, dtype=dtype, device=self.network.carrier)
+        work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
+        self.posted[transfer] = work, buffer
+
+    def here(self, transfer: Transfer) -> bool:
+        """Whether an expected value has come."""
+        work, _ = self.posted[transfer]
+        return work is None or bool(work.is_completed())
+
+    def take(self, transfer: Transfer) -> torch.Tensor:
+        """Wait for a value."""
+        self._let_go()
+        work, buffer = self.posted.pop(transfer)
+        if work is not None:
+            rank = self.network.members[self.placement[transfer.source]]
+            self.network.wait(work, lambda: f"at receive {transfer} from rank {rank}")
+        return buffer.to(self.network.device)
+
+    def exchange(self, total: SharedSum) -> None:
+        """Sum a shared gradient with the other owners."""
+        self.sum_gradients(total)
+
+    def flush(self) -> None:
+        """Wait until everything has left."""
+        for work, _, transfer in self.sent:
+            rank = self.network.members[self.placement[transfer.target]]
+            self.network.wait(work, lambda t=transfer, r=rank: f"at send {t} to rank {r}")  # type: ignore[misc]  # defaults bind the loop's values
+        self.sent.clear()
+
+    def _let_go(self) -> None:
+        """Hold no longer what has left in the meantime."""
+        self.sent = [item for item in self.sent if not item[0].is_completed()]
+
+    def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
+        crossing = self.crossings[transfer.value]
+        shape = crossing.shape_for(self.sizes[transfer.microbatch], self.microbatch_size)
+        return shape, crossing.dtype
+
+    def _tag(self, source: int, target: int) -> int:
+        tag = self.tags.get((source, target), 0)
+        self.tags[source, target] = tag + 1
+        return tag
