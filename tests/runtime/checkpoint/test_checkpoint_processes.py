@@ -15,7 +15,7 @@ from checkpoint_runs import Run, equal
 
 from gpipe_compiler.runtime.checkpoint import latest, read_checkpoint
 
-SCRIPT = Path(__file__).with_name("checkpoint_runs.py")
+SCRIPT = Path(__file__).parents[1] / "checkpoint_runs.py"
 
 
 def launch(processes, what, directory):

@@ -26,7 +26,7 @@ from gpipe_compiler.runtime.core.reducer import buckets
 from gpipe_compiler.runtime.core.sharding import bounds, share_of
 from gpipe_compiler.runtime.errors import TransportError, UsageError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def ranks(processes, what, directory):

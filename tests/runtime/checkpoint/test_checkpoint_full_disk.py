@@ -54,7 +54,7 @@ assert equal(run.state(), truth)
 def full(directory, *limits):
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", FULL, str(directory), *map(str, limits)]

@@ -20,7 +20,7 @@ from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError, StageError, UsageError
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec
 
-SCRIPT = Path(__file__).with_name("joint_pipeline.py")
+SCRIPT = Path(__file__).parents[1] / "joint_pipeline.py"
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_recompute import Living, data_for, tanh_spec
-from tiny_pipelines import WIDTH, X, spec_of, states
+from tanh_pipeline import Living, tanh_spec
+from tiny_pipelines import WIDTH, X, data_for, spec_of, states
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -11,7 +11,7 @@ import forked
 import torch
 from stateful_ranks import CASES, collect
 
-RANKS = Path(__file__).with_name("stateful_ranks.py")
+RANKS = Path(__file__).parents[1] / "stateful_ranks.py"
 
 
 def test_processes_recompute_as_threads_do(tmp_path):

@@ -17,7 +17,7 @@ from tiny_pipelines import data_for, tied_spec
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 
-RANKS = Path(__file__).with_name("half_ranks.py")
+RANKS = Path(__file__).parents[1] / "half_ranks.py"
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from gpipe_compiler.runtime.checkpoint import latest
 # rounding, and Adam makes full steps of that.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(__file__).with_name("train_rank.py")
+SCRIPT = Path(__file__).parents[1] / "train_rank.py"
 PATIENCE_S = 500
 
 
