@@ -31,6 +31,11 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its type where it says nothing."""
+    return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
+
+
 def printable(text: str) -> str:
     """Text on one line, as it is but for what does not print: Python's escapes stand for that.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..errors import UsageError
-from ..wording import counted
+from ..wording import counted, first_line
 from .same_host import this_host
 
 _PLACE = ("pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -46,7 +46,7 @@ def listed_devices(
     try:
         return tuple(torch.device(device) for device in listed)
     except RuntimeError as error:
-        raise UsageError(str(error).splitlines()[0]) from error
+        raise UsageError(first_line(error)) from error
 
 
 def own_device(given: Sequence[torch.device]) -> torch.device | None:
@@ -69,15 +69,14 @@ def there(device: torch.device) -> torch.device:
         UsageError: when this machine, or this torch, has none such.
     """
     if device.type == "cuda":  # where asking for memory would begin to use it
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        lacking = (device.index or 0) >= found
-        why = f"torch finds {counted(found, 'GPU')}"
+        lacking = (device.index or 0) >= gpu_count()
+        why = f"torch finds {counted(gpu_count(), 'GPU')}"
     else:
         try:
             torch.empty(0, device=device)
             lacking, why = False, ""
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            lacking, why = True, (str(error).splitlines() or [""])[0]
+            lacking, why = True, first_line(error)
     if lacking:
         raise UsageError(f"there is no device {device} here: {why}", hint="name others: cpu")
     return device

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TransportError
+from ..wording import first_line
 from .same_host import Peers, join_peers
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class Network:
             peers = join_peers(rank, size) if by_host else Peers({})
         except RuntimeError as error:
             raise TransportError(
-                f"rank {rank} does not find the others: {_first_line(error)}",
+                f"rank {rank} does not find the others: {first_line(error)}",
                 hint="another rank has ended; its own message says why",
             ) from error
         return cls(tuple(range(size)), rank, device, timeout_s, by_host, peers)
@@ -114,7 +115,7 @@ class Network:
                 work.wait()
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"rank {self.own} gave up {what()}: {_first_line(error)}",
+                f"rank {self.own} gave up {what()}: {first_line(error)}",
                 hint="another rank has ended or is stuck; its own message says why",
             ) from error
 
@@ -145,7 +146,7 @@ class Network:
             yield
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"rank {self.own} has lost the way {direction} rank {member}: {_first_line(error)}",
+                f"rank {self.own} has lost the way {direction} rank {member}: {first_line(error)}",
                 hint="another rank has ended; its own message says why",
             ) from error
 
@@ -289,8 +290,3 @@ class Network:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as a row of bytes: any dtype travels, whatever the backend knows."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

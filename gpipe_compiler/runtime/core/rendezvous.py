@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import TransportError
+from ..wording import first_line
 from .devices import identity
 
 _PAUSE_S = 0.01
@@ -47,7 +48,7 @@ def join_process_group(device: torch.device, timeout_s: float) -> None:
         )
     except RuntimeError as error:  # the root of torch's own, which are of many kinds
         raise TransportError(
-            f"the processes do not find each other: {str(error).strip().splitlines()[0]}",
+            f"the processes do not find each other: {first_line(error)}",
             hint="on several hosts, see whether GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the "
             "network that joins them; --timeout is how long they wait",
         ) from error

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..errors import UsageError
 from ..schedule import devices_for, placement_for
 from ..spec import PipelineSpec, ScheduleKind
-from ..wording import counted
+from ..wording import counted, listed
 from .devices import default_devices, device_of_rank, listed_devices, own_device, there
 from .distributed import Network
 from .options import TransportKind, transport_kind
@@ -76,7 +76,7 @@ def device_counts(stages: int, schedule: ScheduleKind) -> str:
         with contextlib.suppress(ValueError):
             placement_for(schedule, stages, devices)
             possible.append(str(devices))
-    return " or ".join(filter(None, [", ".join(possible[:-1]), *possible[-1:]]))
+    return listed(possible, "or")
 
 
 @dataclass(frozen=True)

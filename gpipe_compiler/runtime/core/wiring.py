@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedule.actions import Action, Compute, Phase, Send
@@ -96,27 +96,32 @@ def wire(
         wanted: the inputs whose gradients the caller wants.
     """
     crossings = {c.value: c for c in crossings_for(spec, work, wanted)}
-    wired = [
-        _wire_stage(spec, stage, placement, crossings, work) for stage in range(len(spec.stages))
-    ]
     dims = batch_dims(spec, output_leaves(spec.outputs))
-    return tuple(
-        dataclasses.replace(
-            stage,
-            joint=dims if stage.index in joint else None,
-            split=stage.index in split,
-            wanted=frozenset() if stage.index else wanted,
-            needs=stage.needs if stage.index else _with_gradients(stage.needs, wanted),
+    loss = spec.loss if work.makes_loss else None
+    wired = []
+    for index, own in enumerate(spec.stages):
+        separate = loss is not None and loss.separate and index == len(spec.stages) - 1
+        known = {*own.inputs, *own.outputs}
+        only_loss = [name for name in own.loss_inputs if separate and name not in known]
+        asked = frozenset() if index else wanted
+        names = [*own.inputs, *dict.fromkeys(only_loss)]
+        stage = StageWiring(
+            index=index,
+            spec=own,
+            needs=tuple(_need(name, index, placement, crossings, asked) for name in names),
+            arguments=len(own.inputs),
+            returned=tuple(
+                (crossing.value, _parts(crossing, placement))
+                for crossing in crossings.values()
+                if crossing.source == index and crossing.gradient
+            ),
+            makes_loss=loss is not None and (separate or loss.value in own.outputs),
+            joint=dims if index in joint else None,
+            split=index in split,
+            wanted=asked,
         )
-        for stage in wired
-    )
-
-
-def _with_gradients(needs: Sequence[Need], wanted: frozenset[str]) -> tuple[Need, ...]:
-    """What the first stage reads; it gives the gradients of wanted inputs to the caller."""
-    return tuple(
-        dataclasses.replace(need, gradient=True) if need.value in wanted else need for need in needs
-    )
+        wired.append(stage)
+    return tuple(wired)
 
 
 def crossings_for(
@@ -226,40 +231,17 @@ def _drops(
     return {position: tuple(values) for position, values in drops.items()}
 
 
-def _wire_stage(
-    spec: PipelineSpec,
+def _need(
+    name: str,
     stage: int,
     placement: Sequence[int],
-    crossings: dict[str, Crossing],
-    work: RunRequest,
-) -> StageWiring:
-    own = spec.stages[stage]
-    loss = spec.loss if work.makes_loss else None
-    separate = loss is not None and loss.separate and stage == len(spec.stages) - 1
-    only_loss = [
-        name
-        for name in (own.loss_inputs if separate else ())
-        if name not in own.inputs and name not in own.outputs
-    ]
-    names = [*own.inputs, *dict.fromkeys(only_loss)]
-    return StageWiring(
-        index=stage,
-        spec=own,
-        needs=tuple(_need(name, stage, placement, crossings) for name in names),
-        arguments=len(own.inputs),
-        returned=tuple(
-            (crossing.value, _parts(crossing, placement))
-            for crossing in crossings.values()
-            if crossing.source == stage and crossing.gradient
-        ),
-        makes_loss=loss is not None and (separate or loss.value in own.outputs),
-    )
-
-
-def _need(name: str, stage: int, placement: Sequence[int], crossings: dict[str, Crossing]) -> Need:
+    crossings: Mapping[str, Crossing],
+    wanted: Collection[str],
+) -> Need:
+    """A value that a stage reads; of inputs that are wanted, the caller is given the gradients."""
     crossing = crossings.get(name)
     if crossing is None or stage not in crossing.targets:
-        return Need(name, gradient=False, sender=None, via=stage)
+        return Need(name, gradient=name in wanted, sender=None, via=stage)
     here = placement[stage]
     if placement[crossing.source] == here:
         return Need(name, crossing.gradient, sender=None, via=stage)
