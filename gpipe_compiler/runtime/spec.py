@@ -10,6 +10,7 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .schedule.actions import Crossing as Crossing
 from .schedule.choosing import ScheduleKind as ScheduleKind
 
 if TYPE_CHECKING:
@@ -101,35 +102,6 @@ class Input:
         if self.batch_dim is None:
             return tensor
         return tensor.narrow(self.batch_dim, start, min(size, self.samples(tensor) - start))
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A boundary value: made in one stage, used in later ones.
-
-    An input of the pipeline that later stages use is a crossing from stage 0.
-
-    Attributes:
-        shape: sizes for one micro-batch of `PipelineSpec.microbatch_size` samples.
-        batch_dim: the dimension that grows in proportion to the micro-batch, None if none does.
-        gradient: whether a gradient comes back from every target.
-    """
-
-    value: str
-    source: int
-    targets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    batch_dim: int | None = 0
-    gradient: bool = True
-
-    def shape_for(self, samples: int, microbatch_size: int) -> tuple[int, ...]:
-        """Sizes for a micro-batch of `samples`, given the size that `shape` is for."""
-        if self.batch_dim is None:
-            return self.shape
-        sizes = list(self.shape)
-        sizes[self.batch_dim] = sizes[self.batch_dim] * samples // microbatch_size
-        return tuple(sizes)
 
 
 class Joined(Enum):

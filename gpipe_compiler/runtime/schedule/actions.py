@@ -1,4 +1,4 @@
-"""What a device does: compute actions and transfers, how they print and parse."""
+"""What a device does: computing, and passing on boundary values; how it prints and parses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Phase(Enum):
@@ -48,6 +52,35 @@ class Compute:
         if match is None:
             raise ValueError(f"{text!r} is no action: expected stage, F, B or W, micro-batch (2F0)")
         return cls(int(match[1]), Phase(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A boundary value: made in one stage, used in later ones.
+
+    An input of the pipeline that later stages use is a crossing from stage 0.
+
+    Attributes:
+        shape: sizes for one micro-batch of `PipelineSpec.microbatch_size` samples.
+        batch_dim: the dimension that grows in proportion to the micro-batch, None if none does.
+        gradient: whether a gradient comes back from every target.
+    """
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = 0
+    gradient: bool = True
+
+    def shape_for(self, samples: int, microbatch_size: int) -> tuple[int, ...]:
+        """Sizes for a micro-batch of `samples`, given the size that `shape` is for."""
+        if self.batch_dim is None:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.batch_dim] = sizes[self.batch_dim] * samples // microbatch_size
+        return tuple(sizes)
 
 
 @dataclass(frozen=True, slots=True)

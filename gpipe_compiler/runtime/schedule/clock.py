@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import DeadlockError
-from .actions import Compute, Orders, Phase
+from .actions import (
+    Compute,
+    Crossing,
+    Orders,
+    Phase,
+)
 from .joint import Joint
-
-if TYPE_CHECKING:
-    from ..spec import Crossing
 
 NOTHING_JOINT = Joint()
 

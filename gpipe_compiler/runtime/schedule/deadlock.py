@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ..errors import DeadlockError, ScheduleError
 from .actions import (
     Action,
     Compute,
+    Crossing,
     Phase,
     Programs,
     Receive,
@@ -22,9 +22,6 @@ from .actions import (
     Transfer,
 )
 from .joint import Joint
-
-if TYPE_CHECKING:
-    from ..spec import Crossing
 
 
 def prove(

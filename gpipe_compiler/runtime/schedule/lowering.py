@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from .actions import (
     Action,
     Compute,
+    Crossing,
     Orders,
     Phase,
     Programs,
@@ -19,9 +19,6 @@ from .actions import (
 )
 from .clock import needs_of, timeline
 from .joint import Joint
-
-if TYPE_CHECKING:
-    from ..spec import Crossing
 
 
 def lower(
