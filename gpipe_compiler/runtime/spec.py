@@ -10,11 +10,14 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .schedule.actions import Crossing as Crossing
-from .schedule.choosing import ScheduleKind as ScheduleKind
+from .schedule import actions, choosing
 
 if TYPE_CHECKING:
     import torch
+
+
+Crossing = actions.Crossing
+ScheduleKind = choosing.ScheduleKind
 
 
 class Reduction(Enum):
