@@ -33,7 +33,7 @@ _ELEMENTWISE = frozenset(
         *(_aten.relu.default, _aten.threshold_backward.default),
         *(_aten.exp.default, _aten.neg.default, _aten.rsqrt.default),
         *(_aten.sqrt.default, _aten.sin.default, _aten.cos.default),
-        _aten.pow.Tensor_Scalar,
+        *(_aten.pow.Tensor_Scalar, _aten.clone.default),
     }
 )
 """Kernels whose result is like their operands where these are dense, alike and floating."""

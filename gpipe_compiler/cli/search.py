@@ -80,6 +80,10 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="replicas of the pipeline that share every mini-batch (default %(default)s)",
     )
+    _constraint_arguments(group)
+
+
+def _constraint_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pin",
         metavar="MODULE=STAGE",

@@ -30,6 +30,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a row times a matrix": lambda x, y: aten.addmm(y[:1, :1], x[:1], y),
     "types that differ": lambda x, y: aten.mul(x, y.double()),
     "a number": lambda x, y: aten.mul(x, y[0, 0]),
+    "copied": lambda x, _: aten.clone(x),
     "detached": lambda x, _: aten.detach(x[1:]),
     "sum": lambda x, _: aten.sum(x, [0], True),
     "mean": lambda x, _: aten.mean(x, [-1]),
