@@ -223,7 +223,7 @@ def table(rows: list[Row]) -> str:
     seconds = sorted(row.compile_s for row in rows if row.outcome == "right") or [0.0]
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     lines = [
-        (r.name, r.outcome, f"{r.compile_s:.1f}", r.why.replace("|", "\\|")[:200]) for r in rows
+        (r.name, r.outcome, f"{r.compile_s:.1f}", r.why.replace("|", "\\|")[:120]) for r in rows
     ]
     return (
         f"{len(rows)} models: {summary}. Processor seconds of a compile that is right: median "
