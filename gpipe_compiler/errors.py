@@ -20,12 +20,17 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """A line of the user's program: absolute path (or a name such as `<stdin>`), line from 1."""
+    """A line of the user's program: absolute path (or a name such as `<stdin>`), line from 1.
+
+    Attributes:
+        callers: the lines that called its function, from that of a module's `forward` inwards.
+    """
 
     file: str
     line: int
     function: str = ""
     code: str = ""
+    callers: tuple[SourceLocation, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"

@@ -14,23 +14,12 @@ from typing import Any
 import torch
 
 from gpipe_compiler.ir import Argument, Graph, Mode, Op, ValueKind
+from gpipe_compiler.ir.arguments import BatchMultiple
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.observe import SeenValue, observed
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.runtime.spec import Precision
-
-
-@dataclass(frozen=True, slots=True)
-class BatchMultiple:
-    """An integer: `factor` times the samples of the micro-batch.
-
-    A stage reads it off any tensor it has: for a value `v` with a batch dimension `d`, and
-    `c = v.shape[d] // graph.batch_size`, it is `t.size(d) * factor // c` (`t.size(d)` when the two
-    are equal, as they nearly always are).
-    """
-
-    factor: int
 
 
 @dataclass(frozen=True, slots=True)

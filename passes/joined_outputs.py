@@ -28,8 +28,8 @@ from gpipe_compiler.ir import (
     RegionCall,
     ValueKind,
 )
-from gpipe_compiler.ir.arguments import value_names
-from gpipe_compiler.passes.duplicate import BatchMultiple, shape_values
+from gpipe_compiler.ir.arguments import BatchMultiple, value_names
+from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_terms import verb
 from gpipe_compiler.runtime.spec import Joined

@@ -27,8 +27,8 @@ from gpipe_compiler.ir import (
     Value,
     ValueKind,
 )
-from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.passes.duplicate import BatchMultiple, shape_values
+from gpipe_compiler.ir.arguments import BatchMultiple, map_argument
+from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
 
 _OPERATORS: Mapping[Callable[..., object], str] = {

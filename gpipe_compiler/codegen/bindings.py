@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.expressions import ExpressionWriter, runs_again
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.releases import LettingGo
-from gpipe_compiler.codegen.sources import statement_at
+from gpipe_compiler.codegen.sources import alias_of, statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.uses import Uses, is_in_place
 from gpipe_compiler.codegen.variables import (
@@ -54,9 +54,11 @@ class Bindings:
     """Binds the results of the ops of a method.
 
     Attributes:
-        batch_sizes: the values that are the number of samples.
+        is_batch: whether a value is the number of samples.
         unnoted: the values whose sizes no comment tells.
         shape: the one that was noted last.
+        renamed: variables that what the next statement binds takes over, and the new names of what
+            they held.
     """
 
     graph: Graph
@@ -64,9 +66,10 @@ class Bindings:
     variables: Variables
     uses: Uses
     letting_go: LettingGo
-    batch_sizes: frozenset[str]
+    is_batch: Callable[[str], bool]
     unnoted: Collection[str] = ()
     shape: str = ""
+    renamed: list[tuple[str, str]] = field(default_factory=list)
 
     def of(self, op: Op, run: StatementRun, expression: Expression, position: int) -> Bound:
         """The statement of an op, whose variables are known from here on."""
@@ -84,12 +87,26 @@ class Bindings:
                 alone = run.statement if run.last == (op.name,) and not inner else None
                 called = not here and value in self.graph.producer  # a block's value
                 wish = argument_name(self.graph, value) if called else plain_name(op, value, alone)
+            wish = self._other_name(op, value, wish, position)
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
             self.letting_go.bound(variable)
         result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
+
+    def _other_name(self, op: Op, value: str, wish: str, position: int) -> str:
+        """A name in place of one that still holds something else.
+
+        Where the user has a second name for what is held, that is given to it: `residual = x`.
+        """
+        if not self.variables.is_numbered(value, wish, position):
+            return wish
+        alias = alias_of(op.source, wish)
+        if alias and op.mode is Mode.ALWAYS and self.variables.rename(wish, alias, position):
+            self.renamed.append((wish, alias))
+            return wish
+        return plain_name(op, value) if isinstance(op.call, ModuleCall) else wish
 
     def nests(
         self, op: Op, position: int, ops: Sequence[Op], runs: Mapping[str, StatementRun]
@@ -129,7 +146,7 @@ class Bindings:
 
     def named(self, op: Op, value: str, wish: str | None) -> str | None:
         """The user's name for a value; `batch` for a batch size that the user gave none."""
-        if value not in self.batch_sizes:
+        if not self.is_batch(value):
             return wish
         statement = statement_at(op.source)
         # Any other statement names what it makes of the size.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,24 +24,35 @@ from gpipe_compiler.codegen.construction import (
     relative,
 )
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
-from gpipe_compiler.codegen.expressions import ExpressionWriter, OwnAttribute, outer_argument
+from gpipe_compiler.codegen.expressions import ExpressionWriter, Written, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.helpers import HelperCalls, module_path
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
-from gpipe_compiler.codegen.method_text import is_tensor, method_text, returned_type, types_of
-from gpipe_compiler.codegen.methods import Method, ReadSize, contains_batch, tells_batch
-from gpipe_compiler.codegen.names import RESERVED, Identifiers, class_name
+from gpipe_compiler.codegen.method_text import (
+    MethodBody,
+    function_text,
+    is_tensor,
+    method_text,
+    returned_type,
+    types_of,
+)
+from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
-from gpipe_compiler.codegen.sources import parameter_names
-from gpipe_compiler.ir import Graph, Op, RegionCall
+from gpipe_compiler.codegen.sizes import ReadSize, contains_batch, tells_batch
+from gpipe_compiler.codegen.sources import number_name, parameter_names
+from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, calls_in
-from gpipe_compiler.ir.classes import MethodBlocks, Methods, find_blocks, is_chain, outer_states
-from gpipe_compiler.ir.contents import Contents, is_under, prefixes
+from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
+from gpipe_compiler.ir.classes import MethodBlocks, Methods, is_chain, outer_states
+from gpipe_compiler.ir.contents import Contents, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
-from gpipe_compiler.passes.duplicate import BatchMultiple
 from gpipe_compiler.plan import Stage
+
+DEVICE = "device"
+"""The argument of functions that are given no tensor to read the device off."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class StageBlocks:
 
     facts: CodeFacts
     own: StageMethods
+    helpers: HelperCalls
     searched: Methods
     blocks: MethodBlocks
     peaks: Peaks
@@ -94,15 +105,17 @@ class StageBlocks:
     @cached_property
     def calls(self) -> Calls:
         """How methods call the blocks."""
-        return Calls(self.facts, self.contents, self.blocks, self.holders, self.written)
+        return Calls(
+            self.facts, self.contents, self.blocks, self.holders, self.written, self.helpers.found
+        )
 
     def construction(self, file: SourceFile) -> Construction:
         """What constructs the modules of the stage."""
         return Construction(
             self.facts.graph,
-            self.own.stage.index,
             self.own.state,
             file,
+            self.own.stage.index,
             self.holders,
             self.blocks.of_path,
             self.searched.split,
@@ -111,7 +124,7 @@ class StageBlocks:
 
     def with_calls(self, index: int, method: Method) -> Method:
         """A method of the stage with calls of blocks in place of their ops."""
-        ops = self.calls.ops(self.blocks.bodies[index], method.returns, "")
+        ops = self.calls.ops(self.blocks.bodies[index], method.returns, "", self.file)
         read = {value for op in ops for value in op.inputs}.union(method.returns)
         given = tuple(item for item in method.given if item.value in read)
         return dataclasses.replace(method, ops=ops, given=given)
@@ -119,7 +132,8 @@ class StageBlocks:
     @property
     def places(self) -> Mapping[str, str]:
         """The expressions of the stage for its blocks."""
-        return {path: self.holders[path].place for path in self.blocks.of_path}
+        modules = (path for path in self.blocks.of_path if path in self.holders)
+        return {**{path: self.holders[path].place for path in modules}, **self.calls.functions}
 
     def write(self, block: BlockClass, wanted: str, file: SourceFile) -> WrittenBlock:
         """Adds the class of a block, whose first call is one of the stage, to a file.
@@ -127,13 +141,17 @@ class StageBlocks:
         Args:
             wanted: what it is to be called.
         """
-        first, holder = block.first, self.holders[block.first.path]
-        ops = self.calls.ops(first.parts, first.outputs, first.path)
-        parameters = self._parameters(block)
+        first = block.first
+        if first.path in self.helpers.found:
+            return self._write_function(block, wanted, file)
+        holder, parameters = self.holders[first.path], self._parameters(block)
         given = Arguments.of(parameters)
-        own_ops = {op.name for op in ops}
-        attributes = {slot: own for slot, own in given.names.items() if slot.owner in own_ops}
-        method, passed = self._method(block, ops, attributes)
+        inner = {part.path for part in first.parts if isinstance(part, BlockCall)}
+        owners = {op.name for op in first.ops} | (inner & self.helpers.found.keys())
+        attributes = {slot: own for slot, own in given.names.items() if slot.owner in owners}
+        names = {slot: f"self.{own}" for slot, own in attributes.items()}
+        ops = self.calls.ops(first.parts, first.outputs, first.path, file, names)
+        method, passed = self._method(block, ops, names)
         chained = self._is_chain(block)
         file.imports.from_torch("nn")
         if chained and block.user == nn.Sequential.__name__:
@@ -150,12 +168,31 @@ class StageBlocks:
             base = "ModuleDict" if holder.cls is nn.ModuleDict else "Module"
             text = class_lines(
                 f"{own_name}(nn.{base})",
-                buffer_types(holder, file.imports),
+                buffer_types(holder, file.imports, self.own.state.unread),
                 init_lines(given.types, constructor),
                 self._forward(block, method, file.imports),
             )
         file.classes.append(text)
         return WrittenBlock(own_name, passed, parameters, shared=file.shared)
+
+    def _write_function(self, block: BlockClass, wanted: str, file: SourceFile) -> WrittenBlock:
+        """Adds a function; numbers that differ between its calls are its last arguments."""
+        first, parameters = block.first, self._parameters(block)
+        given = Arguments.of(parameters)
+        ops = self.calls.ops(first.parts, first.outputs, first.path, file, given.names)
+        method, passed = self._method(block, ops, given.names)
+        own_name = file.names.take_numbered(wanted, "_")
+        alone = not any(is_tensor(self.facts.graph, value) for value in method.arguments)
+        writer = self._writer(first.path, file.imports, DEVICE if alone else "")
+        own = (*([DEVICE] if alone else []), *given.types)
+        body = self._body(block, method, writer, own)
+        types = types_of(self.facts.graph, method.arguments, body.arguments) | given.types
+        if alone:
+            file.imports.torch()
+            types[DEVICE] = "torch.device"
+        returned = returned_type([True] * len(method.returns))
+        file.classes.append(tuple(function_text(own_name, body, returned, own, types)))
+        return WrittenBlock(own_name, passed, parameters, shared=file.shared, on_device=alone)
 
     def _is_chain(self, block: BlockClass) -> bool:
         """Whether a block is an nn.Sequential, all of whose modules its constructor tells whole."""
@@ -166,56 +203,74 @@ class StageBlocks:
 
     def _parameters(self, block: BlockClass) -> dict[str, Parameter]:
         """The parameters of a constructor by name, in order: sizes first."""
-        members = self.holders[block.first.path].members
+        holder = self.holders.get(block.first.path)
+        members = () if holder is None else holder.members
         names = Identifiers((*RESERVED, *dir(nn.Module()), *members))
-        found = {names.take(parameter.name): parameter for parameter in block.parameters}
+        found = {names.take(self._number_name(item)): item for item in block.parameters}
         return dict(sorted(found.items(), key=lambda item: not by_position(item[0])))
 
+    def _number_name(self, parameter: Parameter) -> str:
+        """The user's name for a number, else what it is a number of."""
+        ops = self.facts.graph.op_of
+        inside = (slot for slot in parameter.slots if slot.owner in ops)
+        names = (number_name(ops[slot.owner], int(slot.key)) for slot in inside)
+        for slot in parameter.slots:
+            if slot.owner in self.blocks.of_path and isinstance(slot.key, int):
+                written = self.written[id(self.blocks.of_path[slot.owner])]
+                return list(written.parameters)[slot.key]
+        return next(filter(None, names), parameter.name)
+
     def _method(
-        self, block: BlockClass, ops: Sequence[Op], attributes: Mapping[ConstantSlot, str]
+        self, block: BlockClass, ops: Sequence[Op], names: Mapping[ConstantSlot, str]
     ) -> tuple[Method, tuple[int, ...]]:
         """What a call computes, and the inputs that it is passed."""
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
         read = {value for op in ops for value in op.inputs}
         telling = any(
-            value in graph.values and tells_batch(graph.values[value]) for value in first.inputs
+            value in read and value in graph.values and tells_batch(graph.values[value])
+            for value in first.inputs
         )
         given = [
             value
             for value in first.inputs
             if value in templates and (telling or not contains_batch(templates[value]))
         ]
+        names_of = parameter_names(graph, first)
+        order = {value: place for place, value in enumerate(names_of)}
         passed = tuple(
             index
-            for index, value in enumerate(first.inputs)
+            for index, value in sorted(
+                enumerate(first.inputs), key=lambda item: order.get(item[1], len(order))
+            )
             if value in read and value not in given
         )
         states = (outer_argument(name) for name in outer_states(self.contents, first))
-        local = [self._local(op, first.path, attributes) for op in ops]
+        root = module_path(first.path)
+        local = [self._local(op, root, names) for op in ops]
         method = Method(
             tuple(local),
             (*(first.inputs[index] for index in passed), *states),
             first.outputs,
-            frozenset(value for value, item in templates.items() if item == BatchMultiple(1)),
+            self.facts.multiples,
             tuple(
-                ReadSize(value, templates[value], relative(graph.producer[value], first.path))
+                ReadSize(value, templates[value], graph.producer[value])
                 for value in given
                 if value in read
             ),
-            parameter_names(graph, first),
+            names_of,
         )
         return method, passed
 
-    @staticmethod
-    def _local(op: Op, root: str, attributes: Mapping[ConstantSlot, str]) -> Op:
+    def _local(self, op: Op, root: str, names: Mapping[ConstantSlot, str]) -> Op:
         """An op as the block has it: paths in comments from its module on, numbers by name."""
         made = op.call
-        if not isinstance(made, RegionCall) and any(s.owner == op.name for s in attributes):
+        inside = op.name in self.facts.graph.op_of and not isinstance(made, RegionCall)
+        if inside and any(slot.owner == op.name for slot in names):
             numbers = itertools.count()
 
             def leaf(item: object) -> object:
-                own = attributes.get(ConstantSlot(op.name, next(numbers)))
-                return item if own is None else OwnAttribute(own)
+                own = names.get(ConstantSlot(op.name, next(numbers)))
+                return item if own is None else Written(own)
 
             args, kwargs = map_argument(leaf, (made.args, dict(made.kwargs)))
             made = dataclasses.replace(made, args=args, kwargs=kwargs)
@@ -236,127 +291,45 @@ class StageBlocks:
         return frozenset(found)
 
     def _forward(self, block: BlockClass, method: Method, imports: Imports) -> list[str]:
-        graph, root = self.facts.graph, block.first.path
+        imports.from_torch("Tensor")
+        body = self._body(block, method, self._writer(block.first.path, imports))
+        returned = returned_type([is_tensor(self.facts.graph, value) for value in method.returns])
+        types = types_of(self.facts.graph, method.arguments, body.arguments)
+        return method_text("forward", body, returned, [], types)
+
+    def _writer(self, root: str, imports: Imports, device: str = "") -> ExpressionWriter:
+        """What writes expressions of the block at a path, which is given the device or finds it."""
         states = {
             name: self.calls.place(place, root)
             for name, place in self.own.state.places.items()
-            if is_under(self.contents.places[name], root)
+            if name in self.contents.places and is_under(self.contents.places[name], root)
         }
         modules = {
             path: self.calls.place(holder.place, root)
             for path, holder in self.holders.items()
             if is_under(path, root)
         }
-        imports.from_torch("Tensor")
-        writer = ExpressionWriter(imports, states, modules)
-        unlike = self._unlike(block)
-        body = write_body(graph, method, writer, self.peaks.worth, unlike, direct=True)
-        returned = returned_type([is_tensor(graph, value) for value in method.returns])
-        types = types_of(graph, method.arguments, body.arguments)
-        return method_text("forward", body, returned, [], types)
+        modules |= self.calls.functions
+        return ExpressionWriter(imports, states, modules, given_device=device)
 
-
-@dataclass(frozen=True)
-class FoundBlocks:
-    """The blocks of some stages; for each, what was looked through and what was found."""
-
-    stages: tuple[StageMethods, ...]
-    methods: tuple[Methods, ...]
-    blocks: tuple[MethodBlocks, ...]
-
-    @classmethod
-    def of(cls, facts: CodeFacts, stages: Iterable[StageMethods]) -> FoundBlocks:
-        """Looks for them."""
-        known = tuple(stages)
-        methods = tuple(_methods(facts.graph, own) for own in known)
-        return cls(known, methods, find_blocks(methods, facts.templates))
-
-    def again(self, place: int) -> frozenset[str]:
-        """Of the modules of a stage that are to run again, those that are called once, as blocks.
+    def _body(
+        self,
+        block: BlockClass,
+        method: Method,
+        writer: ExpressionWriter,
+        reserved: Iterable[str] = (),
+    ) -> MethodBody:
+        """The statements of a block.
 
         Args:
-            place: of the stage among these.
+            reserved: names that no variable takes.
         """
-        calls = (c for parts in self.blocks[place].bodies for c in calls_in(parts) if c.again)
-        counts = Counter(call.path for call in calls if call.outputs)
-        return frozenset(path for path, count in counts.items() if count == 1)
-
-
-def write_blocks(
-    facts: CodeFacts, found: FoundBlocks
-) -> tuple[tuple[StageBlocks, ...], SourceFile]:
-    """The blocks of some stages, written, and the file of those that several of them call."""
-    classes = found.blocks[0].classes
-    reserved = (*RESERVED, *(own.class_name for own in found.stages))
-    layers = SourceFile(Identifiers(reserved), shared=True)
-    written: dict[int, WrittenBlock] = {}
-    worth: set[int] = set()
-    made: dict[int, StageBlocks] = {}
-    for own, methods, blocks in zip(found.stages, found.methods, found.blocks, strict=True):
-        made[own.stage.index] = StageBlocks(
-            facts,
-            own,
-            methods,
-            blocks,
-            _peaks(facts, own, blocks, worth),
-            written,
-            SourceFile(layers.names),
+        return write_body(
+            self.facts.graph,
+            method,
+            writer,
+            self.peaks.worth,
+            self._unlike(block),
+            direct=True,
+            reserved=reserved,
         )
-    wanted = _names(classes, made)
-    for block in (block for block in classes if len(block.stages) > 1):
-        written[id(block)] = made[block.first.stage].write(block, wanted[id(block)], layers)
-    for stage in made.values():
-        stage.file.names = Identifiers(layers.names.taken)
-    for block in (block for block in classes if len(block.stages) == 1):
-        stage = made[block.first.stage]
-        written[id(block)] = stage.write(block, wanted[id(block)], stage.file)
-    return tuple(made.values()), layers
-
-
-def _methods(graph: Graph, own: StageMethods) -> Methods:
-    """A stage as blocks are looked for in it."""
-    here = frozenset(own.stage.ops)
-    split = {prefix for op in graph.ops if op.name not in here for prefix in prefixes(op.module)}
-    displaced = {prefix for path in own.state.displaced for prefix in prefixes(path)}
-    kept = {holder.prefix[:-1] for holder in own.state.root.all()} - displaced
-    return Methods(
-        Contents(graph, tuple(own.state.modules), tuple(own.state.places)),
-        [Body(method.ops, method.returns) for method in own.methods.values()],
-        [path for path in graph.module_classes if path in kept],
-        split.__contains__,
-        own.stage.index,
-        own.again,
-    )
-
-
-def _peaks(facts: CodeFacts, own: StageMethods, blocks: MethodBlocks, worth: set[int]) -> Peaks:
-    """What the methods of a stage have to let go of, added to what is worth it."""
-    first, *others = (
-        BlockCall("", parts, method.arguments, method.returns)
-        for method, parts in zip(own.methods.values(), blocks.bodies, strict=True)
-    )
-    segments = dict(zip(list(own.methods)[1:], others, strict=True))
-    peaks = Peaks(facts.graph, facts.runs, blocks, segments, worth)
-    peaks.method(first)
-    return peaks
-
-
-def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> dict[int, str]:
-    """The user's names; of several classes that have one, with what tells one from the others."""
-
-    def is_part(block: BlockClass) -> bool:
-        return stages[block.first.stage].searched.split(block.first.path)
-
-    held = {id(b): stages[b.first.stage].holders[b.first.path].members for b in classes}
-    names: dict[int, str] = {}
-    for block in classes:
-        own = names[id(block)] = class_name(block.user)
-        whole = [held[id(b)] for b in classes if b.user == block.user and not is_part(b)]
-        words = (word for word in held[id(block)] if word.isidentifier())
-        holding = {word: sum(word in members for members in whole) for word in words}
-        rarest = min(holding, key=holding.__getitem__, default="")
-        if is_part(block):
-            names[id(block)] = f"{own}Part"
-        elif rarest and holding[rarest] < len(whole):
-            names[id(block)] = f"{own}With{class_name(rarest)}"
-    return names

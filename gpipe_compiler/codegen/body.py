@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
@@ -12,19 +12,19 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter, context_of, rea
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
 from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
-from gpipe_compiler.codegen.methods import (
-    Method,
-    ReadSize,
-    contains_batch,
-    drop_dead,
-    write_template,
-)
-from gpipe_compiler.codegen.names import Identifiers
+from gpipe_compiler.codegen.methods import Method, drop_dead
+from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.releases import LettingGo, Releases
-from gpipe_compiler.codegen.sources import statement_at
+from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import Uses, is_attribute, is_in_place, with_callers
-from gpipe_compiler.codegen.variables import Variables, argument_name, find_runs, plain_name
+from gpipe_compiler.codegen.variables import (
+    Variables,
+    argument_name,
+    find_runs,
+    name_of_result,
+    plain_name,
+)
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.ir import (
     Call,
@@ -56,6 +56,7 @@ def write_body(
     unnoted: Collection[str] = (),
     *,
     direct: bool = False,
+    reserved: Iterable[str] = (),
 ) -> MethodBody:
     """The statements of a method.
 
@@ -63,24 +64,30 @@ def write_body(
         direct: whether what is returned needs no name.
         worth: the storages that are worth letting go of before the method ends.
         unnoted: values whose sizes no comment tells.
+        reserved: names that no variable takes.
 
     Raises:
         EmitError: naming the user's line, for an op that has no spelling.
     """
-    ops = with_callers(method.ops)
-    names = Identifiers()
-    releases = Releases.of(graph, ops, method.returns, worth)
+    written = with_callers(method.ops)
+    ops, sizes = with_sizes_of_arguments(graph, method.arguments, method.multiples, written)
+    functions = filter(str.isidentifier, writer.modules.values())
+    names = Identifiers((*RESERVED, *reserved, *functions))
+    releases = Releases.of(graph, ops, method, worth)
     uses = Uses.of(ops, method.returns, releases.asked)
-    variables = Variables(names, uses.last, lambda value: _kind(graph, value))
-    arguments = tuple(
-        variables.fresh(v, method.names.get(v) or argument_name(graph, v)) for v in method.arguments
+    variables = Variables(
+        names, uses.last, lambda v: ValueKind.OTHER if v in sizes else _kind(graph, v)
     )
+    arguments = tuple(_argument(graph, method, variables, v) for v in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     pairs = zip(method.arguments, arguments, strict=True)
     tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
     writer.anchor = next(tensors, "")
-    scribe = _Scribe(graph, writer, variables, names, uses, releases, method.batch_sizes, unnoted)
-    scribe.give(method.given, [value for value in method.arguments if value in graph.values])
+    reader = SizeReader(graph, writer, variables, uses, method.multiples, ops)
+    reader.give(method.given, [value for value in method.arguments if value in graph.values])
+    reader.give_sizes(sizes)
+    scribe = _Scribe(graph, writer, variables, names, uses, releases, method.is_batch, unnoted)
+    scribe.statements.extend(reader.statements)
     scribe.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
     returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
@@ -88,6 +95,14 @@ def write_body(
     if len(returns) > 1 or not all(_kind(graph, v) is ValueKind.TENSOR for v in method.returns):
         return body
     return with_type(body, tuple(writer.modules.values()), direct=direct)
+
+
+def _argument(graph: Graph, method: Method, variables: Variables, value: str) -> str:
+    """The variable of an argument: the user's name, else that of what makes it."""
+    wish, maker = method.names.get(value) or argument_name(graph, value), graph.producer.get(value)
+    if maker and isinstance(maker.call, ModuleCall) and variables.is_numbered(value, wish, -1):
+        wish = name_of_result(graph, value, maker.call.module) or wish
+    return variables.fresh(value, wish)
 
 
 def _kind(graph: Graph, value: str) -> ValueKind:
@@ -124,7 +139,7 @@ class _Scribe:
     names: Identifiers
     uses: Uses
     releases: Releases
-    batch_sizes: frozenset[str] = frozenset()
+    is_batch: Callable[[str], bool] = lambda _: False
     unnoted: Collection[str] = ()
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
@@ -137,41 +152,14 @@ class _Scribe:
             self.variables,
             self.uses,
             self.letting_go,
-            self.batch_sizes,
+            self.is_batch,
             self.unnoted,
         )
-
-    def give(self, given: Sequence[ReadSize], arguments: Sequence[str]) -> None:
-        """Reads batch sizes off the arguments; what they do not change is written as it is."""
-        made: dict[str, Expression] = {}
-        for item in given:
-            expression = write_template(item.template, self.graph, self.writer, arguments)
-            if expression is None:
-                raise EmitError(
-                    f"no tensor of the stage tells the batch size that {item.op.name} needs",
-                    location=item.op.source,
-                )
-            if contains_batch(item.template):
-                if expression.flat not in made:
-                    wish = self._size_name(item)
-                    variable = self.variables.assign(item.value, wish, -1)
-                    self._append(item.op, f"{variable} = ", expression)
-                    made[expression.flat] = name(variable)
-                expression = made[expression.flat]
-            self.writer.variables[item.value] = expression
-
-    def _size_name(self, item: ReadSize) -> str:
-        """The user's name for a size that a method reads off its arguments, else what it counts."""
-        statement = statement_at(item.op.source)
-        if statement is not None and statement.names_size and len(statement.targets) == 1:
-            return statement.targets[0]
-        if isinstance(item.template, tuple):
-            return "shape"
-        return "batch" if item.value in self.batch_sizes else "rows"
 
     def write(self, ops: Sequence[Op]) -> None:
         """Writes all ops."""
         self.ops, self.runs = ops, find_runs(ops)
+        self.letting_go.last = len(ops) - 1
         self.letting_go.modes = {value: op.mode for op in ops for value in op.outputs}
         for position, op in enumerate(ops):
             try:
@@ -198,7 +186,8 @@ class _Scribe:
         expression = self.writer.call(made)
         run = self.runs[op.name]
         named = any(pending.named or self.runs[pending.op.name] is not run for pending in taken)
-        if taken and len(expression.flat) > (_LONGEST_SUM if named else _LONGEST_NESTED):
+        longest = _LONGEST_SUM if named else _LONGEST_NESTED
+        if taken and len(expression.flat) > longest and not self._is_listed(taken, made, longest):
             self._write_out(taken)
             taken, expression, named = [], self.writer.call(made), False
         sources = tuple(source for pending in taken for source in pending.sources)
@@ -209,6 +198,13 @@ class _Scribe:
             return
         self._flush()
         self._assign(op, expression, position, sources)
+
+    def _is_listed(self, taken: Sequence[_Pending], made: Call, longest: int) -> bool:
+        """Whether what nests are items of one list, which has a line for each."""
+        items = [[*value_names(part)] for part in made.args if isinstance(part, list)]
+        values = [pending.op.result for pending in taken]
+        texts = (self.writer.variables[str(value)].flat for value in values)
+        return values in items and len(values) > 1 and max(map(len, texts)) <= longest
 
     def _statement(self, op: Op, made: Call, position: int) -> bool:
         """Writes a region, a loop or a write in place; False where the op is none of these."""
@@ -304,6 +300,10 @@ class _Scribe:
         sources: tuple[SourceLocation | None, ...],
     ) -> None:
         bound = self.bindings.of(op, self.runs[op.name], expression, position)
+        for old, new in self.bindings.renamed:
+            self.writer.rename(old, new, op.outputs)
+            self._append(op, f"{new} = ", name(old))
+        self.bindings.renamed.clear()
         self._append(op, bound.target, bound.expression, sources, bound.note)
         self.letting_go.after(op, position, self.statements)
 
@@ -360,10 +360,7 @@ class _Scribe:
         block = made.body
         results = op.result if isinstance(op.result, tuple) else (op.result,) * len(block.outputs)
         bound = [self.writer.argument(argument) for argument in made.args]
-        inner = ExpressionWriter(
-            self.writer.imports, self.writer.states, self.writer.modules, self.writer.anchor
-        )
-        inner.variables.update(zip(block.inputs, bound, strict=True))
+        inner = replace(self.writer, variables=dict(zip(block.inputs, bound, strict=True)))
         ops = drop_dead(block.ops, value_names(block.outputs))
         uses = Uses.of(ops, tuple(value_names(block.outputs)))
         variables = Variables(self.names, uses.last, lambda _: None)

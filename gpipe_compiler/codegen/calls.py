@@ -6,17 +6,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from gpipe_compiler.codegen.construction import WrittenBlock
-from gpipe_compiler.codegen.expressions import Layers, OwnModule, again, repeat
+from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
+from gpipe_compiler.codegen.constructors import NO_NAMES
+from gpipe_compiler.codegen.expressions import Layers, OwnModule, Written, again, repeat
 from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.helpers import HelperCall, module_path
 from gpipe_compiler.codegen.layout import consecutive
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part
 from gpipe_compiler.ir.classes import MethodBlocks, outer_states
 from gpipe_compiler.ir.contents import Contents, prefixes
+from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import Result
 
 
@@ -103,6 +107,7 @@ class Calls:
     Attributes:
         holders: the modules of the stage by their paths.
         written: the blocks that may be called, by their ids.
+        helpers: those that are functions, by the paths of their calls.
     """
 
     facts: CodeFacts
@@ -110,14 +115,36 @@ class Calls:
     blocks: MethodBlocks
     holders: Mapping[str, ModuleNode]
     written: Mapping[int, WrittenBlock]
+    helpers: Mapping[str, HelperCall]
 
-    def ops(self, parts: Sequence[Part], returns: Sequence[str], root: str) -> tuple[Op, ...]:
-        """Parts of a method as ops: calls of blocks are calls of modules."""
+    @property
+    def functions(self) -> dict[str, str]:
+        """The names of the functions that may be called, by the paths of their calls."""
+        made = {path: self.blocks.of_path.get(path) for path in self.helpers}
+        known = {path: self.written.get(id(block)) for path, block in made.items()}
+        return {path: function.name for path, function in known.items() if function is not None}
+
+    def ops(
+        self,
+        parts: Sequence[Part],
+        returns: Sequence[str],
+        root: str,
+        file: SourceFile,
+        names: Mapping[ConstantSlot, str] = NO_NAMES,
+    ) -> tuple[Op, ...]:
+        """Parts of a method as ops: calls of blocks are calls of modules.
+
+        Args:
+            file: that the method is written in.
+            names: what stands for numbers.
+        """
         ops: list[Op] = []
         for number, part in enumerate(find_loops(parts, returns, self.block_of)):
             match part:
                 case Loop():
                     ops.append(self._loop(part, number, root))
+                case BlockCall() if part.path in self.helpers:
+                    ops.append(self._function(part, file, names))
                 case BlockCall():
                     arguments = self._arguments(part)
                     made = (
@@ -127,7 +154,7 @@ class Calls:
                     )
                     ops.append(self._op(part, made, part.outputs, number))
                 case Op():
-                    ops.append(part)
+                    ops.append(dataclasses.replace(part, module=module_path(part.module)))
         return self._without_unread(ops, returns)
 
     def _without_unread(self, ops: Sequence[Op], returns: Sequence[str]) -> tuple[Op, ...]:
@@ -160,6 +187,23 @@ class Calls:
         passed = self.written[id(self.block_of(block))].passed
         states = outer_states(self.contents, block)
         return (*(Ref(block.inputs[index]) for index in passed), *map(StateRef, states))
+
+    def _function(self, call: BlockCall, file: SourceFile, names: Mapping[ConstantSlot, str]) -> Op:
+        block, helper = self.block_of(call), self.helpers[call.path]
+        written = self.written[id(block)]
+        if written.shared and not file.shared:
+            file.imports.layer(written.name)
+        arguments: tuple[object, ...] = self._arguments(call)
+        if written.on_device:
+            arguments = (*arguments, torch.device("cpu"))  # becomes that of the method
+        numbers: dict[str, object] = {}
+        for own, parameter in written.parameters.items():
+            known = names.get(ConstantSlot(call.path, block.parameters.index(parameter)))
+            number = parameter.values[call.stage, call.path]
+            numbers[own] = number if known is None else Written(known)
+        result: Result = call.outputs[0] if len(call.outputs) == 1 else call.outputs
+        made = ModuleCall(call.path, arguments, numbers)
+        return Op(call.path, made, result, helper.site, module_path(call.path), call.mode)
 
     def _loop(self, loop: Loop, number: int, root: str) -> Op:
         first, last = loop.calls[0], loop.calls[-1]

@@ -96,6 +96,11 @@ def spell_constant(value: object, imports: Imports) -> str | None:
 
 
 def _spell_float(value: float, imports: Imports) -> str:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for end in ("min", "max"):
+            if value == getattr(torch.finfo(dtype), end):
+                imports.torch()
+                return f"torch.finfo({dtype}).{end}"
     if math.isfinite(value):
         return repr(value).replace("e+", "e")  # as ruff has it
     imports.module("math")

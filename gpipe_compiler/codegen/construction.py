@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from torch import nn
 
-from gpipe_compiler.codegen.constants import write_literal
-from gpipe_compiler.codegen.constructors import StageState, construct, construct_member
+from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
+from gpipe_compiler.codegen.constructors import (
+    StageState,
+    construct_member,
+    dict_of_modules,
+    frozen_parameters,
+    memory_for,
+    own_parameters,
+    tensor_of_values,
+)
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression, call, comprehension, lay_out, name
+from gpipe_compiler.codegen.layout import (
+    Expression,
+    call,
+    comprehension,
+    lay_out,
+    name,
+)
 from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.codegen.nested import ModuleNode
-from gpipe_compiler.ir import Graph, Op, RegionCall, StateKind
+from gpipe_compiler.errors import EmitError
+from gpipe_compiler.ir import Graph, ModuleSpec, Op, RegionCall, State, StateKind
 from gpipe_compiler.ir.blocks import BlockClass, Parameter
-from gpipe_compiler.ir.contents import is_under
+from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
 
 _BY_POSITION = ("in_", "out_", "num_", "normalized_")
@@ -34,6 +49,7 @@ class WrittenBlock:
         parameters: what its constructor is given: names, and the parameters of the block.
         inline: whether it is an nn.Sequential, constructed where it stands.
         shared: whether it stands in `layers.py`.
+        on_device: whether it is a function that is given the device.
     """
 
     name: str
@@ -41,6 +57,7 @@ class WrittenBlock:
     parameters: Mapping[str, Parameter]
     inline: bool = False
     shared: bool = False
+    on_device: bool = False
 
 
 @dataclass(eq=False)
@@ -90,12 +107,20 @@ def class_lines(
     return (f"class {header}:", *spaced[1:])
 
 
-def buffer_types(holder: ModuleNode, imports: Imports) -> list[str]:
-    """`mask: Tensor` for each buffer that a module registers, as type checkers ask for it."""
+def buffer_types(
+    holder: ModuleNode, imports: Imports, but: Collection[str] = frozenset()
+) -> list[str]:
+    """`mask: Tensor` for each buffer that a module registers, as type checkers ask for it.
+
+    Args:
+        but: canonical names of others, which it is given from outside.
+    """
     found = [
         f"    {own}: Tensor"
         for own, state in holder.tensors()
-        if state.kind is not StateKind.PARAMETER and holder.place_of(own) == f"{holder.place}.{own}"
+        if state.kind is not StateKind.PARAMETER
+        and state.name not in but
+        and holder.place_of(own) == f"{holder.place}.{own}"
     ]
     if found:
         imports.from_torch("Tensor")
@@ -154,8 +179,8 @@ class Construction:
     type checkers know nothing of what is set on an nn.Module from outside.
 
     Attributes:
-        stage: its number.
         file: that they are written in.
+        stage: its number.
         holders: the modules of the stage by their paths.
         of_path: the blocks, by the paths of their modules.
         split: whether other stages run ops of a module too.
@@ -163,28 +188,37 @@ class Construction:
     """
 
     graph: Graph
-    stage: int
     state: StageState
     file: SourceFile
-    holders: Mapping[str, ModuleNode]
-    of_path: Mapping[str, BlockClass]
-    split: Callable[[str], bool]
-    written: Mapping[int, WrittenBlock]
+    stage: int = 0
+    holders: Mapping[str, ModuleNode] = field(default_factory=dict)
+    of_path: Mapping[str, BlockClass] = field(default_factory=dict)
+    split: Callable[[str], bool] = lambda _: False
+    written: Mapping[int, WrittenBlock] = field(default_factory=dict)
 
     def lines(self, holder: ModuleNode, given: Arguments = NO_ARGUMENTS) -> list[str]:
-        """The body of the `__init__` of a module, without `super().__init__()`."""
-        made = self._inside(holder, given)
-        own = None if holder is self.state.root else holder
-        return construct(self.graph, self.state, self.file.imports, own, made, given.names)
+        """The body of the `__init__` of a module, without `super().__init__()`.
+
+        What several modules of a stage share is shared when all are made.
+
+        Raises:
+            EmitError: when a module's class or an argument of it has no spelling.
+        """
+        try:
+            made = [*self._members(holder, holder, given)]
+        except UnwritableError as error:
+            raise EmitError(f"a module of the stage cannot be written: {error}") from error
+        for item in holder.all() if not holder.prefix else ():
+            for local, canonical in item.spec.state.items() if item.spec is not None else ():
+                own, place = f"{item.place}.{local}", self.state.places[canonical]
+                if own != place:
+                    made.append(f"        {own} = {place}  # shared")
+        return made
 
     def chain(self, holder: ModuleNode, given: Arguments = NO_ARGUMENTS) -> list[Expression]:
         """The modules of an nn.Sequential in order; equal ones in a row by a generator."""
-        made = (
-            self._block(path, given)
-            if (path := item.prefix[:-1]) in self.of_path
-            else construct_member(self.graph, item, self.file.imports, given.names)
-            for _, item in sorted(holder.modules(), key=lambda member: int(member[0]))
-        )
+        members = sorted(holder.modules(), key=lambda member: int(member[0]))
+        made = (self._module(item, given) for _, item in members)
         runs = [list(run) for _, run in groupby(made, key=lambda item: item.flat)]
         return [
             comprehension("*(", run[0], f"for _ in range({len(run)})", ")")
@@ -193,18 +227,89 @@ class Construction:
             for run in runs
         ]
 
-    def _inside(self, holder: ModuleNode, given: Arguments) -> dict[str, Expression]:
-        """What constructs the blocks and containers in a module, by their paths."""
-        made: dict[str, Expression] = {}
-        for _, item in holder.modules():
-            path = item.prefix[:-1]
-            if path in self.of_path:
-                made[path] = self._block(path, given)
-            elif item.spec is None and _has_attributes(item):
-                made[path] = self._container(item, given)
-            elif item.spec is None:
-                made.update(self._inside(item, given))
-        return made
+    def _members(self, root: ModuleNode, holder: ModuleNode, given: Arguments) -> Iterator[str]:
+        """The statements that make what a module in the one at `root` holds."""
+        if holder.spec is not None:
+            yield from self._frozen_apart(root, holder, holder.spec)
+        for own, item in holder.members.items():
+            if isinstance(item, State):
+                if root.prefix[:-1] not in self.of_path or item.name not in self.state.unread:
+                    yield from self._bare_state(root, item, holder, own, given)
+                continue
+            if own not in holder.keyed or holder is root:
+                made = self._module(item, given)
+                yield from lay_out(made, prefix=f"{_below(root, item.place)} = ", indent=2)
+            if not self._has_class(item):
+                yield from self._members(root, item, given)
+            elif item.prefix[:-1] in self.of_path and root.prefix[:-1] not in self.of_path:
+                yield from self._unread(root, item, given)
+
+    def _unread(self, root: ModuleNode, block: ModuleNode, given: Arguments) -> Iterator[str]:
+        """The statements that add to a block what it holds and does not read."""
+        for inner in block.all():
+            for own, state in inner.tensors():
+                if state.name in self.state.unread:
+                    yield from self._bare_state(root, state, inner, own, given)
+
+    def _has_class(self, item: ModuleNode) -> bool:
+        """Whether a module is constructed whole, by a class of a file."""
+        return item.prefix[:-1] in self.of_path or (
+            self.holders.get(item.prefix[:-1]) is item
+            and item.spec is None
+            and _has_attributes(item)
+        )
+
+    def _module(self, item: ModuleNode, given: Arguments) -> Expression:
+        """A module with all that its constructor takes."""
+        if item.prefix[:-1] in self.of_path:
+            return self._block(item.prefix[:-1], given)
+        if self._has_class(item):
+            return self._container(item, given)
+        if item.spec is None:
+            inside = [(own, self._module(inner, given)) for own, inner in item.keyed.items()]
+            called = f"nn.{item.cls.__name__}"
+            return call(called, [dict_of_modules(inside)] if inside else [])
+        return construct_member(self.graph, item, self.file.imports, given.names)
+
+    def _frozen_apart(
+        self, root: ModuleNode, holder: ModuleNode, spec: ModuleSpec
+    ) -> Iterator[str]:
+        """Statements for parameters that are frozen beside others of their module."""
+        frozen = frozen_parameters(spec, self.graph.state)
+        if frozen == own_parameters(spec, self.graph.state):
+            return
+        for local in frozen:
+            if self.state.places[spec.state[local]] == f"{holder.place}.{local}":
+                yield f"        {_below(root, holder.place)}.{local}.requires_grad_(False)"
+
+    def _bare_state(
+        self, root: ModuleNode, state: State, holder: ModuleNode, own: str, given: Arguments
+    ) -> list[str]:
+        """The statements that register a tensor which the model uses without a module of torch."""
+        imports = self.file.imports
+        imports.torch()
+        place = _below(root, holder.place_of(own))
+        tensor = self.graph.tensors.get(state.name)
+        if state.kind is StateKind.PARAMETER:
+            imports.from_torch("nn")
+            memory = memory_for("torch.empty", state, given.names)
+            flag = [] if state.requires_grad else [name("requires_grad=False")]
+            return lay_out(call("nn.Parameter", [memory, *flag]), prefix=f"{place} = ", indent=2)
+        # Weights that are not loaded are initialised; of a buffer nobody can know its values.
+        unknown = tensor is None or tensor.is_meta
+        made = memory_for("torch.zeros" if unknown else "torch.empty", state, given.names)
+        if state.kind is StateKind.CONSTANT and tensor is not None and not unknown:
+            made = tensor_of_values(tensor, imports) if tensor.numel() <= LITERAL_ELEMENTS else made
+        persistent = state.persistent and state.kind is StateKind.BUFFER
+        around = _below(root, holder.place)
+        if holder.means_something_else(own):  # register_buffer refuses it
+            transient = f"        {around}._non_persistent_buffers_set.add({quote(own)})"
+            return [
+                *lay_out(made, prefix=f"{place} = ", indent=2),
+                *([] if persistent else [transient]),
+            ]
+        flag = [] if persistent else [name("persistent=False")]
+        return lay_out(call(f"{around}.register_buffer", [name(quote(own)), made, *flag]), indent=2)
 
     def _block(self, path: str, given: Arguments) -> Expression:
         """The call that constructs a block."""
@@ -267,3 +372,8 @@ def _moved(block: BlockClass, path: str, given: Arguments) -> Arguments:
         if is_under(slot.owner, first)
     }
     return Arguments(names, given.types)
+
+
+def _below(root: ModuleNode, place: str) -> str:
+    """An expression of the stage as it is in the constructor of the module at `root`."""
+    return "self" + place.removeprefix(root.place)

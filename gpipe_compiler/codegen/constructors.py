@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from types import MappingProxyType
 
 import torch
@@ -24,9 +24,8 @@ from gpipe_compiler.codegen.layout import (
     name,
 )
 from gpipe_compiler.codegen.nested import ModuleNode, nested
-from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
-from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, arguments_of
+from gpipe_compiler.ir.contents import arguments_of
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
 
 
@@ -41,6 +40,7 @@ class StageState:
         originals: the names in the stage's `state_dict` to canonical ones; a tensor that two
             modules of the stage share stands here under both names.
         renamed: those of `originals` that are no names of the model.
+        unread: canonical names of tensors that no op reads.
     """
 
     root: ModuleNode
@@ -48,6 +48,7 @@ class StageState:
     places: Mapping[str, str]
     originals: Mapping[str, str]
     renamed: Mapping[str, str]
+    unread: frozenset[str]
 
     @property
     def displaced(self) -> Iterator[str]:
@@ -84,8 +85,9 @@ def state_of(
     called = dict.fromkeys(made.module for made in inner if isinstance(made, ModuleCall))
     specs = [graph.modules[path] for path in called]
     in_modules = {canonical for spec in specs for canonical in spec.state.values()}
-    read = dict.fromkeys(chain((name for op in ops for name in states_read(op)), also))
-    bare = ((item, graph.state[item]) for item in read if item not in in_modules)
+    read = dict.fromkeys(name for op in ops for name in states_read(op))
+    unread = [name for name in dict.fromkeys(also) if name not in in_modules | read.keys()]
+    bare = ((item, graph.state[item]) for item in (*read, *unread) if item not in in_modules)
     root = nested((*((spec.path, spec) for spec in specs), *bare), frozenset(methods))
     modules = {item.spec.path: item.place for item in root.all() if item.spec is not None}
     places: dict[str, str] = {}
@@ -109,6 +111,7 @@ def state_of(
         places=places,
         originals=originals,
         renamed={own: model for own, model in originals.items() if names.get(own, own) != model},
+        unread=frozenset(unread),
     )
 
 
@@ -120,127 +123,7 @@ def renamed_table(state: StageState) -> list[str]:
     return lay_out(dict_of(pairs, exploded=True), prefix="RENAMED = ")
 
 
-NO_BLOCKS: Mapping[str, Expression] = MappingProxyType({})
 NO_NAMES: Mapping[ConstantSlot, str] = MappingProxyType({})
-
-
-def construct(
-    graph: Graph,
-    state: StageState,
-    imports: Imports,
-    holder: ModuleNode | None = None,
-    blocks: Mapping[str, Expression] = NO_BLOCKS,
-    names: Mapping[ConstantSlot, str] = NO_NAMES,
-) -> list[str]:
-    """The body of the `__init__` of a stage or block, without `super().__init__()`.
-
-    Args:
-        holder: what the block is in the stage; None for the stage itself.
-        blocks: by their paths, how the blocks in it are constructed.
-        names: the arguments of `__init__` that stand for numbers.
-
-    Raises:
-        EmitError: when a module's class or an argument of it has no spelling.
-    """
-    root = holder or state.root
-    constructor = _Constructor(graph, state.places, imports, root, blocks, names)
-    try:
-        return [*constructor.lines()]
-    except UnwritableError as error:
-        raise EmitError(f"a module of the stage cannot be written as source: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Constructor:
-    """Writes the statements that make the modules and tensors of a stage or block."""
-
-    graph: Graph
-    places: Mapping[str, str]
-    imports: Imports
-    root: ModuleNode
-    blocks: Mapping[str, Expression]
-    names: Mapping[ConstantSlot, str]
-
-    def lines(self) -> Iterator[str]:
-        """All of them; what several modules of a stage share is shared when all are made."""
-        yield from self._members(self.root)
-        for holder in self.root.all() if not self.root.prefix else ():
-            for local, canonical in holder.spec.state.items() if holder.spec is not None else ():
-                own, place = f"{holder.place}.{local}", self.places[canonical]
-                if own != place:
-                    yield f"        {own} = {place}  # shared"
-
-    def _place(self, place: str) -> str:
-        """An expression of the stage as it is in the constructor."""
-        return "self" + place.removeprefix(self.root.place)
-
-    def _members(self, holder: ModuleNode) -> Iterator[str]:
-        if holder.spec is not None:
-            yield from self._frozen_apart(holder, holder.spec)
-        for own, item in holder.members.items():
-            if isinstance(item, State):
-                yield from self._bare_state(item, holder, own)
-                continue
-            if own not in holder.keyed or holder is self.root:
-                place = self._place(item.place)
-                yield from lay_out(self._module(item), prefix=f"{place} = ", indent=2)
-            if item.prefix[:-1] not in self.blocks:
-                yield from self._members(item)
-
-    def _module(self, holder: ModuleNode) -> Expression:
-        """A module with all that its constructor takes."""
-        block = self.blocks.get(holder.prefix[:-1])
-        if block is not None:
-            return block
-        if holder.spec is None:
-            inside = [(own, self._module(item)) for own, item in holder.keyed.items()]
-            return call(f"nn.{holder.cls.__name__}", [_dict_of_modules(inside)] if inside else [])
-        return construct_member(self.graph, holder, self.imports, self.names)
-
-    def _frozen_apart(self, holder: ModuleNode, spec: ModuleSpec) -> Iterator[str]:
-        """Statements for parameters that are frozen beside others of their module."""
-        frozen = _frozen(spec, self.graph.state)
-        if frozen == _parameters(spec, self.graph.state):
-            return
-        for local in frozen:
-            if self.places[spec.state[local]] == f"{holder.place}.{local}":
-                yield f"        {self._place(holder.place)}.{local}.requires_grad_(False)"
-
-    def _bare_state(self, state: State, holder: ModuleNode, own: str) -> list[str]:
-        """The statements that register a tensor which the model uses without a module of torch."""
-        self.imports.torch()
-        place = self._place(holder.place_of(own))
-        tensor = self.graph.tensors.get(state.name)
-        if state.kind is StateKind.PARAMETER:
-            self.imports.from_torch("nn")
-            memory = self._memory("torch.empty", state)
-            flag = [] if state.requires_grad else [name("requires_grad=False")]
-            return lay_out(call("nn.Parameter", [memory, *flag]), prefix=f"{place} = ", indent=2)
-        # Weights that are not loaded are initialised; of a buffer nobody can know its values.
-        unknown = tensor is None or tensor.is_meta
-        made = self._memory("torch.zeros" if unknown else "torch.empty", state)
-        if state.kind is StateKind.CONSTANT and tensor is not None and not unknown:
-            made = _values(tensor, self.imports) if tensor.numel() <= LITERAL_ELEMENTS else made
-        persistent = state.persistent and state.kind is StateKind.BUFFER
-        around = self._place(holder.place)
-        if holder.means_something_else(own):  # register_buffer refuses it
-            transient = f"        {around}._non_persistent_buffers_set.add({quote(own)})"
-            return [
-                *lay_out(made, prefix=f"{place} = ", indent=2),
-                *([] if persistent else [transient]),
-            ]
-        flag = [] if persistent else [name("persistent=False")]
-        register = f"{around}.register_buffer"
-        return lay_out(call(register, [name(quote(own)), made, *flag]), indent=2)
-
-    def _memory(self, function: str, state: State) -> Expression:
-        """`torch.empty(3, 4)`: memory to load values into."""
-        options = [] if state.dtype is torch.float32 else [name(f"dtype={state.dtype}")]
-        sizes = [
-            name(self.names.get(ConstantSlot(state.name, dim), str(size)))
-            for dim, size in enumerate(state.shape)
-        ]
-        return call(function, [*(sizes or [name("()")]), *options])
 
 
 def construct_member(
@@ -249,8 +132,8 @@ def construct_member(
     """A module of torch.nn, frozen where all its parameters are."""
     assert holder.spec is not None
     made = construct_module(holder.spec, imports, names)
-    frozen = _frozen(holder.spec, graph.state)
-    if frozen and frozen == _parameters(holder.spec, graph.state):
+    frozen = frozen_parameters(holder.spec, graph.state)
+    if frozen and frozen == own_parameters(holder.spec, graph.state):
         return Expression(f"{made.flat}.requires_grad_(False)")
     return made
 
@@ -259,24 +142,8 @@ def frozen_in_part(graph: Graph, holder: ModuleNode) -> bool:
     """Whether some of the parameters of a module of torch.nn are frozen, and others not."""
     if holder.spec is None:
         return False
-    frozen = _frozen(holder.spec, graph.state)
-    return bool(frozen) and frozen != _parameters(holder.spec, graph.state)
-
-
-def _dict_of_modules(items: Sequence[tuple[str, Expression]]) -> Expression:
-    """`{"0": A(), "1": B()}`; equal modules of consecutive numbers by a comprehension."""
-    parts: list[Expression] = []
-    for _, group in groupby(items, key=lambda item: item[1].flat):
-        run = list(group)
-        numbers = consecutive([own for own, _ in run]) if len(run) > 1 else ""
-        if numbers:
-            item = run[0][1].prefixed("str(i): ")
-            parts.append(comprehension("{", item, f"for i in {numbers}", "}"))
-        else:
-            parts.extend(made.prefixed(f"{quote(own)}: ") for own, made in run)
-    if len(parts) == 1 and parts[0].opening == "{":
-        return parts[0]
-    return braces(part.prefixed("**") if part.opening == "{" else part for part in parts)
+    frozen = frozen_parameters(holder.spec, graph.state)
+    return bool(frozen) and frozen != own_parameters(holder.spec, graph.state)
 
 
 def construct_module(
@@ -304,7 +171,7 @@ def construct_module(
     return call(callee, [*args, *(value.prefixed(f"{key}=") for key, value in kwargs.items())])
 
 
-def _parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
+def own_parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
     """The module's own names of its parameters."""
     return [
         local
@@ -313,13 +180,39 @@ def _parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
     ]
 
 
-def _frozen(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
+def frozen_parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
     """Those that are not to be trained."""
-    found = _parameters(spec, states)
+    found = own_parameters(spec, states)
     return [local for local in found if not states[spec.state[local]].requires_grad]
 
 
-def _values(tensor: torch.Tensor, imports: Imports) -> Expression:
+def memory_for(function: str, state: State, names: Mapping[ConstantSlot, str]) -> Expression:
+    """`torch.empty(3, 4)`: memory to load values into."""
+    options = [] if state.dtype is torch.float32 else [name(f"dtype={state.dtype}")]
+    sizes = [
+        name(names.get(ConstantSlot(state.name, dim), str(size)))
+        for dim, size in enumerate(state.shape)
+    ]
+    return call(function, [*(sizes or [name("()")]), *options])
+
+
+def dict_of_modules(items: Sequence[tuple[str, Expression]]) -> Expression:
+    """`{"0": A(), "1": B()}`; equal modules of consecutive numbers by a comprehension."""
+    parts: list[Expression] = []
+    for _, group in groupby(items, key=lambda item: item[1].flat):
+        run = list(group)
+        numbers = consecutive([own for own, _ in run]) if len(run) > 1 else ""
+        if numbers:
+            item = run[0][1].prefixed("str(i): ")
+            parts.append(comprehension("{", item, f"for i in {numbers}", "}"))
+        else:
+            parts.extend(made.prefixed(f"{quote(own)}: ") for own, made in run)
+    if len(parts) == 1 and parts[0].opening == "{":
+        return parts[0]
+    return braces(part.prefixed("**") if part.opening == "{" else part for part in parts)
+
+
+def tensor_of_values(tensor: torch.Tensor, imports: Imports) -> Expression:
     """`torch.tensor([0.0, 1.0])`."""
     values = tensor.detach().cpu().tolist()
     inferred = torch.tensor(values).dtype == tensor.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,15 +37,18 @@ _FACTORIES = frozenset(
 )
 """Functions that make tensors out of numbers: on the CPU, unless they are told the device."""
 
+_LONG = 10
+"""Characters from which on a number tells a reader nothing."""
+
 _SLICE_OPERAND = re.compile(r"-?([A-Za-z_]\w*|\d+)")
 _POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True, slots=True)
-class OwnMethod:
-    """As an argument of a call: the stage's method of this name."""
+class Written:
+    """As an argument of a call: an expression as it is."""
 
-    name: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,6 @@ class OwnModule:
     """As an argument of a call: the module of the model at this path."""
 
     path: str
-
-
-@dataclass(frozen=True, slots=True)
-class OwnAttribute:
-    """As an argument of a call: what the module keeps under this name."""
-
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +106,33 @@ class ExpressionWriter:
         states: for every parameter, buffer and constant, the expression for it (`self.scale`).
         modules: for every module path, the expression for it (`self.layers["2"].conv1`).
         anchor: a tensor of the method; a device that was fixed by tracing becomes its device.
+        given_device: an argument that is the device, where there is no such tensor.
     """
 
     imports: Imports
     states: Mapping[str, str]
     modules: Mapping[str, str]
     anchor: str = ""
+    given_device: str = ""
     variables: dict[str, Expression] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """The expression for the device; "" where there is none to read it off."""
+        return f"{self.anchor}.device" if self.anchor else self.given_device
+
+    def rename(self, old: str, new: str, but: Collection[str]) -> None:
+        """Reads what a variable held off another one, but for some values."""
+        word = re.compile(rf"(?<![\w.]){re.escape(old)}\b")
+        for value, expression in self.variables.items():
+            if value not in but and word.search(expression.flat):
+                self.variables[value] = name(word.sub(new, expression.flat))
+        if self.anchor == old:
+            self.anchor = new
 
     def follow(self, anchor: str) -> None:
         """Reads the device off another tensor from here on."""
-        before = f"{self.anchor}.device"
+        before = self.device
         for value, expression in self.variables.items():
             if expression.flat == before:
                 self.variables[value] = name(f"{anchor}.device")
@@ -172,14 +184,16 @@ class ExpressionWriter:
                 return self.variables[value]
             case StateRef(name=state):
                 return self.variables.get(outer_argument(state)) or name(self.states[state])
-            case OwnMethod(name=own) | OwnAttribute(name=own):
-                return name(f"self.{own}")
+            case Written(text=text):
+                return name(text)
             case OwnModule(path=path):
                 return name(self.modules[path])
             case ByMode():
                 return self._by_mode(leaf)
-            case torch.device() if self.anchor:
-                return name(f"{self.anchor}.device")
+            case torch.device() if self.device:
+                return name(self.device)
+            case float() if (root := _root(leaf)) is not None:
+                return Expression(root, Binding.POWER)
             case _:
                 return write_constant(leaf, self.imports)
 
@@ -215,7 +229,7 @@ class ExpressionWriter:
         if spelling is None:
             raise UnwritableError(f"the function {_describe(function)} is no part of torch")
         kwargs = dict(made.kwargs)
-        if self.anchor and made.function in _FACTORIES and kwargs.get("device") is None:
+        if self.device and made.function in _FACTORIES and kwargs.get("device") is None:
             # Tracing happened on one device; the stage runs on whichever it is given.
             kwargs["device"] = torch.device("cpu")
         return call(spelling, self.arguments(args, kwargs))
@@ -246,6 +260,14 @@ class ExpressionWriter:
         if all(not text or _SLICE_OPERAND.fullmatch(text) for text in texts):
             return ":".join(texts)
         return " : ".join(texts).strip().replace(":  :", "::")
+
+
+def _root(number: float) -> str | None:
+    """`64**-0.5`, as attention is scaled, for a number that is exactly this."""
+    if not 0 < number < 1 or len(repr(number)) < _LONG:
+        return None
+    whole = round(number**-2)
+    return f"{whole}**-0.5" if whole**-0.5 == number else None
 
 
 def reads_in_order(
@@ -287,8 +309,8 @@ def context_of(context: Context, writer: ExpressionWriter) -> Expression:
     if not isinstance(context, Autocast):
         return name("torch.enable_grad()" if context.enabled else "torch.no_grad()")
     device = context.device_type
-    followed = device in ("cpu", "meta") and bool(writer.anchor)
-    options = [name(f"{writer.anchor}.device.type" if followed else f'"{device}"')]
+    followed = device in ("cpu", "meta") and bool(writer.device)
+    options = [name(f"{writer.device}.type" if followed else f'"{device}"')]
     if context.dtype is not None:
         options.append(name(f"dtype={context.dtype}"))
     if not context.enabled:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.ir import Argument, Graph, Op
+from gpipe_compiler.ir.arguments import BatchMultiple
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
@@ -65,6 +66,12 @@ class CodeFacts:
             mixing_ops(graph),
             runs_of(graph),
         )
+
+    @cached_property
+    def multiples(self) -> Mapping[str, int]:
+        """Sizes that grow with the batch: how many times the samples each is."""
+        found = self.templates.items()
+        return {value: item.factor for value, item in found if isinstance(item, BatchMultiple)}
 
     @cached_property
     def _first_random(self) -> Mapping[str, int]:

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.body import write_body
-from gpipe_compiler.codegen.construction import buffer_types
-from gpipe_compiler.codegen.constructors import construct, renamed_table, state_of
+from gpipe_compiler.codegen.construction import Construction, SourceFile, buffer_types
+from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH
 from gpipe_compiler.codegen.method_text import docstring, method_text
 from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.statements import call_path, value_text
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, LossTerm
@@ -62,7 +63,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     inputs = tuple(dict.fromkeys(name for weight in weights for name in weight.inputs))
     values = tuple(weight.value for weight in weights)
     state = state_of(graph, ops)
-    method = Method(ops, inputs, values, batch_sizes=frozenset())
+    method = Method(ops, inputs, values, multiples={})
     body = write_body(graph, method, ExpressionWriter(imports, state.places, state.modules))
     sources = {source.name: source for source in graph.inputs}
     described = docstring(
@@ -75,7 +76,8 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     )
     initial = initial_steps(graph, state.originals.values())
     returned = "Tensor" if len(values) == 1 else f"tuple[{', '.join(['Tensor'] * len(values))}]"
-    constructor = construct(graph, state, imports)
+    file = SourceFile(Identifiers(), imports=imports)
+    constructor = Construction(graph, state, file).lines(state.root)
     initial_text = initial_lines(initial, state.originals.values(), imports)
     text = render(
         "stage.py.jinja",

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from gpipe_compiler.codegen.layout import WIDTH, call, lay_out, name
+from gpipe_compiler.codegen.layout import INDENT, WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.ir import Graph, Mode, ValueKind
 from gpipe_compiler.text import escaping
@@ -107,8 +107,10 @@ class _Typed:
                 if spelled.startswith(("F.", "torch.")):
                     return not spelled.startswith("torch.ops.")
                 return spelled not in self._spelled and self._known(around)
+            case ast.Call(func=ast.Name(id=own)):
+                return own in self.modules  # a function, and not a loop's variable
             case ast.Call():
-                return False  # a module of a list, or a loop's variable
+                return False  # a module of a list
             case ast.Name(id=own):
                 return self.variables.get(own, True)
             case ast.BinOp(left=left, right=right) | ast.IfExp(body=left, orelse=right):
@@ -160,6 +162,21 @@ def method_text(
     return lines
 
 
+def function_text(
+    label: str, body: MethodBody, returned: str, also: Iterable[str], types: Mapping[str, str]
+) -> list[str]:
+    """The lines of a function.
+
+    Args:
+        also: its last arguments, which the body does not name.
+        types: of its arguments that are no tensors.
+    """
+    given = [name(f"{own}: {types.get(own) or 'Tensor'}") for own in (*body.arguments, *also)]
+    lines = lay_out(call(f"def {label}", given), suffix=f" -> {returned}:")
+    lines.extend(write_statements(body.statements, 1))
+    return lines if body.ends else [*lines, *_return(body.returns, 1)]
+
+
 def is_tensor(graph: Graph, value: str) -> bool:
     """Whether a value is one; what the graph does not know, such as a state, is."""
     known = graph.values.get(value)
@@ -188,13 +205,12 @@ def returned_type(returns: Sequence[bool]) -> str:
     return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
 
 
-def _return(values: Sequence[str]) -> list[str]:
-    if not values:
-        return ["        return ()"]
-    flat = f"        return {', '.join(values)}"
-    if len(values) == 1 or len(flat) <= WIDTH:
+def _return(values: Sequence[str], indent: int = 2) -> list[str]:
+    margin = INDENT * indent
+    flat = f"{margin}return {', '.join(values) or '()'}"
+    if len(values) < 2 or len(flat) <= WIDTH:
         return [flat]
-    return ["        return (", *(f"            {value}," for value in values), "        )"]
+    return [f"{margin}return (", *(f"{margin}{INDENT}{value}," for value in values), f"{margin})"]
 
 
 def docstring(summary: str, arguments: Sequence[str], returns: Sequence[str]) -> list[str]:

@@ -9,94 +9,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.codegen.constants import write_constant, write_nest
-from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
-from gpipe_compiler.codegen.layout import Binding, Expression, name
+from gpipe_compiler.codegen.sizes import ReadSize, contains_batch, tells_batch
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import Argument, FunctionCall, Graph, Op, Value
-from gpipe_compiler.ir.arguments import leaves
-from gpipe_compiler.passes.duplicate import BatchMultiple, StageDevice
+from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.plan import Stage
 
-
-def contains_batch(template: Argument) -> bool:
-    """Whether a template changes with the batch size."""
-    return any(isinstance(leaf, BatchMultiple) for leaf in leaves(template))
-
-
-def tells_batch(value: Value) -> bool:
-    """Whether the number of samples can be read off the value's shape."""
-    return value.splittable and value.batch_dim is not None and value.shape[value.batch_dim] > 0
-
-
-def write_template(
-    template: Argument, graph: Graph, writer: ExpressionWriter, arguments: Sequence[str]
-) -> Expression | None:
-    """A template in terms of a method's arguments; None where none of them has a batch dimension.
-
-    Args:
-        arguments: the values to read from.
-    """
-    base = _base(graph, writer, arguments)
-    if base is None and contains_batch(template):
-        return None
-
-    def leaf(item: object) -> Expression:
-        match item:
-            case BatchMultiple(factor=factor) if base is not None:
-                return _multiple(*base, factor)
-            case StageDevice():
-                return name(f"{writer.anchor}.device")
-            case _:
-                return write_constant(item, writer.imports)
-
-    return write_nest(template, leaf)
-
-
-def _base(
-    graph: Graph, writer: ExpressionWriter, arguments: Iterable[str]
-) -> tuple[str, int] | None:
-    """The size that tells the batch, and how many times the batch it is."""
-    found: list[tuple[int, str]] = []
-    for argument in arguments:
-        value = graph.values[argument]
-        if value.batch_dim is None or not tells_batch(value):
-            continue
-        times, rest = divmod(value.shape[value.batch_dim], graph.batch_size)
-        if times and not rest:
-            found.append((times, f"{writer.variables[argument].flat}.shape[{value.batch_dim}]"))
-    if not found:
-        return None
-    times, text = min(found, key=lambda item: item[0])
-    return text, times
-
-
-def _multiple(size: str, times: int, factor: int) -> Expression:
-    if factor == times:
-        return Expression(size)
-    if factor % times == 0:
-        return Expression(f"{size} * {factor // times}", Binding.PRODUCT)
-    if times % factor == 0:
-        return Expression(f"{size} // {times // factor}", Binding.PRODUCT)
-    return Expression(f"{size} * {factor} // {times}", Binding.PRODUCT)
-
-
 _PURE = frozenset({getattr, operator.getitem, len, *BINARY, *UNARY})
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSize:
-    """A value that the stage reads off the shapes of what it has, instead of asking its maker.
-
-    Attributes:
-        template: what it is; see `passes.duplicate.shape_values`.
-    """
-
-    value: str
-    template: Argument
-    op: Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +27,20 @@ class Method:
         arguments: the values it is given.
         returns: the values it gives back.
         given: values that it reads off the shapes of its arguments.
-        batch_sizes: values that are the number of samples.
+        multiples: of values that grow with the samples, how many times these they are.
         names: what the user calls arguments.
     """
 
     ops: tuple[Op, ...]
     arguments: tuple[str, ...]
     returns: tuple[str, ...]
-    batch_sizes: frozenset[str]
+    multiples: Mapping[str, int]
     given: tuple[ReadSize, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+
+    def is_batch(self, value: str) -> bool:
+        """Whether a value is the number of samples."""
+        return self.multiples.get(value) == 1
 
 
 def forward_method(facts: CodeFacts, stage: Stage, returns: tuple[str, ...]) -> Method:
@@ -174,9 +98,7 @@ def _method(
         ops=kept,
         arguments=arguments,
         returns=returns,
-        batch_sizes=frozenset(
-            value for value, item in facts.templates.items() if item == BatchMultiple(1)
-        ),
+        multiples=facts.multiples,
         given=tuple(given),
     )
 
@@ -194,13 +116,18 @@ def _telling_batch(
 def _rebase(
     facts: CodeFacts, ops: Sequence[Op], inputs: tuple[str, ...]
 ) -> tuple[list[Op], list[ReadSize]]:
-    """Splits off the ops that ask for the shape of a tensor which the stage does not have."""
+    """Splits off the ops that ask for the shape of a tensor which the stage does not have.
+
+    What several modules compute of sizes is computed once in the graph; each reads it by itself.
+    """
+    graph = facts.graph
+    telling = any(tells_batch(graph.values[value]) for value in inputs)
     available = set(inputs)
     kept: list[Op] = []
     given: list[ReadSize] = []
     for op in ops:
         lacking = [value for value in op.inputs if value not in available]
-        if not lacking:
+        if not lacking and not (telling and _is_shared_size(facts, op)):
             available.update(op.outputs)
             kept.append(op)
             continue
@@ -213,6 +140,14 @@ def _rebase(
         given.extend(ReadSize(value, facts.templates[value], op) for value in templated)
         available.update(templated)
     return kept, given
+
+
+def _is_shared_size(facts: CodeFacts, op: Op) -> bool:
+    """Whether an op computes a size, of sizes alone, that another module reads too."""
+    known = facts.templates.keys()
+    sizes = bool(op.inputs) and known >= {*op.inputs, *op.outputs}
+    readers = (reader for value in op.outputs for reader in facts.graph.consumers.get(value, ()))
+    return sizes and any(reader.module != op.module for reader in readers)
 
 
 def drop_dead(

@@ -67,9 +67,9 @@ class Identifiers:
         self._taken.add(candidate)
         return candidate
 
-    def take_numbered(self, wanted: str) -> str:
+    def take_numbered(self, wanted: str, between: str = "") -> str:
         """The same for classes: `Layer`, `Layer2`, `Layer3`."""
-        numbered = (f"{wanted}{number}" for number in itertools.count(2))
+        numbered = (f"{wanted}{between}{number}" for number in itertools.count(2))
         return self.take(
             next(own for own in itertools.chain((wanted,), numbered) if own not in self)
         )

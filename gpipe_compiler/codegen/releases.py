@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import name
+from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import is_attribute
 from gpipe_compiler.codegen.variables import END, Variables
@@ -35,17 +36,18 @@ class Releases:
 
     @classmethod
     def of(
-        cls, graph: Graph, ops: Sequence[Op], returns: Sequence[str], worth: Collection[int]
+        cls, graph: Graph, ops: Sequence[Op], method: Method, worth: Collection[int]
     ) -> Releases:
-        """Those of a method.
+        """Those of a method; who calls it holds its arguments to the end.
 
         Args:
+            ops: of the method, as they are written.
             worth: the storages that are worth letting go of.
         """
         last: dict[str, int] = {}
         for position, op in enumerate(ops):
             last.update(dict.fromkeys((*op.outputs, *op.inputs), position))
-        last.update(dict.fromkeys(returns, END))
+        last.update(dict.fromkeys((*method.returns, *method.arguments), END))
         values = graph.values
         storages = {value: values[value].storage for value in last if value in values}
         ends: dict[int, int] = {}
@@ -79,6 +81,7 @@ class LettingGo:
 
     Attributes:
         modes: of the ops that make the values; arguments are there in both.
+        last: the position of the last op, after which all variables die.
         idle: variables to be deleted as soon as a statement is one of both modes.
     """
 
@@ -86,6 +89,7 @@ class LettingGo:
     releases: Releases
     writer: ExpressionWriter
     modes: Mapping[str, Mode] = field(default_factory=dict)
+    last: int = END
     idle: list[str] = field(default_factory=list)
 
     def ending(self, position: int) -> list[str]:
@@ -111,7 +115,7 @@ class LettingGo:
 
     def after(self, op: Op, position: int, statements: list[Statement]) -> None:
         """Deletes after the statement of an op what has ended with it."""
-        for variable in self.ending(position):
+        for variable in self.ending(position) if position < self.last else ():
             if variable == self.writer.anchor and not self._other_anchor():
                 self.variables.forget(variable)
                 continue

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
-from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal, write_nest
+from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.diagram import diagram
+from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports, from_lines
-from gpipe_compiler.codegen.layout import WIDTH, Expression, call, dict_of, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import WIDTH, Expression, lay_out
 from gpipe_compiler.codegen.loss_weight import WeightSource
+from gpipe_compiler.codegen.records import write_record
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import ByMode, Graph, Input, LossTerm, LossWeight, Ref, StateKind
+from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind
+from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
@@ -26,14 +31,20 @@ from gpipe_compiler.runtime.schedule.clock import needs_of
 from gpipe_compiler.runtime.spec import (
     BatchNorm,
     Crossing,
+    Input,
     Joined,
+    Leaf,
+    LossSpec,
+    LossTerm,
     OutputClass,
+    PipelineSpec,
     Precision,
+    Reduction,
     Remat,
     Samples,
+    ScheduleKind,
+    StageSpec,
 )
-
-Item = TypeVar("Item")
 
 
 def write_schedule(
@@ -48,17 +59,13 @@ def write_schedule(
         EmitError: when the structure of the outputs cannot be written down.
     """
     imports = Imports()
-    if plan.crossings:
-        imports.torch()
     spec = _pipeline(plan, graph, stages, weight, imports)
-    used = {"Leaf", "LossSpec", "LossTerm", "Reduction", "Crossing", "Input"}
-    used |= {"Joined", "OutputClass", "Samples"}
     modules = [loss_weight.MODULE] if weight is not None else []
     modules += sorted(f"stage_{index}" for index in range(len(stages)))
     return schedule_text(
         plan,
         spec,
-        {*_SPEC_TYPES, *_manner_enums(plan)},
+        [item.__name__ for item in _SPEC_TYPES],
         home=".runtime.spec",
         kind=plan.schedule.value,
         imports=imports.lines(),
@@ -66,9 +73,9 @@ def write_schedule(
     )
 
 
-_SPEC_TYPES = frozenset(
-    {"PipelineSpec", "ScheduleKind", "StageSpec", "Leaf", "LossSpec", "LossTerm", "Reduction"}
-    | {"Crossing", "Input", "Joined", "OutputClass", "Samples"}
+_SPEC_TYPES = (
+    *(PipelineSpec, StageSpec, Input, Crossing, Leaf, Samples, OutputClass, LossSpec, LossTerm),
+    *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
 )
 
 
@@ -92,7 +99,7 @@ def schedule_text(
     """
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
-    used = sorted(item for item in types if f"{item}(" in text or f"{item}." in text)
+    used = sorted(item for item in types if re.search(rf"\b{item}[(.]", text))
     return render(
         "schedule.py.jinja",
         name=plan.name,
@@ -113,18 +120,6 @@ def schedule_text(
 
 def _unlike(plan: Plan) -> Mapping[Precision, str]:
     return {} if plan.graph is None else plan.graph.unlike
-
-
-def _manner_enums(plan: Plan) -> list[str]:
-    """The types that say how the stages compute, where that is not as by default."""
-    found = []
-    if plan.batchnorm is not BatchNorm.MICRO:
-        found.append(BatchNorm.__name__)
-    if plan.precision is not Precision.FP32 or _unlike(plan):
-        found.append(Precision.__name__)
-    if any(stage.remat is not Remat.NONE for stage in plan.stages):
-        found.append(Remat.__name__)
-    return found
 
 
 def _together(plan: Plan) -> list[str]:
@@ -194,239 +189,123 @@ def _pipeline(
     weight: WeightSource | None,
     imports: Imports,
 ) -> Expression:
-    inputs = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
-    written = [
-        _stage(stage, planned.remat) for stage, planned in zip(stages, plan.stages, strict=True)
-    ]
-    options = {
-        "name": quoted(plan.name),
-        "stages": tuple_of(written, exploded=True),
-        "inputs": one_a_line(inputs, lambda source: _input(source, imports)),
-        "crossings": one_a_line(plan.crossings, lambda crossing: _crossing(crossing, imports)),
-        "outputs": _outputs(graph, imports),
+    """The spec; what the modules of the stages define stands in it by name."""
+    asked = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
+    known = [item.shape is not None and item.dtype is not None for item in asked]
+    pairs = zip(stages, plan.stages, strict=True)
+    values = {
+        "name": plan.name,
+        "stages": tuple(_stage(stage, planned.remat, imports) for stage, planned in pairs),
+        "inputs": tuple(
+            item if whole else dataclasses.replace(item, shape=None, dtype=None)
+            for item, whole in zip(asked, known, strict=True)
+        ),
+        "crossings": plan.crossings,
+        "outputs": _outputs(graph),
         "loss": _loss(plan, graph, weight, imports),
-        "schedule": name(f"ScheduleKind.{plan.schedule.name}"),
-        "microbatches": name(str(plan.microbatches)),
-        "microbatch_size": name(str(plan.microbatch_size)),
-        "orders": name("ORDERS"),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "orders": Written("ORDERS"),
+        "placement": _unless_in_order(plan.placement, len(stages)),
+        "device_order": _unless_in_order(plan.seats, len(plan.orders)),
+        "aliases": {
+            alias: state.name
+            for state in graph.state.values()
+            if state.kind is not StateKind.CONSTANT
+            for alias in state.aliases
+        },
+        "batchnorm": plan.batchnorm,
+        "precision": plan.precision,
+        "replicas": plan.replicas,
+        "unlike": _unlike(plan),
+        "whole_batch": graph.whole_batch,
+        "classes": graph.classes,
     }
-    if graph.classes:
-        options["classes"] = one_a_line(graph.classes, _class)
-    if plan.placement and plan.placement != tuple(range(len(stages))):
-        options["placement"] = number_tuple(plan.placement)
-    if plan.seats and plan.seats != tuple(range(len(plan.orders))):
-        options["device_order"] = number_tuple(plan.seats)
-    aliases = {
-        alias: state.name
-        for state in graph.state.values()
-        if state.kind is not StateKind.CONSTANT
-        for alias in state.aliases
-    }
-    if aliases:
-        pairs = [(quoted(alias), quoted(own)) for alias, own in aliases.items()]
-        options["aliases"] = dict_of(pairs, exploded=True)
-    if plan.batchnorm is not BatchNorm.MICRO:
-        options["batchnorm"] = name(f"BatchNorm.{plan.batchnorm.name}")
-    if plan.precision is not Precision.FP32:
-        options["precision"] = name(f"Precision.{plan.precision.name}")
-    if plan.replicas > 1:
-        options["replicas"] = name(str(plan.replicas))
-    if _unlike(plan):
-        options["unlike"] = dict_of(
-            [
-                (name(f"Precision.{other.name}"), quoted(why))
-                for other, why in _unlike(plan).items()
-            ],
-            exploded=True,
-        )
-    if graph.whole_batch:
-        options["whole_batch"] = quoted(graph.whole_batch)
-    return call_with("PipelineSpec", options, exploded=True)
-
-
-def _stage(stage: StageSource, remat: Remat) -> Expression:
-    module = f"stage_{stage.index}"
-    options = {
-        "module": name(f"{module}.{stage.class_name}"),
-        "inputs": quoted_all(stage.inputs),
-        "outputs": quoted_all(stage.outputs),
-    }
-    if stage.renamed:
-        options["renamed"] = name(f"{module}.RENAMED")
-    if stage.loss_inputs:
-        options["loss_inputs"] = quoted_all(stage.loss_inputs)
-    randoms = {
-        "random_ops": stage.random_ops.numbers,
-        "random_in_eval": stage.random_in_eval.numbers,
-        "shared_random": stage.random_ops.shared,
-        "shared_in_eval": stage.random_in_eval.shared,
-    }
-    options |= {option: number_tuple(numbers) for option, numbers in randoms.items() if numbers}
-    if stage.initial:
-        options["initial"] = name(f"{module}.INITIAL")
-    if stage.writes:
-        options["writes"] = name(f"{module}.WRITES")
-    if stage.mixes:
-        options["mixes"] = name("True")
-    if remat is not Remat.NONE:
-        options["remat"] = name(f"Remat.{remat.name}")
-    if stage.segments:
-        options["segments"] = name(f"{module}.SEGMENTS")
-    return call_with("StageSpec", options, exploded=True)
-
-
-def _input(source: Input, imports: Imports) -> Expression:
-    items = [quoted(source.name), tuple_of([_path(item) for item in source.path])]
-    if source.batch_dim != 0:
-        items.append(name(f"batch_dim={source.batch_dim}"))
-    if source.shape is not None and source.dtype is not None:
-        items.append(write_literal(source.shape, imports).prefixed("shape="))
-        items.append(write_literal(source.dtype, imports).prefixed("dtype="))
-    return call("Input", items)
-
-
-def _path(item: str | int) -> Expression:
-    return quoted(item) if isinstance(item, str) else name(str(item))
-
-
-def _class(known: OutputClass) -> Expression:
-    items = [tuple_of([_path(key) for key in known.path]), quoted(known.module), quoted(known.name)]
-    if known.fields:
-        items.append(quoted_all(known.fields))
-    if known.factory:
-        items.append(quoted_all(known.factory).prefixed("factory="))
-    return call("OutputClass", items)
-
-
-def _crossing(crossing: Crossing, imports: Imports) -> Expression:
-    items = [
-        quoted(crossing.value),
-        name(str(crossing.source)),
-        write_literal(crossing.targets, imports),
-        write_literal(crossing.shape, imports),
-        write_literal(crossing.dtype, imports),
-    ]
-    if crossing.batch_dim != 0:
-        items.append(name(f"batch_dim={crossing.batch_dim}"))
-    if not crossing.gradient:
-        items.append(name("gradient=False"))
-    return call("Crossing", items)
-
-
-def _outputs(graph: Graph, imports: Imports) -> Expression:
-    """The structure of the outputs with a `Leaf` at every tensor."""
-    joined = joined_outputs(graph) if graph.values else {}
-
-    def leaf(item: object) -> Expression:
-        match item:
-            case Ref(name=value):
-                known = graph.values.get(value)
-                batch_dim = 0 if known is None else known.batch_dim
-                options = [] if batch_dim == 0 else [name(f"batch_dim={batch_dim}")]
-                way = joined.get(value, Joined.SAME)
-                if way is not Joined.SAME:
-                    options.append(name(f"joined=Joined.{way.name}"))
-                return call("Leaf", [quoted(value), *options])
-            case Samples(factor=factor):
-                return call("Samples", [name(str(factor))])
-            case ByMode():
-                raise EmitError(
-                    "the model returns one thing in train mode and another in eval mode",
-                    hint="return the same structure in both modes, or compile with --mode infer",
-                )
-            case _:
-                return write_literal(item, imports)
-
     try:
-        return write_nest(graph.outputs, leaf)
+        return write_record(PipelineSpec, values, imports)
     except UnwritableError as error:
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
 
 
-def _loss(plan: Plan, graph: Graph, weight: WeightSource | None, imports: Imports) -> Expression:
-    if graph.loss is None or not plan.training:
-        return name("None")
-    items = [
-        quoted(graph.loss.value),
-        name(f"Reduction.{graph.loss.reduction.name}"),
-        name(f"separate={has_separate_loss(plan, graph)}"),
-    ]
-    if weight is not None:
-        items.append(_weight(weight).prefixed("weight="))
-    if graph.loss.terms:
-        terms = [call("LossTerm", _term(term, imports)) for term in graph.loss.terms]
-        items.append(tuple_of(terms, exploded=True).prefixed("terms="))
-    else:
-        items += _guard(graph.loss.weight, imports)
-    return call("LossSpec", items)
+def _unless_in_order(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return () if numbers == tuple(range(count)) else numbers
 
 
-def _term(term: LossTerm, imports: Imports) -> list[Expression]:
-    items = [name(f"Reduction.{term.reduction.name}")]
-    if term.weight is not None:
-        items.append(name("counted=True"))
-    return items + _guard(term.weight, imports)
-
-
-def _guard(weight: LossWeight | None, imports: Imports) -> list[Expression]:
-    items = []
-    if weight is not None and weight.floor > -math.inf:
-        items.append(write_literal(weight.floor, imports).prefixed("floor="))
-    if weight is not None and weight.offset:
-        items.append(write_literal(weight.offset, imports).prefixed("offset="))
-    return items
-
-
-def _weight(weight: WeightSource) -> Expression:
-    options = {
-        "module": name(f"{loss_weight.MODULE}.{loss_weight.CLASS}"),
-        "inputs": quoted_all(weight.inputs),
-        "outputs": quoted_all(weight.outputs),
+def _stage(stage: StageSource, remat: Remat, imports: Imports) -> Expression:
+    module = f"stage_{stage.index}"
+    tables = {
+        table: Written(f"{module}.{table.upper()}")
+        for table in ("renamed", "initial", "writes", "segments")
+        if getattr(stage, table)
     }
-    if weight.renamed:
-        options["renamed"] = name(f"{loss_weight.MODULE}.RENAMED")
-    if weight.initial:
-        options["initial"] = name(f"{loss_weight.MODULE}.INITIAL")
-    return call_with("StageSpec", options, exploded=True)
+    values = {
+        "module": Written(f"{module}.{stage.class_name}"),
+        "inputs": stage.inputs,
+        "outputs": stage.outputs,
+        "loss_inputs": stage.loss_inputs,
+        "random_ops": stage.random_ops.numbers,
+        "random_in_eval": stage.random_in_eval.numbers,
+        "shared_random": stage.random_ops.shared,
+        "shared_in_eval": stage.random_in_eval.shared,
+        "mixes": stage.mixes,
+        "remat": remat,
+    }
+    return write_record(StageSpec, values | tables, imports)
 
 
-def number_tuple(numbers: Sequence[int]) -> Expression:
-    """Numbers as a tuple, long runs of them as ranges."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts: list[Expression] = []
-    for run in runs:
-        if len(run) > 3:
-            start = f"{run[0]}, " if run[0] else ""
-            parts.append(name(f"*range({start}{run[-1] + 1})"))
-        else:
-            parts.extend(name(str(number)) for number in run)
-    if len(parts) == 1 and parts[0].flat.startswith("*"):
-        return call("tuple", [name(parts[0].flat[1:])])
-    return tuple_of(parts)
+def _outputs(graph: Graph) -> Argument:
+    """The structure of the outputs with a `Leaf` at every tensor."""
+    joined = joined_outputs(graph) if graph.values else {}
+
+    def leaf(item: object) -> object:
+        match item:
+            case Ref(name=value):
+                known = graph.values.get(value)
+                batch_dim = 0 if known is None else known.batch_dim
+                return Leaf(value, batch_dim, joined.get(value, Joined.SAME))
+            case _:
+                return item
+
+    if any(choices(graph.outputs)):
+        raise EmitError(
+            "the model returns one thing in train mode and another in eval mode",
+            hint="return the same structure in both modes, or compile with --mode infer",
+        )
+    return map_argument(leaf, graph.outputs)
 
 
-def call_with(callee: str, options: dict[str, Expression], *, exploded: bool) -> Expression:
-    """A call with keyword arguments."""
-    items = [value.prefixed(f"{key}=") for key, value in options.items()]
-    return call(callee, items, exploded=exploded)
+def _loss(
+    plan: Plan, graph: Graph, weight: WeightSource | None, imports: Imports
+) -> LossSpec | None:
+    if graph.loss is None or not plan.training:
+        return None
+    terms = tuple(
+        LossTerm(term.reduction, term.weight is not None, *_guard(term.weight))
+        for term in graph.loss.terms
+    )
+    counted: Any = None if weight is None else _weight(weight, imports)
+    floor, offset = _guard(None if terms else graph.loss.weight)
+    separate = has_separate_loss(plan, graph)
+    loss = graph.loss
+    return LossSpec(loss.value, loss.reduction, separate, counted, floor, offset, terms)
 
 
-def one_a_line(items: Iterable[Item], write: Callable[[Item], Expression]) -> Expression:
-    """A tuple with one item a line."""
-    written = [write(item) for item in items]
-    return tuple_of(written, exploded=len(written) > 1)
+def _guard(weight: LossWeight | None) -> tuple[float, float]:
+    """The floor and the offset of what a loss is divided by."""
+    return (-math.inf, 0.0) if weight is None else (weight.floor, weight.offset)
 
 
-def quoted(text: str) -> Expression:
-    """A text as a literal."""
-    return name(quote(text))
-
-
-def quoted_all(texts: Iterable[str]) -> Expression:
-    """A tuple of texts."""
-    return tuple_of([quoted(text) for text in texts])
+def _weight(weight: WeightSource, imports: Imports) -> Expression:
+    module = loss_weight.MODULE
+    tables = {
+        table: Written(f"{module}.{table.upper()}")
+        for table in ("renamed", "initial")
+        if getattr(weight, table)
+    }
+    values = {
+        "module": Written(f"{module}.{loss_weight.CLASS}"),
+        "inputs": weight.inputs,
+        "outputs": weight.outputs,
+    }
+    return write_record(StageSpec, values | tables, imports)

@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from gpipe_compiler.codegen.expressions import OwnMethod, again
+from gpipe_compiler.codegen.expressions import Written, again
 from gpipe_compiler.codegen.facts import CodeFacts
-from gpipe_compiler.codegen.methods import Method, contains_batch
+from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Identifiers
+from gpipe_compiler.codegen.sizes import contains_batch
 from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref, ValueKind
 from gpipe_compiler.plan import Stage
 
@@ -109,7 +110,7 @@ def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
         ops=tuple(ops),
         arguments=(*tensors, *others),
         returns=returns,
-        batch_sizes=forward.batch_sizes,
+        multiples=forward.multiples,
         given=tuple(item for item in fixed if item.value in read),
     )
 
@@ -144,4 +145,4 @@ def _call(graph: Graph, name: str, method: Method) -> Op:
     """The op by which `forward` calls a segment: it stands where its last result is made."""
     result = method.returns[0] if len(method.returns) == 1 else method.returns
     source = graph.producer[method.returns[-1]].source
-    return Op(name, again(OwnMethod(name), map(Ref, method.arguments)), result, source)
+    return Op(name, again(Written(f"self.{name}"), map(Ref, method.arguments)), result, source)

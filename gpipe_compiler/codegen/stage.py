@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from gpipe_compiler.codegen.blocks import FoundBlocks, StageBlocks, StageMethods, write_blocks
+from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.construction import buffer_types
 from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.facts import CodeFacts, Randoms
+from gpipe_compiler.codegen.found_blocks import FoundBlocks, write_blocks
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (

@@ -21,9 +21,13 @@ from gpipe_compiler.ir import (
     RegionCall,
     ValueKind,
 )
+from gpipe_compiler.ir.contents import prefixes
 
 _NUMBER = re.compile(r"_\d+$")
 _NUMBER_PART = re.compile(r"\d+")
+
+_LISTS = (None, "ModuleList", "ModuleDict")
+"""Classes of modules that are not called."""
 
 _CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "int", "long"})
 """Methods of a tensor that make the same numbers in another type."""
@@ -98,6 +102,20 @@ class Variables:
         for asked in {wish, variable}:
             self._like.setdefault(asked, []).append(variable)
         return self._bind(value, variable)
+
+    def rename(self, variable: str, new: str, position: int) -> bool:
+        """Lets a variable that is free before a position hold what another does, if it can."""
+        held, old = self._holds.get(variable, set()), self._holds.get(new)
+        if old is None and (new in self._names or self._names.take(new) != new):
+            return False
+        kinds = {self._kind(value) for value in (*held, *(old or ()))}
+        if not held or len(kinds) > 1 or (old and not self.free(new, position - 1)):
+            return False
+        self._like.setdefault(new, [new])
+        self._holds[new], self._holds[variable] = held, set()
+        self._of.update(dict.fromkeys(held, new))
+        self._watched[new] = None
+        return True
 
     def alias(self, value: str, of: str) -> str | None:
         """The variable of the value `of` for `value` too: both are one tensor."""
@@ -234,9 +252,9 @@ def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> st
     if statement is not None and statement.function and statement.function != "forward":
         return f"{statement.function.strip('_')}_out"
     if isinstance(op.call, ModuleCall):
-        return _of_module(op.call.module) or value
-    if statement is not None and statement.function and _of_module(op.module):
-        return _of_module(op.module)
+        return name_of_module(op.call.module) or value
+    if statement is not None and statement.function and name_of_module(op.module):
+        return name_of_module(op.module)
     return _NUMBER.sub("", value)
 
 
@@ -259,13 +277,21 @@ def _of_region(op: Op, made: RegionCall, value: str) -> str:
     return value
 
 
-def _of_module(path: str) -> str:
+def name_of_module(path: str) -> str:
     """`gate_proj_out` for what `layers.1.mlp.gate_proj` makes, `layers_1` for `layers.1`."""
     around, _, last = path.rpartition(".")
     if not last.isdecimal():
         return f"{last}_out" if last and not f"_{last}".endswith("_out") else last
     outer = around.rpartition(".")[2]
     return f"{outer}_{last}" if outer and not outer.isdecimal() else ""
+
+
+def name_of_result(graph: Graph, value: str, path: str) -> str:
+    """The name of a value after the outermost module whose result it is: all read it outside."""
+    readers = [op.module for op in graph.consumers.get(value, ())]
+    called = (own for own in prefixes(path) if graph.module_classes.get(own) not in _LISTS)
+    outside = (own for own in called if not any(f"{m}.".startswith(f"{own}.") for m in readers))
+    return name_of_module(next(outside, path))
 
 
 def cast_by(call: Call) -> str | None:
@@ -291,11 +317,24 @@ def is_operand(graph: Graph, op: Op, value: str) -> bool:
     )
 
 
+def _called_for(graph: Graph, op: Op, value: str) -> str:
+    """The user's name for what a function returns; "" where a value is no result of one."""
+    sites = op.source.callers[:1] if op.source is not None else ()
+    readers = (reader.source for reader in graph.consumers.get(value, ()))
+    if not sites or any(source and source.callers[:1] == sites for source in readers):
+        return ""
+    statement = statement_at(sites[0])
+    return statement.targets[0] if statement and len(statement.targets) == 1 else ""
+
+
 def argument_name(graph: Graph, value: str) -> str:
     """The name for a value that a method is given."""
     op = graph.producer.get(value)
     if op is None:
         return value
+    outer = _called_for(graph, op, value)
+    if outer:
+        return outer
     statement = statement_at(op.source)
     inside = isinstance(op.call, RegionCall)
     if statement is None or inside or is_operand(graph, op, value):

@@ -347,9 +347,10 @@ def _merge_front(graph: fx.Graph, run: Sequence[fx.Node]) -> int:
 
 
 def _write_stores(graph: fx.Graph) -> None:
-    """Writes `x[:, 0] = y` where a part of x is there only to be copied into."""
+    """Writes `x[:, 0] = y` where a part of x is there only to be written to."""
     for node in list(graph.nodes):
-        if _name(node) != "aten::copy_" or node.users or len(node.args) != 2 or node.kwargs:
+        stores = _name(node) in ("aten::copy_", "aten::fill_")
+        if not stores or node.users or len(node.args) != 2 or node.kwargs:
             continue
         part, value = node.args
         if isinstance(part, fx.Node) and part.target is operator.getitem and _only_user(part):

@@ -6,7 +6,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -25,9 +25,25 @@ def is_users(file: str) -> bool:
     return not file.startswith((_TORCH, _OWN, "<")) or file == "<stdin>"
 
 
-def location(file: str, line: int, function: str = "") -> SourceLocation:
+def location(
+    file: str, line: int, function: str = "", callers: tuple[SourceLocation, ...] = ()
+) -> SourceLocation:
     """The location with its line of code."""
-    return SourceLocation(file, line, function, linecache.getline(file, line).strip())
+    return SourceLocation(file, line, function, linecache.getline(file, line).strip(), callers)
+
+
+def _innermost(frames: Iterable[tuple[str, int, str]]) -> SourceLocation | None:
+    """The first of some frames (file, line, function), which called each other inside out."""
+    found: list[tuple[str, int, str]] = []
+    for frame in frames:
+        if is_users(frame[0]):
+            found.append(frame)
+            if frame[2] == "forward":
+                break
+    callers: tuple[SourceLocation, ...] = ()
+    for frame in reversed(found[1:]):
+        callers = (*callers, location(*frame))
+    return location(*found[0], callers) if found else None
 
 
 def model_frames(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
@@ -46,12 +62,13 @@ def model_frames(stack: Iterable[traceback.FrameSummary]) -> list[traceback.Fram
 
 def calling_line() -> SourceLocation | None:
     """The user's line that is being executed inside the traced model."""
-    frame: FrameType | None = sys._getframe(1)
+    return _innermost(_frames(sys._getframe(1)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
     while frame is not None and frame.f_code.co_filename != _ENTRY:
-        if is_users(frame.f_code.co_filename):
-            return location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-    return None
 
 
 def line_of(error: BaseException) -> SourceLocation | None:
@@ -64,8 +81,5 @@ def line_of(error: BaseException) -> SourceLocation | None:
 
 def line_of_trace(stack_trace: str | None) -> SourceLocation | None:
     """The user's line in a printed stack trace, as torch keeps it with every node."""
-    for text in reversed((stack_trace or "").splitlines()):
-        match = _FRAME.match(text)
-        if match and is_users(match["file"]):
-            return location(match["file"], int(match["line"]), match["function"] or "")
-    return None
+    matches = map(_FRAME.match, reversed((stack_trace or "").splitlines()))
+    return _innermost((m["file"], int(m["line"]), m["function"] or "") for m in matches if m)

@@ -32,6 +32,18 @@ class ByMode:
     evaluation: Argument
 
 
+@dataclass(frozen=True, slots=True)
+class BatchMultiple:
+    """An integer: `factor` times the samples of the micro-batch.
+
+    A stage reads it off any tensor it has: for a value `v` with a batch dimension `d`, and
+    `c = v.shape[d] // graph.batch_size`, it is `t.size(d) * factor // c` (`t.size(d)` when the two
+    are equal, as they nearly always are).
+    """
+
+    factor: int
+
+
 Argument: TypeAlias = Any
 """A `Ref`, `StateRef` or `ByMode`; a constant (None, bool, int, float, complex, str, torch.dtype,
 torch.device, torch.layout, torch.memory_format, Ellipsis); or a tuple, list, dict or slice of

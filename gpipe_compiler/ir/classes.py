@@ -6,9 +6,18 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import Argument, Ref
+from gpipe_compiler.ir.arguments import (
+    Argument,
+    BatchMultiple,
+    ByMode,
+    Ref,
+    choices,
+    leaves,
+    map_argument,
+)
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
@@ -28,7 +37,7 @@ class Methods:
 
     Attributes:
         contents: the modules and states of the stage.
-        modules: the paths of those that may be blocks.
+        modules: the paths of those that may be blocks, calls of functions included.
         split: whether a module has ops that are not among these.
         stage: its number.
         again: the paths of modules whose calls run a second time in the backward.
@@ -113,13 +122,15 @@ class _Check:
     def can_be(self, call: BlockCall) -> bool:
         """Whether a call can be one of a block, and is worth it."""
         own = [part for part in call.parts if not isinstance(part, BlockCall)]
+        if call.path in self._contents.functions:
+            return self._is_function(call)
         if not (self._is_closed(call, own) and self._fits_modes(call)):
             return False
         if call.path in self._modules:
             return False  # torch's own, called as such in the other mode
         if is_chain(self._contents, call, self._templates):
             return True
-        if self._graph.module_classes[call.path] == nn.Sequential.__name__:
+        if self._contents.user(call.path) == nn.Sequential.__name__:
             return False
         stateful = any(self._is_local(name, call.path) for op in own for name in states_read(op))
         inner = len(own) < len(call.parts)
@@ -131,15 +142,31 @@ class _Check:
         calls = inner or any(True for op in own for _ in _modules_called(op))
         return len(call.parts) > SMALL or stateful or calls
 
+    def _is_function(self, call: BlockCall) -> bool:
+        """Whether it makes tensors of what it is given, alike in both modes, in several ops."""
+        paths = {part.path for part in call.parts if isinstance(part, BlockCall)}
+        inner = [op for part in call.ops for op in ops_within(part)]
+        values = self._graph.values
+        return (
+            len(call.parts) > SMALL
+            and bool(call.outputs)
+            and paths <= self._contents.functions.keys()
+            and not any(isinstance(op.call, ModuleCall) for op in inner)
+            and all(op.mode is Mode.ALWAYS and not any(_choices(op)) for op in inner)
+            and all(v in values and values[v].kind is ValueKind.TENSOR for v in call.outputs)
+        )
+
     def _is_local(self, state: str, root: str) -> bool:
         return self._contents.places[state].startswith(f"{root}.")
 
     def _is_closed(self, call: BlockCall, own: Iterable[Op]) -> bool:
-        """Whether it is given a tensor, and calls no modules but its own."""
-        called = (module for op in own for module in _modules_called(op))
+        """Whether it is given a tensor, or needs none, and calls no modules but its own."""
+        called = [module for op in own for module in _modules_called(op)]
         values = self._graph.values
         tensors = (v for v in call.inputs if v in values and values[v].kind is ValueKind.TENSOR)
-        return any(True for _ in tensors) and all(m.startswith(f"{call.path}.") for m in called)
+        if not any(True for _ in tensors) and (call.inputs or any(map(_needs_device, call.ops))):
+            return False
+        return all(module.startswith(f"{call.path}.") for module in called)
 
     def _fits_modes(self, call: BlockCall) -> bool:
         """Whether what goes in and comes out is there whenever the call runs."""
@@ -147,6 +174,19 @@ class _Check:
         around = (self._mode.get(value, Mode.ALWAYS) for value in call.inputs)
         made = (self._mode[value] for value in call.outputs)
         return {*around} <= {Mode.ALWAYS, mode} and {*made} <= {mode}
+
+
+def _needs_device(op: Op) -> bool:
+    """Whether an op makes a tensor of numbers alone, or names a device."""
+    inner = [*ops_within(op)]
+    arguments = leaves([(item.call.args, dict(item.call.kwargs)) for item in inner])
+    reads = any(True for item in inner for _ in (*item.inputs, *states_read(item)))
+    return not reads or any(isinstance(leaf, torch.device) for leaf in arguments)
+
+
+def _choices(op: Op) -> Iterator[ByMode]:
+    """The arguments of an op that are not the same in both modes."""
+    return choices((op.call.args, dict(op.call.kwargs)))
 
 
 def _modules_called(op: Op) -> Iterator[str]:
@@ -231,7 +271,7 @@ class _Grouping:
         self.of_call.update(((call.stage, call.path), made) for call in calls)
 
     def _user(self, call: BlockCall) -> str:
-        return self.contents[call.stage].graph.module_classes[call.path]
+        return self.contents[call.stage].user(call.path)
 
     def _form(self, call: BlockCall) -> tuple[Hashable, list[Constant]]:
         """What a call is but for names and numbers, and the numbers."""
@@ -246,8 +286,10 @@ class _Grouping:
                 )
                 for number, parameter in enumerate(self.of_call[call.stage, path].parameters)
             )
+        base = _least_ratio(contents.graph, call)
         given = tuple(
-            (former.number(value), self._given(contents.graph, value)) for value in call.inputs
+            (former.number(value), self._given(contents.graph, value, base))
+            for value in call.inputs
         )
         parts: list[Hashable] = []
         for part in call.parts:
@@ -255,7 +297,7 @@ class _Grouping:
                 wires = [tuple(map(former.number, w)) for w in (part.inputs, part.outputs)]
                 outer = tuple(map(former.state, outer_states(contents, part)))
                 block = id(self.of_call[part.stage, part.path])
-                local = former.local(part.path)
+                local = None if part.path in contents.functions else former.local(part.path)
                 parts.append(("call", block, local, *wires, outer, part.again))
             else:
                 parts.append(former.op(part))
@@ -263,16 +305,37 @@ class _Grouping:
         form = (self._user(call), held, given, tuple(parts), returned)
         return form, [*constants, *former.constants]
 
-    def _given(self, graph: Graph, name: str) -> Hashable:
-        """What is known of a value that a call is given."""
+    def _given(self, graph: Graph, name: str, base: float) -> Hashable:
+        """What is known of a value that a call is given.
+
+        Args:
+            base: how many times the batch the size is off which sizes are read.
+        """
         value = graph.values.get(name)
         if value is None:
             return None
-        template = repr(self.templates[name]) if name in self.templates else ""
-        size = graph.batch_size
+        template = repr(_relative(self.templates[name], base)) if name in self.templates else ""
         dim = value.batch_dim
-        batch = None if dim is None else (dim, value.splittable, value.shape[dim] / size)
+        ratio = 0.0 if dim is None else value.shape[dim] / graph.batch_size / base
+        batch = None if dim is None else (dim, value.splittable, ratio)
         return (value.kind, template, batch)
+
+
+def _least_ratio(graph: Graph, call: BlockCall) -> float:
+    """The fewest times the batch that a size of what a call is given is; 1 where none is."""
+    known = (graph.values[value] for value in call.inputs if value in graph.values)
+    sizes = (v.shape[v.batch_dim] for v in known if v.splittable and v.batch_dim is not None)
+    return min(filter(None, sizes), default=graph.batch_size) / graph.batch_size
+
+
+def _relative(template: Argument, base: float) -> Argument:
+    """A template with the factors of `BatchMultiple` in terms of a size that is so many times the
+    batch."""
+
+    def leaf(item: object) -> object:
+        return ("times", item.factor / base) if isinstance(item, BatchMultiple) else item
+
+    return map_argument(leaf, template)
 
 
 def outer_states(contents: Contents, call: BlockCall) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from gpipe_compiler.ir.forms import Constant, ConstantSlot
@@ -22,11 +22,17 @@ class Contents:
     Attributes:
         modules: paths, in order of first use.
         states: canonical names, in order of first use; those of `modules` may be among them.
+        functions: the names of functions that are blocks too, by the paths of their calls.
     """
 
     graph: Graph
     modules: Sequence[str]
     states: Sequence[str]
+    functions: Mapping[str, str] = field(default_factory=dict)
+
+    def user(self, path: str) -> str:
+        """The user's name for the class of a module, or for a function."""
+        return self.functions.get(path) or self.graph.module_classes[path]
 
     @cached_property
     def places(self) -> Mapping[str, str]:

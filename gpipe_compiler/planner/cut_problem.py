@@ -16,7 +16,7 @@ from gpipe_compiler.ir import (
     Op,
     StateKind,
 )
-from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.ir.arguments import BatchMultiple, leaves
 from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
@@ -29,7 +29,7 @@ from gpipe_compiler.passes.cut.problem import (
     Seconds,
     Traffic,
 )
-from gpipe_compiler.passes.duplicate import BatchMultiple, duplicable, shape_values
+from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone

@@ -54,12 +54,12 @@ class Rows(nn.Module):
         return turned, places
 
 
-def test_a_batch_size_is_not_named_after_what_is_made_of_it(
+def test_a_batch_size_is_read_where_it_is_used_once(
     planned: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """The user's statement names the places, not their number; and `T` stays what it is."""
+    """And is not named after what is made of it; `T` stays what it is."""
     directory = emit(planned(Rows(), torch.rand(4, 4), count=2), tmp_path / "out")
 
     text = "".join(path.read_text() for path in sorted(directory.glob("stage_*.py")))
-    assert "batch = matmul.shape[0]" in text
+    assert "torch.arange(matmul.shape[0], " in text
     assert "@ self.first.weight.T" in text

@@ -9,22 +9,24 @@ from dataclasses import dataclass, field
 import torch
 
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.layout import Expression, call, name, tuple_of
+from gpipe_compiler.codegen.expressions import Written
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.layout import Expression
 from gpipe_compiler.codegen.names import identifier
-from gpipe_compiler.codegen.schedule import (
-    call_with,
-    number_tuple,
-    one_a_line,
-    quoted,
-    quoted_all,
-    schedule_text,
-)
+from gpipe_compiler.codegen.records import write_record
+from gpipe_compiler.codegen.schedule import schedule_text
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.staged import staged_file
 from gpipe_compiler.onnx.codegen.stages import stage_file
 from gpipe_compiler.onnx.runtime.arrays import foreign
 from gpipe_compiler.onnx.runtime.check import Closeness
+from gpipe_compiler.onnx.runtime.spec import (
+    ArrayInput,
+    ArrayOutput,
+    OnnxPipelineSpec,
+    OnnxStageSpec,
+)
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.text.escaping import code_span
 
@@ -75,7 +77,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     """The source of `schedule.py`."""
     graph = plan.graph
     assert graph is not None
-    types = {"ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec"}
+    types = ("ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec")
     return schedule_text(
         plan,
         _pipeline(plan, graph, traits),
@@ -86,29 +88,22 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
 
 
 def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
-    placement = plan.placement or tuple(range(len(plan.stages)))
-    options = {
-        "name": quoted(plan.name),
-        "stages": one_a_line(plan.stages, _stage),
-        "inputs": one_a_line(graph.inputs, lambda source: _input(source, traits)),
-        "outputs": one_a_line(
-            graph.output_values, lambda item: _output(graph.values[item], traits)
-        ),
-        "placement": number_tuple(placement),
-        "devices": quoted_all(runtime_devices(plan)),
-        "orders": name("ORDERS"),
-        "microbatches": name(str(plan.microbatches)),
-        "microbatch_size": name(str(plan.microbatch_size)),
+    values = {
+        "name": plan.name,
+        "stages": tuple(OnnxStageSpec(stage_file(s), s.inputs, s.outputs) for s in plan.stages),
+        "inputs": tuple(_input(source, traits) for source in graph.inputs),
+        "outputs": tuple(_output(graph.values[item], traits) for item in graph.output_values),
+        "placement": plan.placement or tuple(range(len(plan.stages))),
+        "devices": runtime_devices(plan),
+        "orders": Written("ORDERS"),
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "fixed": traits.fixed,
+        "quantised": traits.close.quantised,
+        "whole_batch": graph.whole_batch,
+        "tolerance": float(f"{traits.close.tolerance:.3g}"),
     }
-    if traits.fixed:
-        options["fixed"] = name("True")
-    if traits.close.quantised:
-        options["quantised"] = name("True")
-    if graph.whole_batch:
-        options["whole_batch"] = quoted(graph.whole_batch)
-    if traits.close.tolerance != Closeness().tolerance:
-        options["tolerance"] = name(f"{traits.close.tolerance:.3g}")
-    return call_with("OnnxPipelineSpec", options, exploded=True)
+    return write_record(OnnxPipelineSpec, values, Imports())
 
 
 def runtime_devices(plan: Plan) -> tuple[str, ...]:
@@ -123,39 +118,20 @@ def _is_processor(name_: str) -> bool:
     return name_.endswith(" host") or "CPU" in name_
 
 
-def _stage(stage: Stage) -> Expression:
-    items = [
-        quoted(stage_file(stage)),
-        quoted_all(stage.inputs),
-        quoted_all(stage.outputs),
-    ]
-    return call("OnnxStageSpec", items)
-
-
-def _input(source: Input, traits: Traits) -> Expression:
-    shape = list(map(str, source.shape or ()))
+def _input(source: Input, traits: Traits) -> ArrayInput:
+    free = traits.free.get(source.name, ())
+    sizes: list[int | None] = [*(source.shape or ())]
     if source.batched and not traits.fixed:
-        shape[0] = "None"
-    sizes = tuple_of([name(size) for size in shape])
-    items = [quoted(source.name), quoted(_numpy(source.dtype)), sizes]
-    if not source.batched:
-        items.append(name("batched=False"))
-    free = traits.free.get(source.name)
-    if free:
-        items.append(number_tuple(free).prefixed("free="))
-    return call("ArrayInput", items)
+        sizes[0] = None
+    return ArrayInput(source.name, _numpy(source.dtype), tuple(sizes), source.batched, free)
 
 
 def _numpy(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _output(value: Value, traits: Traits) -> Expression:
-    options = [] if value.batch_dim == 0 else [name(f"batch_dim={value.batch_dim}")]
-    kind = traits.close.kinds.get(value.name)
-    if kind:
-        options.append(name(f"dtype={quote(kind)}"))
-    return call("ArrayOutput", [quoted(value.name), *options])
+def _output(value: Value, traits: Traits) -> ArrayOutput:
+    return ArrayOutput(value.name, value.batch_dim, traits.close.kinds.get(value.name, ""))
 
 
 def write_onnx_init(plan: Plan) -> str:

@@ -24,7 +24,7 @@ class ResidualPart2(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
         # models.py:27-29
         out = self.bn2(out)  # (B, 4, 8, 8)
         out += x

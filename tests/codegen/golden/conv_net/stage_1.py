@@ -21,7 +21,7 @@ class Stage1(nn.Module):
             relu_out: (B, 4, 8, 8) float32, for stage 2.
             out: (B, 4, 8, 8) float32, for stage 2.
         """
-        relu_out = self.blocks["0"](out, x)  # (B, 4, 8, 8)
+        relu_out = self.blocks["0"](x, out)  # (B, 4, 8, 8)
         out = self.blocks["1"](relu_out)
         return relu_out, out
 

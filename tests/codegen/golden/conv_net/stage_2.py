@@ -24,7 +24,7 @@ class Stage2(nn.Module):
             head_out: (B, 5) float32, for the caller.
         """
         # models.py:43-44
-        relu_out = self.blocks["1"](out, relu_out)  # (B, 4, 8, 8)
+        relu_out = self.blocks["1"](relu_out, out)  # (B, 4, 8, 8)
         x = self.pool(relu_out).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
         return head_out

@@ -22,7 +22,7 @@ class Stage1(nn.Module):
             relu_out: (B, 4, 8, 8) float32, for stage 2.
             out: (B, 4, 8, 8) float32, for stage 2.
         """
-        relu_out = checkpoint(self.blocks["0"], out, x, use_reentrant=False)  # (B, 4, 8, 8)
+        relu_out = checkpoint(self.blocks["0"], x, out, use_reentrant=False)  # (B, 4, 8, 8)
         out = checkpoint(self.blocks["1"], relu_out, use_reentrant=False)
         return relu_out, out
 

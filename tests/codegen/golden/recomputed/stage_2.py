@@ -25,7 +25,7 @@ class Stage2(nn.Module):
             head_out: (B, 5) float32, for the caller.
         """
         # models.py:44
-        relu_out = checkpoint(self.blocks["1"], out, relu_out, use_reentrant=False)  # (B, 4, 8, 8)
+        relu_out = checkpoint(self.blocks["1"], relu_out, out, use_reentrant=False)  # (B, 4, 8, 8)
         head_out: Tensor = checkpoint(self.segment_1, relu_out, use_reentrant=False)  # (B, 5)
         return head_out
 

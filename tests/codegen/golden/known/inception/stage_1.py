@@ -27,8 +27,8 @@ class InceptionPart2(nn.Module):
         self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
         self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
 
-    def forward(self, early_1: Tensor) -> Tensor:
-        conv5_out: Tensor = self.conv5(self.narrow5(early_1))  # (B, 8, 16, 16)
+    def forward(self, x: Tensor) -> Tensor:
+        conv5_out: Tensor = self.conv5(self.narrow5(x))  # (B, 8, 16, 16)
         return conv5_out
 
 

@@ -5,6 +5,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class LlamaRotaryEmbedding(nn.Module):
+    inv_freq: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.empty(4), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_llama.py:111-116
+        with torch.no_grad():
+            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
+            emb = torch.cat([freqs, freqs], -1)
+            cos = torch.cos(emb)
+            sin = torch.sin(emb)
+            cos = cos.to(torch.float32)
+            sin = sin.to(torch.float32)
+        return cos, sin
+
+
 class LlamaRMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -22,52 +41,11 @@ class LlamaRMSNorm(nn.Module):
         return self.weight * hidden_states.to(torch.float32)
 
 
-class LlamaAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(32, 32, bias=False)
-        self.k_proj = nn.Linear(32, 16, bias=False)
-        self.v_proj = nn.Linear(32, 16, bias=False)
-        self.o_proj = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # masking_utils.py:880, modeling_llama.py:121-269, sdpa_attention.py:193-206
-        batch = hidden_states.shape[0]
-        query_states = self.q_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
-        sin = sin.unsqueeze(1)
-        mul = query_states * cos  # (B, 4, 16, 8)
-        x1 = query_states[..., :4]  # (B, 4, 16, 4)
-        x2 = query_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 4, 16, 8)
-        del query_states, x1, x2
-        mul_2 = rotate_half_out * sin
-        del rotate_half_out
-        q_embed = mul + mul_2
-        del mul, mul_2
-        mul = key_states * cos  # (B, 2, 16, 8)
-        x1 = key_states[..., :4]  # (B, 2, 16, 4)
-        x2 = key_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 2, 16, 8)
-        del key_states, x1, x2
-        mul_2 = rotate_half_out * sin
-        del rotate_half_out
-        k_embed = mul + mul_2
-        del mul, mul_2
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            q_embed,
-            k_embed,
-            value_states,
-            scale=0.3535533905932738,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
+def rotate_half(x: Tensor) -> Tensor:
+    # modeling_llama.py:121-123
+    x1 = x[..., :4]
+    x2 = x[..., 4:]
+    return torch.cat([-x2, x1], -1)
 
 
 class LlamaMLP(nn.Module):
@@ -81,3 +59,36 @@ class LlamaMLP(nn.Module):
         # modeling_llama.py:164
         down_proj: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return down_proj
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    # modeling_llama.py:145-148
+    cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
+    sin = sin.unsqueeze(1)
+    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, 16, 8)
+    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, 16, 8)
+    return q_embed, k_embed
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 32, bias=False)
+        self.k_proj = nn.Linear(32, 16, bias=False)
+        self.v_proj = nn.Linear(32, 16, bias=False)
+        self.o_proj = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # modeling_llama.py:243-269, sdpa_attention.py:193-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 2, 16, 8)
+        value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        attn_output: Tensor = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
+        )
+        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = self.o_proj(attn_output)
+        return attn_output

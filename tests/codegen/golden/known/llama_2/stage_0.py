@@ -6,28 +6,7 @@ From model.embed_tokens to model.layers.0.self_attn.o_proj.
 import torch
 from torch import Tensor, nn
 
-from .layers import LlamaAttention, LlamaRMSNorm
-
-
-class LlamaRotaryEmbeddingWithOriginalInvFreq(nn.Module):
-    inv_freq: Tensor
-    original_inv_freq: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", torch.empty(4), persistent=False)
-        self.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_llama.py:111-116
-        with torch.no_grad():
-            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
-            emb = torch.cat([freqs, freqs], -1)
-            cos = torch.cos(emb)
-            sin = torch.sin(emb)
-            cos = cos.to(torch.float32)
-            sin = sin.to(torch.float32)
-        return cos, sin
+from .layers import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
 
 class LlamaDecoderLayerPart(nn.Module):
@@ -36,8 +15,8 @@ class LlamaDecoderLayerPart(nn.Module):
         self.self_attn = LlamaAttention()
         self.input_layernorm = LlamaRMSNorm()
 
-    def forward(self, inputs_embeds: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        attn_output: Tensor = self.self_attn(self.input_layernorm(inputs_embeds), cos, sin)
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        attn_output: Tensor = self.self_attn(self.input_layernorm(hidden_states), cos, sin)
         return attn_output
 
 
@@ -46,7 +25,8 @@ class LlamaModelPart(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
         self.layers = nn.ModuleDict({"0": LlamaDecoderLayerPart()})
-        self.rotary_emb = LlamaRotaryEmbeddingWithOriginalInvFreq()
+        self.rotary_emb = LlamaRotaryEmbedding()
+        self.rotary_emb.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
 
 
 class Stage0(nn.Module):

@@ -3,26 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .layers import LlamaAttention, LlamaRMSNorm
-
-
-class LlamaRotaryEmbedding(nn.Module):
-    inv_freq: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", torch.empty(4), persistent=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_llama.py:111-116
-        with torch.no_grad():
-            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
-            emb = torch.cat([freqs, freqs], -1)
-            cos = torch.cos(emb)
-            sin = torch.sin(emb)
-            cos = cos.to(torch.float32)
-            sin = sin.to(torch.float32)
-        return cos, sin
+from .layers import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
 
 class LlamaDecoderLayerPart(nn.Module):

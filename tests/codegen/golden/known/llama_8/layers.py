@@ -5,76 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class LlamaRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_llama.py:63-66
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
-        add = variance + 1e-06
-        del variance
-        rsqrt = torch.rsqrt(add)
-        del add
-        hidden_states = hidden_states * rsqrt  # (B, 16, 32)
-        return self.weight * hidden_states.to(torch.float32)
-
-
-class LlamaAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(32, 32, bias=False)
-        self.k_proj = nn.Linear(32, 16, bias=False)
-        self.v_proj = nn.Linear(32, 16, bias=False)
-        self.o_proj = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # masking_utils.py:880, modeling_llama.py:121-269, sdpa_attention.py:193-206
-        batch = hidden_states.shape[0]
-        query_states = self.q_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
-        sin = sin.unsqueeze(1)
-        mul = query_states * cos  # (B, 4, 16, 8)
-        x1 = query_states[..., :4]  # (B, 4, 16, 4)
-        x2 = query_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 4, 16, 8)
-        q_embed = mul + rotate_half_out * sin
-        mul = key_states * cos  # (B, 2, 16, 8)
-        x1 = key_states[..., :4]  # (B, 2, 16, 4)
-        x2 = key_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 2, 16, 8)
-        k_embed = mul + rotate_half_out * sin
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            q_embed,
-            k_embed,
-            value_states,
-            scale=0.3535533905932738,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
-class LlamaMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(32, 64, bias=False)
-        self.up_proj = nn.Linear(32, 64, bias=False)
-        self.down_proj = nn.Linear(64, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # modeling_llama.py:164
-        down_proj: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
-
-
 class LlamaRotaryEmbedding(nn.Module):
     inv_freq: Tensor
 
@@ -92,6 +22,76 @@ class LlamaRotaryEmbedding(nn.Module):
             cos = cos.to(torch.float32)
             sin = sin.to(torch.float32)
         return cos, sin
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_llama.py:63-66
+        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
+        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
+        add = variance + 1e-06
+        del variance
+        rsqrt = torch.rsqrt(add)
+        del add
+        hidden_states = hidden_states * rsqrt  # (B, 16, 32)
+        return self.weight * hidden_states.to(torch.float32)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    # modeling_llama.py:121-123
+    x1 = x[..., :4]
+    x2 = x[..., 4:]
+    return torch.cat([-x2, x1], -1)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 64, bias=False)
+        self.up_proj = nn.Linear(32, 64, bias=False)
+        self.down_proj = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # modeling_llama.py:164
+        down_proj: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    # modeling_llama.py:145-148
+    cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
+    sin = sin.unsqueeze(1)
+    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, 16, 8)
+    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, 16, 8)
+    return q_embed, k_embed
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 32, bias=False)
+        self.k_proj = nn.Linear(32, 16, bias=False)
+        self.v_proj = nn.Linear(32, 16, bias=False)
+        self.o_proj = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # modeling_llama.py:243-269, sdpa_attention.py:193-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 2, 16, 8)
+        value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        attn_output: Tensor = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
+        )
+        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = self.o_proj(attn_output)
+        return attn_output
 
 
 class LlamaDecoderLayer(nn.Module):

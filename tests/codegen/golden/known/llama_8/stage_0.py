@@ -3,28 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .layers import LlamaDecoderLayer
-
-
-class LlamaRotaryEmbeddingWithOriginalInvFreq(nn.Module):
-    inv_freq: Tensor
-    original_inv_freq: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", torch.empty(4), persistent=False)
-        self.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_llama.py:111-116
-        with torch.no_grad():
-            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
-            emb = torch.cat([freqs, freqs], -1)
-            cos = torch.cos(emb)
-            sin = torch.sin(emb)
-            cos = cos.to(torch.float32)
-            sin = sin.to(torch.float32)
-        return cos, sin
+from .layers import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 
 class LlamaModelPart(nn.Module):
@@ -32,7 +11,8 @@ class LlamaModelPart(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2)})
-        self.rotary_emb = LlamaRotaryEmbeddingWithOriginalInvFreq()
+        self.rotary_emb = LlamaRotaryEmbedding()
+        self.rotary_emb.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
 
 
 class Stage0(nn.Module):

@@ -6,73 +6,6 @@ import transformers.integrations.moe  # noqa: F401  (registers torch.ops.transfo
 from torch import Tensor, nn
 
 
-class MixtralRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_mixtral.py:144-147
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, 16, 32)
-        return self.weight * hidden_states.to(torch.float32)
-
-
-class MixtralAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(32, 32, bias=False)
-        self.k_proj = nn.Linear(32, 16, bias=False)
-        self.v_proj = nn.Linear(32, 16, bias=False)
-        self.o_proj = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # masking_utils.py:880, modeling_mixtral.py:202-326, sdpa_attention.py:193-206
-        batch = hidden_states.shape[0]
-        query_states = self.q_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
-        sin = sin.unsqueeze(1)
-        mul = query_states * cos  # (B, 4, 16, 8)
-        x1 = query_states[..., :4]  # (B, 4, 16, 4)
-        x2 = query_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 4, 16, 8)
-        q_embed = mul + rotate_half_out * sin
-        mul = key_states * cos  # (B, 2, 16, 8)
-        x1 = key_states[..., :4]  # (B, 2, 16, 4)
-        x2 = key_states[..., 4:]
-        rotate_half_out = torch.cat([-x2, x1], -1)  # (B, 2, 16, 8)
-        k_embed = mul + rotate_half_out * sin
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            q_embed,
-            k_embed,
-            value_states,
-            scale=0.3535533905932738,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
-class MixtralTopKRouter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 32))
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_mixtral.py:105-108
-        router_logits = F.linear(hidden_states, self.weight)  # (16*B, 4)
-        router_probs = F.softmax(router_logits.float(), dim=-1)
-        router_top_value, router_indices = router_probs.topk(2)
-        router_top_value /= router_top_value.sum(-1, True)
-        return router_indices, router_top_value
-
-
 class MixtralRotaryEmbedding(nn.Module):
     inv_freq: Tensor
 
@@ -92,6 +25,40 @@ class MixtralRotaryEmbedding(nn.Module):
         return cos, sin
 
 
+class MixtralRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_mixtral.py:144-147
+        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
+        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, 16, 32)
+        return self.weight * hidden_states.to(torch.float32)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    # modeling_mixtral.py:202-204
+    x1 = x[..., :4]
+    x2 = x[..., 4:]
+    return torch.cat([-x2, x1], -1)
+
+
+class MixtralTopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 32))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_mixtral.py:105-108
+        router_logits = F.linear(hidden_states, self.weight)  # (16*B, 4)
+        router_probs = F.softmax(router_logits.float(), dim=-1)
+        router_top_value, router_indices = router_probs.topk(2)
+        router_top_value /= router_top_value.sum(-1, True)
+        return router_indices, router_top_value
+
+
 class MixtralExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,10 +66,6 @@ class MixtralExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(4, 32, 64))
 
     def forward(self, top_k_weights: Tensor, top_k_index: Tensor, hidden_states: Tensor) -> Tensor:
-        # model.layers.0.mlp.experts (moe.py:528-535)
-        rows = top_k_weights.shape[0] * 2
-        rows_2 = top_k_weights.shape[0]
-
         # moe.py:383-579, activations.py:103
         sample_weights = top_k_weights.reshape(-1)  # (32*B,)
         expert_ids = top_k_index.reshape(-1)
@@ -131,11 +94,22 @@ class MixtralExperts(nn.Module):
         del offsets
         weighted_out = grouped_mm_out * sample_weights_g.unsqueeze(-1)
         inv_perm = torch.empty_like(perm)  # (32*B,)
-        inv_perm.index_put_([perm], torch.arange(rows, device=top_k_weights.device))
+        arange = torch.arange(top_k_weights.shape[0] * 2, device=top_k_weights.device)
+        inv_perm.index_put_([perm], arange)
+        del arange
         weighted_out = weighted_out[inv_perm]  # (32*B, 32)
-        final_hidden_states: Tensor = weighted_out.view(rows_2, 2, 32).sum(1)  # (16*B, 32)
+        final_hidden_states: Tensor = weighted_out.view(*top_k_weights.shape, 32).sum(1)
         final_hidden_states = final_hidden_states.to(torch.float32)
         return final_hidden_states
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    # modeling_mixtral.py:226-229
+    cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
+    sin = sin.unsqueeze(1)
+    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, 16, 8)
+    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, 16, 8)
+    return q_embed, k_embed
 
 
 class MixtralSparseMoeBlock(nn.Module):
@@ -145,15 +119,38 @@ class MixtralSparseMoeBlock(nn.Module):
         self.experts = MixtralExperts()
 
     def forward(self, post_attention_layernorm_out: Tensor) -> Tensor:
-        # masking_utils.py:880, modeling_mixtral.py:125-128
-        batch = post_attention_layernorm_out.shape[0]
+        # modeling_mixtral.py:125-128
         hidden_states: Tensor = post_attention_layernorm_out.view(-1, 32)  # (16*B, 32)
         router_indices, router_top_value = self.gate(hidden_states)
         grouped_mm_experts_forward_out = self.experts(
             router_top_value, router_indices, hidden_states
         )
-        hidden_states = grouped_mm_experts_forward_out.reshape(batch, 16, 32)  # (B, 16, 32)
+        hidden_states = grouped_mm_experts_forward_out.reshape(*post_attention_layernorm_out.shape)
         return hidden_states
+
+
+class MixtralAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 32, bias=False)
+        self.k_proj = nn.Linear(32, 16, bias=False)
+        self.v_proj = nn.Linear(32, 16, bias=False)
+        self.o_proj = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # modeling_mixtral.py:299-326, sdpa_attention.py:193-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 2, 16, 8)
+        value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        attn_output: Tensor = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
+        )
+        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = self.o_proj(attn_output)
+        return attn_output
 
 
 class MixtralDecoderLayer(nn.Module):

@@ -5,6 +5,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def window_partition(input_feature: Tensor, num_channels: int, view_number: int) -> Tensor:
+    # modeling_swin.py:491-494
+    batch = input_feature.shape[0]
+    input_feature = input_feature.view(batch, view_number, 4, view_number, 4, num_channels)
+    return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, num_channels)
+
+
+class SwinRelativePositionBias(nn.Module):
+    relative_position_index: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.relative_position_bias_table = nn.Parameter(torch.empty(49, size))
+        self.register_buffer(
+            "relative_position_index", torch.empty(256, dtype=torch.int64), persistent=False
+        )
+
+    def forward(self) -> Tensor:
+        # modeling_swin.py:368-370
+        relative_position_bias = self.relative_position_bias_table[self.relative_position_index]
+        relative_position_bias = relative_position_bias.view(16, 16, -1)
+        return relative_position_bias.permute(2, 0, 1).contiguous().unsqueeze(0)
+
+
+def window_reverse(windows: Tensor, num_channels: int, view_number: int, height: int) -> Tensor:
+    # modeling_swin.py:503-504
+    windows = windows.view(-1, view_number, view_number, 4, 4, num_channels)
+    return windows.transpose(2, 3).contiguous().view(-1, height, height, num_channels)
+
+
 class SwinMLP(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -19,29 +49,150 @@ class SwinMLP(nn.Module):
         return hidden_states
 
 
+def window_partition_2(input_feature: Tensor, view_number: int) -> Tensor:
+    # modeling_swin.py:491-494
+    input_feature = input_feature.view(1, view_number, 4, view_number, 4, 1)
+    return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, 1)
+
+
 class SwinPatchMerging(nn.Module):
     def __init__(
-        self, normalized_shape: int, out_features: int, view_number: int, view_number_2: int
+        self, normalized_shape: int, out_features: int, num_channels: int, height: int
     ) -> None:
         super().__init__()
         self.normalized_shape = normalized_shape
-        self.view_number = view_number
-        self.view_number_2 = view_number_2
+        self.num_channels = num_channels
+        self.height = height
         self.norm = nn.LayerNorm(normalized_shape)
         self.reduction = nn.Linear(normalized_shape, out_features, bias=False)
 
     def forward(self, input_feature: Tensor) -> Tensor:
-        # modeling_swin.py:314-543
+        # modeling_swin.py:314-324
         batch = input_feature.shape[0]
-        input_feature = input_feature.view(
-            batch, self.view_number, self.view_number, self.view_number_2
+        input_feature = input_feature.view(batch, self.height, self.height, self.num_channels)
+        input_feature = torch.cat(
+            [
+                input_feature[:, ::2, ::2],
+                input_feature[:, 1::2, ::2],
+                input_feature[:, ::2, 1::2],
+                input_feature[:, 1::2, 1::2],
+            ],
+            -1,
         )
-        item = input_feature[:, ::2, ::2]
-        item_2 = input_feature[:, 1::2, ::2]
-        item_3 = input_feature[:, ::2, 1::2]
-        item_4 = input_feature[:, 1::2, 1::2]
-        input_feature = torch.cat([item, item_2, item_3, item_4], -1)
         input_feature = input_feature.view(batch, -1, self.normalized_shape)
         input_feature = self.norm(input_feature)
         input_feature = self.reduction(input_feature)
         return input_feature
+
+
+def sdpa_attention_forward(
+    query_states: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    relative_position_bias_out: Tensor,
+) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        query_states, key_states, value_states, attn_mask=relative_position_bias_out
+    )
+    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 16)
+    return attn_output.transpose(1, 2).contiguous()
+
+
+def sdpa_attention_forward_2(
+    query_states: Tensor, key_states: Tensor, value_states: Tensor, combined_mask: Tensor
+) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        query_states, key_states, value_states, attn_mask=combined_mask
+    )
+    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 16)
+    return attn_output.transpose(1, 2).contiguous()
+
+
+def get_attn_mask(
+    device: torch.device, view_number: int, height: int, ge_number: int, ge_number_2: int
+) -> Tensor:
+    # modeling_swin.py:598-606
+    h_idx = torch.arange(height, device=device)
+    w_idx = torch.arange(height, device=device)
+    h_region = (h_idx >= ge_number).long() + (h_idx >= ge_number_2).long()
+    w_region = (w_idx >= ge_number).long() + (w_idx >= ge_number_2).long()
+    add = h_region[None, :, None, None] * 3 + w_region[None, None, :, None]
+    img_mask = add.to(torch.float32)
+    mask_windows = window_partition_2(img_mask, view_number=view_number)
+    mask_windows = mask_windows.view(-1, 16)
+    attn_mask = mask_windows.unsqueeze(1) - mask_windows.unsqueeze(2)
+    return attn_mask.masked_fill(attn_mask != 0, -100.0).masked_fill(attn_mask == 0, 0.0)
+
+
+class SwinAttention(nn.Module):
+    def __init__(self, in_features: int, size: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(in_features, in_features)
+        self.k_proj = nn.Linear(in_features, in_features)
+        self.v_proj = nn.Linear(in_features, in_features)
+        self.o_proj = nn.Linear(in_features, in_features)
+        self.relative_position_bias = SwinRelativePositionBias(size=size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:428-466
+        shape = hidden_states.shape[:2]
+        query_states = self.q_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
+        relative_position_bias_out = self.relative_position_bias()
+        attn_output: Tensor = sdpa_attention_forward(
+            query_states, key_states, value_states, relative_position_bias_out
+        )
+        attn_output = attn_output.reshape(*shape, -1)
+        attn_output = self.o_proj(attn_output)
+        return attn_output
+
+
+class SwinLayer(nn.Module):
+    def __init__(self, keep_prob: float) -> None:
+        super().__init__()
+        self.keep_prob = keep_prob
+        self.layernorm_before = nn.LayerNorm(64)
+        self.attention = SwinAttention(64, size=4)
+        self.dropout = nn.Dropout(0.0)
+        self.layernorm_after = nn.LayerNorm(64)
+        self.mlp = SwinMLP(64, 256)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:542-614
+        batch = hidden_states.shape[0]
+        shape = hidden_states.shape
+        shortcut = hidden_states
+        hidden_states = self.layernorm_before(hidden_states)  # (B, 64, 64)
+        hidden_states = hidden_states.view(batch, 8, 8, 64)  # (B, 8, 8, 64)
+        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
+        del hidden_states
+        hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
+        attn_output = self.attention(hidden_states_windows)
+        attention_output = self.dropout(attn_output)
+        attention_windows = attention_output.view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
+        attention_windows = window_reverse(
+            attention_windows, num_channels=64, view_number=2, height=8
+        )
+        del attn_output, attention_output
+        attention_windows = attention_windows.view(*shape)  # (B, 64, 64)
+
+        # drop_path (modeling_swin.py:58-60)
+        if self.training:
+            random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
+            random_tensor = torch.floor(random_tensor + self.keep_prob)
+            drop_path_out = attention_windows / self.keep_prob * random_tensor  # (B, 64, 64)
+
+        # modeling_swin.py:567
+        hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
+        del attention_windows
+        if self.training:
+            del drop_path_out
+        residual = hidden_states
+        hidden_states = self.layernorm_after(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.dropout(hidden_states) + residual
+        return hidden_states

@@ -1,171 +1,106 @@
 """Stage 1 of SwinForImageClassification, the 2nd of 4.
 
-From swin.encoder.layers.0.blocks.0.attention to swin.encoder.layers.1.blocks.0.dropout.
+From swin.encoder.layers.0.blocks.1.layernorm_before to swin.encoder.layers.1.blocks.0.dropout.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import SwinMLP, SwinPatchMerging
+from .layers import (
+    SwinAttention,
+    SwinMLP,
+    SwinPatchMerging,
+    SwinRelativePositionBias,
+    get_attn_mask,
+    window_partition,
+    window_reverse,
+)
 
 
-class SwinRelativePositionBias(nn.Module):
-    relative_position_index: Tensor
+def sdpa_attention_forward_3(
+    query_states: Tensor, key_states: Tensor, value_states: Tensor, combined_mask: Tensor
+) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        query_states, key_states, value_states, attn_mask=combined_mask, scale=8**-0.5
+    )
+    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 8)
+    return attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.relative_position_bias_table = nn.Parameter(torch.empty(49, 2))
-        self.register_buffer(
-            "relative_position_index", torch.empty(256, dtype=torch.int64), persistent=False
-        )
 
-
-class SwinAttention(nn.Module):
+class SwinAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(16, 16)
         self.k_proj = nn.Linear(16, 16)
         self.v_proj = nn.Linear(16, 16)
         self.o_proj = nn.Linear(16, 16)
-        self.relative_position_bias = SwinRelativePositionBias()
+        self.relative_position_bias = SwinRelativePositionBias(size=2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        # swin.encoder.layers.0.blocks.0.attention (modeling_swin.py:428)
-        rows = hidden_states.shape[0]
-
-        # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] // 64
-        query_states = self.q_proj(hidden_states).view(rows, 16, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(rows, 16, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(rows, 16, -1, 8).transpose(1, 2)
-
-        # relative_position_bias (modeling_swin.py:368-370)
-        relative_position_bias = self.relative_position_bias.relative_position_bias_table[
-            self.relative_position_bias.relative_position_index
-        ]
-        relative_position_bias = relative_position_bias.view(16, 16, -1)  # (16, 16, 2)
-        relative_position_bias_out = (
-            relative_position_bias.permute(2, 0, 1).contiguous().unsqueeze(0)
-        )
-
-        # modeling_swin.py:442-466, sdpa_attention.py:193-206
-        attention_mask = (
-            attention_mask[None, :, None].expand(batch, -1, -1, -1, -1).reshape(-1, 1, 16, 16)
-        )
+        # modeling_swin.py:428-466
+        shape = hidden_states.shape[:2]
+        query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        relative_position_bias_out = self.relative_position_bias()  # (1, 2, 16, 16)
+        expand = attention_mask[None, :, None].expand(hidden_states.shape[0] // 64, -1, -1, -1, -1)
+        attention_mask = expand.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
         combined_mask = relative_position_bias_out + attention_mask  # (64*B, 2, 16, 16)
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states,
-            key_states,
-            value_states,
-            attn_mask=combined_mask,
-            scale=0.3535533905932738,
+        attn_output: Tensor = sdpa_attention_forward_3(
+            query_states, key_states, value_states, combined_mask
         )
-        attn_output = attn_output.reshape(rows, -1, 16, 8)
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
-        attn_output = attn_output.reshape(rows, 16, -1)  # (64*B, 16, 16)
+        attn_output = attn_output.reshape(*shape, -1)  # (64*B, 16, 16)
         attn_output = self.o_proj(attn_output)
         return attn_output
 
 
-class SwinAttention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(32, 32)
-        self.k_proj = nn.Linear(32, 32)
-        self.v_proj = nn.Linear(32, 32)
-        self.o_proj = nn.Linear(32, 32)
-        self.relative_position_bias = SwinRelativePositionBias()
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:428-543
-        batch = hidden_states.shape[0] // 16
-        q_proj_out = self.q_proj(hidden_states)  # (16*B, 16, 32)
-        mul = 16 * batch
-        view = q_proj_out.view(mul, 16, -1, 16)  # (16*B, 16, 2, 16)
-        query_states = view.transpose(1, 2)  # (16*B, 2, 16, 16)
-        key_states = self.k_proj(hidden_states).view(mul, 16, -1, 16).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(mul, 16, -1, 16).transpose(1, 2)
-
-        # relative_position_bias (modeling_swin.py:368-370)
-        relative_position_bias = self.relative_position_bias.relative_position_bias_table[
-            self.relative_position_bias.relative_position_index
-        ]
-        relative_position_bias = relative_position_bias.view(16, 16, -1)  # (16, 16, 2)
-        relative_position_bias_out = (
-            relative_position_bias.permute(2, 0, 1).contiguous().unsqueeze(0)
-        )
-
-        # sdpa_attention.py:193-206, modeling_swin.py:465-466
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=relative_position_bias_out
-        )
-        del value_states
-        attn_output = attn_output.reshape(mul, -1, 16, 16)
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (16*B, 16, 2, 16)
-        attn_output = attn_output.reshape(mul, 16, -1)  # (16*B, 16, 32)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
-class SwinLayer(nn.Module):
+class SwinLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(16)
-        self.attention = SwinAttention()
+        self.attention = SwinAttention2()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:491-621
+        # modeling_swin.py:542-621
         batch = hidden_states.shape[0]
-        hidden_states_2 = self.layernorm_before(hidden_states)  # (B, 1024, 16)
-        hidden_states_2 = hidden_states_2.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
-        hidden_states_2 = F.pad(hidden_states_2, [0, 0, 0, 0, 0, 0])
-        hidden_states_2 = hidden_states_2.roll([-2, -2], [1, 2])
-        input_feature = hidden_states_2.view(batch, 8, 4, 8, 4, 16)  # (B, 8, 4, 8, 4, 16)
-        contiguous = input_feature.transpose(2, 3).contiguous()  # (B, 8, 8, 4, 4, 16)
-        del hidden_states_2, input_feature
-        windows = contiguous.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
-        hidden_states_windows = windows.view(-1, 16, 16)  # (64*B, 16, 16)
-        h_idx = torch.arange(32, device=hidden_states.device)  # (32,)
-        w_idx = torch.arange(32, device=hidden_states.device)
-        h_region = (h_idx >= 28).long() + (h_idx >= 30).long()
-        w_region = (w_idx >= 28).long() + (w_idx >= 30).long()
-        add = h_region[None, :, None, None] * 3 + w_region[None, None, :, None]  # (1, 32, 32, 1)
-        img_mask = add.to(torch.float32)
-        del add
-        input_feature = img_mask.view(1, 8, 4, 8, 4, 1)  # (1, 8, 4, 8, 4, 1)
-        windows = input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, 1)  # (64, 4, 4, 1)
-        mask_windows = windows.view(-1, 16)  # (64, 16)
-        attn_mask = mask_windows.unsqueeze(1) - mask_windows.unsqueeze(2)  # (64, 16, 16)
-        masked_fill = attn_mask.masked_fill(attn_mask != 0, -100.0)
-        eq = attn_mask == 0
-        del attn_mask
-        attn_mask = masked_fill.masked_fill(eq, 0.0)
-        del masked_fill, eq
+        shape = hidden_states.shape
+        shortcut = hidden_states
+        hidden_states = self.layernorm_before(hidden_states)  # (B, 1024, 16)
+        hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
+        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = hidden_states.roll([-2, -2], [1, 2])
+        hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
+        del hidden_states
+        hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
+        attn_mask = get_attn_mask(
+            shortcut.device, view_number=8, height=32, ge_number=28, ge_number_2=30
+        )
         attn_output = self.attention(hidden_states_windows, attn_mask)  # (64*B, 16, 16)
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
-        windows = attention_windows.view(-1, 8, 8, 4, 4, 16)  # (B, 8, 8, 4, 4, 16)
-        windows = windows.transpose(2, 3).contiguous().view(-1, 32, 32, 16)  # (B, 32, 32, 16)
-        hidden_states_2 = windows.roll([2, 2], [1, 2])
-        attention_windows = hidden_states_2.view(batch, 1024, 16)  # (B, 1024, 16)
+        attention_windows = window_reverse(
+            attention_windows, num_channels=16, view_number=8, height=32
+        )
+        hidden_states = attention_windows.roll([2, 2], [1, 2])
+        attention_windows = hidden_states.view(*shape)  # (B, 1024, 16)
 
         # drop_path (modeling_swin.py:58-60)
         if self.training:
-            random_tensor = torch.rand(
-                [batch, 1, 1], dtype=torch.float32, device=hidden_states.device
-            )
+            random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
             random_tensor = torch.floor(random_tensor + 0.9857142857142858)
             drop_path_out = attention_windows / 0.9857142857142858 * random_tensor  # (B, 1024, 16)
 
         # modeling_swin.py:567-572
-        hidden_states = hidden_states + (drop_path_out if self.training else attention_windows)
-        hidden_states_2 = self.layernorm_after(hidden_states)
-        hidden_states_2 = self.mlp(hidden_states_2)
-        hidden_states = self.dropout(hidden_states_2) + hidden_states
+        hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
+        residual = hidden_states
+        hidden_states = self.layernorm_after(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.dropout(hidden_states) + residual
         return hidden_states
 
 
@@ -173,24 +108,22 @@ class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
-        self.attention = SwinAttention2()
+        self.attention = SwinAttention(32, size=2)
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:491-614
+        # modeling_swin.py:503-614
         batch = hidden_states.shape[0]
         hidden_states = self.layernorm_before(hidden_states)  # (B, 256, 32)
         hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
-        input_feature = hidden_states.view(batch, 4, 4, 4, 4, 32)  # (B, 4, 4, 4, 4, 32)
-        contiguous = input_feature.transpose(2, 3).contiguous()
-        del hidden_states, input_feature
-        windows: Tensor = contiguous.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
-        hidden_states_windows = windows.view(-1, 16, 32)  # (16*B, 16, 32)
+        hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
+        del hidden_states
+        hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
         attn_output = self.attention(hidden_states_windows)
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
-        windows = attention_windows.view(-1, 4, 4, 4, 4, 32)  # (B, 4, 4, 4, 4, 32)
+        windows: Tensor = attention_windows.view(-1, 4, 4, 4, 4, 32)  # (B, 4, 4, 4, 4, 32)
         windows = windows.transpose(2, 3)
         return windows
 
@@ -198,8 +131,8 @@ class SwinLayerPart(nn.Module):
 class SwinStagePart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": SwinLayer()})
-        self.downsample = SwinPatchMerging(64, 32, view_number=32, view_number_2=16)
+        self.blocks = nn.ModuleDict({"1": SwinLayer2()})
+        self.downsample = SwinPatchMerging(64, 32, 16, height=32)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         input_feature: Tensor = self.downsample(self.blocks["1"](hidden_states))  # (B, 256, 32)

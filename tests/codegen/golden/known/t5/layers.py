@@ -5,6 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def create_bidirectional_mask(device: torch.device) -> Tensor:
+    # masking_utils.py:85-554
+    q_arange = torch.arange(16, device=device)  # (16,)
+    q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
+    bidirectional_mask_function_out = q_indices >= 0
+    return bidirectional_mask_function_out.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
+
+
 class T5LayerNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +50,17 @@ class T5Attention(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        # masking_utils.py:543, modeling_t5.py:304-367, sdpa_attention.py:87-206
-        batch = hidden_states.shape[0]
-        query_states = self.q(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        position_bias_mask = torch.where(attention_mask, values, -3.4028234663852886e38)
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        # modeling_t5.py:304-367, sdpa_attention.py:87-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        position_bias_mask = torch.where(
+            attention_mask, position_bias, torch.finfo(torch.float32).min
+        )
         create_position_bias_mask_out = position_bias_mask.contiguous()
         del position_bias_mask
         attn_output: Tensor = F.scaled_dot_product_attention(
@@ -61,9 +73,18 @@ class T5Attention(nn.Module):
         )
         del create_position_bias_mask_out
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
         attn_output = self.o(attn_output)
         return attn_output
+
+
+def create_causal_mask(device: torch.device) -> Tensor:
+    # masking_utils.py:76-546
+    q_arange = torch.arange(16, device=device)  # (16,)
+    kv_arange = torch.arange(16, device=device)
+    q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
+    kv_indices = kv_arange[None, None, None]  # (1, 1, 1, 16)
+    return kv_indices <= q_indices  # (1, 1, 16, 16)
 
 
 class T5Attention2(nn.Module):
@@ -74,12 +95,12 @@ class T5Attention2(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, hidden_states_2: Tensor) -> Tensor:
-        # masking_utils.py:543, modeling_t5.py:304-367, sdpa_attention.py:193-206
-        batch = hidden_states.shape[0]
-        query_states = self.q(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(hidden_states_2).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states_2).view(batch, 16, -1, 8).transpose(1, 2)
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
+        # modeling_t5.py:304-367, sdpa_attention.py:193-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        key_states = self.k(key_value_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v(key_value_states).view(*shape, -1, 8).transpose(1, 2)
         attn_output: Tensor = F.scaled_dot_product_attention(
             query_states,
             key_states,
@@ -89,7 +110,7 @@ class T5Attention2(nn.Module):
         )
         del value_states
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
         attn_output = self.o(attn_output)
         return attn_output
 
@@ -115,9 +136,13 @@ class T5LayerSelfAttention(nn.Module):
         self.dropout = nn.Dropout(0.1)
         self.layer_norm = T5LayerNorm()
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
         # modeling_t5.py:400
-        attn_output = self.SelfAttention(self.layer_norm(hidden_states), attention_mask, values)
+        attn_output = self.SelfAttention(
+            self.layer_norm(hidden_states), position_bias, attention_mask
+        )
         attention_output: Tensor = hidden_states + self.dropout(attn_output)
         return attention_output
 
@@ -129,9 +154,9 @@ class T5LayerCrossAttention(nn.Module):
         self.dropout = nn.Dropout(0.1)
         self.layer_norm = T5LayerNorm()
 
-    def forward(self, hidden_states: Tensor, hidden_states_2: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
         # modeling_t5.py:431
-        attn_output = self.EncDecAttention(self.layer_norm(hidden_states), hidden_states_2)
+        attn_output = self.EncDecAttention(self.layer_norm(hidden_states), key_value_states)
         layer_output: Tensor = hidden_states + self.dropout(attn_output)
         return layer_output
 
@@ -141,8 +166,12 @@ class T5Block(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        hidden_states = self.layer["1"](self.layer["0"](hidden_states, attention_mask, values))
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        hidden_states = self.layer["1"](
+            self.layer["0"](hidden_states, position_bias, attention_mask)
+        )
         return hidden_states
 
 
@@ -151,8 +180,10 @@ class T5BlockPart(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, values: Tensor) -> Tensor:
-        attention_output: Tensor = self.layer["0"](hidden_states, attention_mask, values)
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        attention_output: Tensor = self.layer["0"](hidden_states, position_bias, attention_mask)
         return attention_output
 
 
@@ -166,10 +197,10 @@ class T5Block2(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        causal_mask_function_out: Tensor,
-        values: Tensor,
-        hidden_states_2: Tensor,
+        position_bias: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
     ) -> Tensor:
-        attention_output = self.layer["0"](hidden_states, causal_mask_function_out, values)
-        hidden_states = self.layer["2"](self.layer["1"](attention_output, hidden_states_2))
+        attention_output = self.layer["0"](hidden_states, position_bias, attention_mask)
+        hidden_states = self.layer["2"](self.layer["1"](attention_output, encoder_hidden_states))
         return hidden_states

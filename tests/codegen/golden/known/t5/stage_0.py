@@ -7,7 +7,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import T5Block, T5BlockPart, T5LayerFF, T5LayerNorm
+from .layers import T5Block, T5BlockPart, T5LayerFF, T5LayerNorm, create_bidirectional_mask
+
+
+def _relative_position_bucket(relative_position: Tensor) -> Tensor:
+    # modeling_t5.py:241-261
+    relative_buckets = (relative_position > 0).to(torch.int64) * 16  # (16, 16)
+    relative_position = torch.abs(relative_position)
+    is_small = relative_position < 8
+    to = (torch.log(relative_position.float() / 8) / 2.772588722239781 * 8).to(torch.int64)
+    relative_position_if_large = to + 8
+    relative_position_if_large = relative_position_if_large.min(
+        torch.full_like(relative_position_if_large, 15)
+    )
+    relative_buckets += torch.where(is_small, relative_position, relative_position_if_large)
+    return relative_buckets
+
+
+def _shift_right(input_ids: Tensor) -> Tensor:
+    # modeling_t5.py:628-635
+    shifted_input_ids = input_ids.new_zeros([input_ids.shape[0], 16])  # (B, 16)
+    shifted_input_ids[:, 1:] = input_ids[:, :-1].clone()
+    tensor = torch.tensor(0, dtype=torch.int64, device=input_ids.device)
+    shifted_input_ids[:, 0] = tensor
+    shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
+    return shifted_input_ids
 
 
 class T5AttentionWithRelativeAttentionBias(nn.Module):
@@ -20,11 +44,11 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         self.o = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        # masking_utils.py:543, modeling_t5.py:241-367, sdpa_attention.py:87-206
-        batch = hidden_states.shape[0]
-        query_states = self.q(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
+        # modeling_t5.py:268-367, sdpa_attention.py:87-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         context_position = torch.arange(
             16, dtype=torch.int64, device=hidden_states.device
         ).unsqueeze(1)
@@ -32,18 +56,10 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
             16, dtype=torch.int64, device=hidden_states.device
         ).unsqueeze(0)
         relative_position = memory_position - context_position  # (16, 16)
-        relative_buckets = (relative_position > 0).to(torch.int64) * 16
-        relative_position = torch.abs(relative_position)
-        is_small = relative_position < 8
-        to = (torch.log(relative_position.float() / 8) / 2.772588722239781 * 8).to(torch.int64)
-        relative_position_if_large = to + 8
-        relative_position_if_large = relative_position_if_large.min(
-            torch.full_like(relative_position_if_large, 15)
-        )
-        relative_buckets += torch.where(is_small, relative_position, relative_position_if_large)
-        values = self.relative_attention_bias(relative_buckets)  # (16, 16, 4)
+        relative_position_bucket = _relative_position_bucket(relative_position)
+        values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
         values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
-        position_bias_mask = torch.where(attention_mask, values, -3.4028234663852886e38)
+        position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
         create_position_bias_mask_out = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
@@ -54,7 +70,7 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
             scale=1.0,
         )
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
         attn_output = self.o(attn_output)
         return values, attn_output
 
@@ -68,9 +84,11 @@ class T5LayerSelfAttention2(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:400
-        values, attn_output = self.SelfAttention(self.layer_norm(hidden_states), attention_mask)
+        position_bias, attn_output = self.SelfAttention(
+            self.layer_norm(hidden_states), attention_mask
+        )
         attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
-        return values, attention_output
+        return position_bias, attention_output
 
 
 class T5Block3(nn.Module):
@@ -79,9 +97,9 @@ class T5Block3(nn.Module):
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        values, attention_output = self.layer["0"](hidden_states, attention_mask)
+        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
         hidden_states = self.layer["1"](attention_output)  # (B, 16, 32)
-        return values, hidden_states
+        return position_bias, hidden_states
 
 
 class T5StackPart(nn.Module):
@@ -105,32 +123,19 @@ class Stage0(nn.Module):
             labels: (B, 16) int64, the model's kwargs["labels"].
 
         Returns:
-            values: (1, 4, 16, 16) float32, for stage 1.
+            position_bias: (1, 4, 16, 16) float32, for stage 1.
             attention_output: (B, 16, 32) float32, for stage 1.
-            shifted_input_ids: (B, 16) int64, for stage 1.
+            decoder_input_ids: (B, 16) int64, for stage 1.
         """
-        # masking_utils.py:543
-        batch = input_ids.size(0)
-
-        # encoder (modeling_t5.py:678-725, masking_utils.py:85-554)
+        # encoder (modeling_t5.py:678-725)
         inputs_embeds = self.encoder.embed_tokens(input_ids)  # (B, 16, 32)
-        q_arange = torch.arange(16, device=input_ids.device)  # (16,)
-        q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-        bidirectional_mask_function_out = q_indices >= 0
-        del q_arange, q_indices
-        attention_mask = bidirectional_mask_function_out.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
+        attention_mask = create_bidirectional_mask(input_ids.device)  # (1, 1, 16, 16)
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, 16, 32)
         del inputs_embeds
-        values, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
-        hidden_states = self.encoder.block["1"](hidden_states, attention_mask, values)
-        attention_output = self.encoder.block["2"](hidden_states, attention_mask, values)
+        position_bias, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
+        hidden_states = self.encoder.block["1"](hidden_states, position_bias, attention_mask)
+        attention_output = self.encoder.block["2"](hidden_states, position_bias, attention_mask)
 
-        # modeling_t5.py:628-635
-        shifted_input_ids = labels.new_zeros([batch, 16])  # (B, 16)
-        clone = labels[:, :-1].clone()  # (B, 15)
-        shifted_input_ids[:, 1:] = clone
-        tensor = torch.tensor(0, dtype=torch.int64, device=input_ids.device)
-        item = shifted_input_ids[:, 0]  # (B,)
-        item.fill_(tensor)
-        shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
-        return values, attention_output, shifted_input_ids
+        # modeling_t5.py:1028
+        decoder_input_ids = _shift_right(labels)  # (B, 16)
+        return position_bias, attention_output, decoder_input_ids

@@ -4,7 +4,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import T5Block, T5LayerCrossAttention, T5LayerFF, T5LayerNorm
+from .layers import (
+    T5Block,
+    T5LayerCrossAttention,
+    T5LayerFF,
+    T5LayerNorm,
+    create_bidirectional_mask,
+    create_causal_mask,
+)
+
+
+def _relative_position_bucket(relative_position: Tensor) -> Tensor:
+    # modeling_t5.py:244-261
+    relative_position = -relative_position.min(torch.zeros_like(relative_position))  # (16, 16)
+    is_small = relative_position < 16
+    mul = torch.log(relative_position.float() / 16) / 2.0794415416798357 * 16
+    relative_position_if_large = mul.to(torch.int64) + 16
+    relative_position_if_large = relative_position_if_large.min(
+        torch.full_like(relative_position_if_large, 31)
+    )
+    return torch.where(is_small, relative_position, relative_position_if_large)
 
 
 class T5AttentionWithRelativeAttentionBias(nn.Module):
@@ -16,14 +35,12 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         self.relative_attention_bias = nn.Embedding(32, 4)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(
-        self, hidden_states: Tensor, causal_mask_function_out: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # masking_utils.py:543, modeling_t5.py:244-367, sdpa_attention.py:87-206
-        batch = hidden_states.shape[0]
-        query_states = self.q(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(batch, 16, -1, 8).transpose(1, 2)
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_t5.py:268-367, sdpa_attention.py:87-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         context_position = torch.arange(
             16, dtype=torch.int64, device=hidden_states.device
         ).unsqueeze(1)
@@ -31,17 +48,10 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
             16, dtype=torch.int64, device=hidden_states.device
         ).unsqueeze(0)
         relative_position = memory_position - context_position  # (16, 16)
-        relative_position = -relative_position.min(torch.zeros_like(relative_position))
-        is_small = relative_position < 16
-        mul = torch.log(relative_position.float() / 16) / 2.0794415416798357 * 16
-        relative_position_if_large = mul.to(torch.int64) + 16
-        relative_position_if_large = relative_position_if_large.min(
-            torch.full_like(relative_position_if_large, 31)
-        )
-        relative_buckets = torch.where(is_small, relative_position, relative_position_if_large)
-        values = self.relative_attention_bias(relative_buckets)  # (16, 16, 4)
+        relative_position_bucket = _relative_position_bucket(relative_position)
+        values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
         values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
-        position_bias_mask = torch.where(causal_mask_function_out, values, -3.4028234663852886e38)
+        position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
         create_position_bias_mask_out = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
@@ -52,27 +62,9 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
             scale=1.0,
         )
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(batch, 16, -1)  # (B, 16, 32)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
         attn_output = self.o(attn_output)
         return values, attn_output
-
-
-class T5LayerSelfAttention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.SelfAttention = T5AttentionWithRelativeAttentionBias()
-        self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
-
-    def forward(
-        self, hidden_states: Tensor, causal_mask_function_out: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # modeling_t5.py:400
-        values, attn_output = self.SelfAttention(
-            self.layer_norm(hidden_states), causal_mask_function_out
-        )
-        attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
-        return values, attention_output
 
 
 class T5BlockPart2(nn.Module):
@@ -85,17 +77,33 @@ class T5BlockPart2(nn.Module):
         return hidden_states
 
 
+class T5LayerSelfAttention2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.SelfAttention = T5AttentionWithRelativeAttentionBias()
+        self.dropout = nn.Dropout(0.1)
+        self.layer_norm = T5LayerNorm()
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_t5.py:400
+        position_bias, attn_output = self.SelfAttention(
+            self.layer_norm(hidden_states), attention_mask
+        )
+        attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
+        return position_bias, attention_output
+
+
 class T5BlockPart3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerCrossAttention()})
 
     def forward(
-        self, hidden_states: Tensor, causal_mask_function_out: Tensor, hidden_states_2: Tensor
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        values, attention_output = self.layer["0"](hidden_states, causal_mask_function_out)
-        layer_output = self.layer["1"](attention_output, hidden_states_2)  # (B, 16, 32)
-        return values, layer_output
+        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
+        layer_output = self.layer["1"](attention_output, encoder_hidden_states)  # (B, 16, 32)
+        return position_bias, layer_output
 
 
 class T5StackPart(nn.Module):
@@ -121,42 +129,34 @@ class Stage1(nn.Module):
         self.decoder = T5StackPart2()
 
     def forward(
-        self, attention_output: Tensor, values: Tensor, masked_fill: Tensor
+        self, attention_output: Tensor, position_bias: Tensor, decoder_input_ids: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             attention_output: (B, 16, 32) float32, from stage 0, made at modeling_t5.py:400.
-            values: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
-            masked_fill: (B, 16) int64, from stage 0, made at modeling_t5.py:635.
+            position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
+            decoder_input_ids: (B, 16) int64, from stage 0, made at modeling_t5.py:635.
 
         Returns:
             hidden_states: (B, 16, 32) float32, for stage 2, stage 3 and the caller.
-            values: (1, 4, 16, 16) float32, for stage 2 and stage 3.
+            position_bias: (1, 4, 16, 16) float32, for stage 2 and stage 3.
             layer_output: (B, 16, 32) float32, for stage 2.
         """
-        # encoder (masking_utils.py:85-554, modeling_t5.py:745)
-        q_arange = torch.arange(16, device=attention_output.device)  # (16,)
-        q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-        bidirectional_mask_function_out = q_indices >= 0
-        del q_arange, q_indices
-        attention_mask = bidirectional_mask_function_out.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
+        # encoder (modeling_t5.py:707-745)
+        attention_mask = create_bidirectional_mask(attention_output.device)  # (1, 1, 16, 16)
         hidden_states = self.encoder.block["2"](attention_output)  # (B, 16, 32)
-        hidden_states = self.encoder.block["3"](hidden_states, attention_mask, values)
+        hidden_states = self.encoder.block["3"](hidden_states, position_bias, attention_mask)
         final_layer_norm_out = self.encoder.final_layer_norm(hidden_states)
         hidden_states = self.encoder.dropout(final_layer_norm_out)
         del final_layer_norm_out
 
-        # decoder (modeling_t5.py:678-725, masking_utils.py:76-546)
-        inputs_embeds = self.decoder.embed_tokens(masked_fill)
-        q_arange = torch.arange(16, device=attention_output.device)  # (16,)
-        kv_arange = torch.arange(16, device=attention_output.device)
-        q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-        kv_indices = kv_arange[None, None, None]  # (1, 1, 1, 16)
-        causal_mask_function_out = kv_indices <= q_indices  # (1, 1, 16, 16)
-        hidden_states_2 = self.decoder.dropout(inputs_embeds)  # (B, 16, 32)
+        # decoder (modeling_t5.py:678-725)
+        inputs_embeds = self.decoder.embed_tokens(decoder_input_ids)
+        attention_mask = create_causal_mask(attention_output.device)  # (1, 1, 16, 16)
+        dropout_out = self.decoder.dropout(inputs_embeds)  # (B, 16, 32)
         del inputs_embeds
-        values, layer_output = self.decoder.block["0"](
-            hidden_states_2, causal_mask_function_out, hidden_states
+        position_bias, layer_output = self.decoder.block["0"](
+            dropout_out, hidden_states, attention_mask
         )
-        return hidden_states, values, layer_output
+        return hidden_states, position_bias, layer_output

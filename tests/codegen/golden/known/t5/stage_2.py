@@ -1,9 +1,8 @@
 """Stage 2 of T5ForConditionalGeneration, the 3rd of 4: decoder to decoder.block.2.layer.0."""
 
-import torch
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5BlockPart, T5LayerFF
+from .layers import T5Block2, T5BlockPart, T5LayerFF, create_causal_mask
 
 
 class T5BlockPart2(nn.Module):
@@ -27,28 +26,24 @@ class Stage2(nn.Module):
         super().__init__()
         self.decoder = T5StackPart()
 
-    def forward(self, layer_output: Tensor, values: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, layer_output: Tensor, position_bias: Tensor, hidden_states: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             layer_output: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:431.
-            values: (1, 4, 16, 16) float32, from stage 1, made at modeling_t5.py:278.
+            position_bias: (1, 4, 16, 16) float32, from stage 1, made at modeling_t5.py:278.
             hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
 
         Returns:
             attention_output: (B, 16, 32) float32, for stage 3.
         """
-        # decoder (masking_utils.py:76-546)
-        q_arange = torch.arange(16, device=layer_output.device)  # (16,)
-        kv_arange = torch.arange(16, device=layer_output.device)
-        q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-        kv_indices = kv_arange[None, None, None]  # (1, 1, 1, 16)
-        causal_mask_function_out = kv_indices <= q_indices  # (1, 1, 16, 16)
-        hidden_states_2 = self.decoder.block["0"](layer_output)  # (B, 16, 32)
+        # decoder (modeling_t5.py:698)
+        attention_mask = create_causal_mask(layer_output.device)  # (1, 1, 16, 16)
+        block_0 = self.decoder.block["0"](layer_output)  # (B, 16, 32)
         hidden_states = self.decoder.block["1"](
-            hidden_states_2, causal_mask_function_out, values, hidden_states
+            block_0, position_bias, hidden_states, attention_mask
         )
         attention_output: Tensor = self.decoder.block["2"](
-            hidden_states, causal_mask_function_out, values
+            hidden_states, position_bias, attention_mask
         )
         return attention_output

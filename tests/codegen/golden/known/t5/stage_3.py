@@ -1,10 +1,9 @@
 """Stage 3 of T5ForConditionalGeneration, the 4th of 4: decoder to lm_head."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5LayerCrossAttention, T5LayerFF, T5LayerNorm
+from .layers import T5Block2, T5LayerCrossAttention, T5LayerFF, T5LayerNorm, create_causal_mask
 
 
 class T5BlockPart2(nn.Module):
@@ -12,8 +11,10 @@ class T5BlockPart2(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention(), "2": T5LayerFF()})
 
-    def forward(self, attention_output: Tensor, hidden_states: Tensor) -> Tensor:
-        hidden_states = self.layer["2"](self.layer["1"](attention_output, hidden_states))
+    def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
+        hidden_states: Tensor = self.layer["2"](
+            self.layer["1"](attention_output, encoder_hidden_states)
+        )
         return hidden_states
 
 
@@ -31,33 +32,31 @@ class Stage3(nn.Module):
         self.decoder = T5StackPart()
         self.lm_head = nn.Linear(32, 64, bias=False)
 
-    def forward(self, attention_output: Tensor, hidden_states: Tensor, values: Tensor) -> Tensor:
+    def forward(
+        self, attention_output: Tensor, hidden_states: Tensor, position_bias: Tensor
+    ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             attention_output: (B, 16, 32) float32, from stage 2, made at modeling_t5.py:400.
             hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
-            values: (1, 4, 16, 16) float32, from stage 1, made at modeling_t5.py:278.
+            position_bias: (1, 4, 16, 16) float32, from stage 1, made at modeling_t5.py:278.
 
         Returns:
             lm_logits: (B, 16, 64) float32, for the caller.
         """
-        # decoder (masking_utils.py:76-546, modeling_t5.py:745)
-        q_arange = torch.arange(16, device=attention_output.device)  # (16,)
-        kv_arange = torch.arange(16, device=attention_output.device)
-        q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-        kv_indices = kv_arange[None, None, None]  # (1, 1, 1, 16)
-        causal_mask_function_out = kv_indices <= q_indices  # (1, 1, 16, 16)
-        hidden_states_2 = self.decoder.block["2"](attention_output, hidden_states)  # (B, 16, 32)
+        # decoder (modeling_t5.py:698-745)
+        attention_mask = create_causal_mask(attention_output.device)  # (1, 1, 16, 16)
+        block_2 = self.decoder.block["2"](hidden_states, attention_output)  # (B, 16, 32)
         hidden_states = self.decoder.block["3"](
-            hidden_states_2, causal_mask_function_out, values, hidden_states
+            block_2, position_bias, hidden_states, attention_mask
         )
         final_layer_norm_out = self.decoder.final_layer_norm(hidden_states)
         hidden_states = self.decoder.dropout(final_layer_norm_out)
         del final_layer_norm_out
 
         # modeling_t5.py:1045-1047
-        hidden_states *= 0.1767766952966369
+        hidden_states *= 32**-0.5
         lm_logits: Tensor = self.lm_head(hidden_states)  # (B, 16, 64)
         return lm_logits
 

@@ -19,15 +19,15 @@ class Stage0(nn.Module):
 
         Returns:
             x: (B, 8, 32, 32) float32, for stage 3.
-            x_2: (B, 16, 16, 16) float32, for stage 3.
-            x_3: (B, 16, 8, 8) float32, for stage 1.
+            down_1: (B, 16, 16, 16) float32, for stage 3.
+            pool_out: (B, 16, 8, 8) float32, for stage 1.
         """
         # unet.py:66
         x = self.down["0"](images)  # (B, 8, 32, 32)
-        x_2 = self.pool(x)  # (B, 8, 16, 16)
-        x_2 = self.down["1"](x_2)  # (B, 16, 16, 16)
-        x_3 = self.pool(x_2)  # (B, 16, 8, 8)
-        return x, x_2, x_3
+        pool_out = self.pool(x)  # (B, 8, 16, 16)
+        down_1 = self.down["1"](pool_out)  # (B, 16, 16, 16)
+        pool_out = self.pool(down_1)  # (B, 16, 8, 8)
+        return x, down_1, pool_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

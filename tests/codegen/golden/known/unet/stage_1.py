@@ -26,11 +26,10 @@ class Stage1(nn.Module):
         """
         # unet.py:66-69
         x = self.down["2"](x)  # (B, 32, 8, 8)
-        x_2 = self.pool(x)  # (B, 32, 4, 4)
-        x_2 = self.down["3"](x_2)  # (B, 64, 4, 4)
-        x_3 = self.pool(x_2)  # (B, 64, 2, 2)
-        x_3 = self.bottom(x_3)  # (B, 128, 2, 2)
-        x_2 = torch.cat([x_2, self.grow["0"](x_3)], 1)  # (B, 128, 4, 4)
+        pool_out = self.pool(x)  # (B, 32, 4, 4)
+        down_3 = self.down["3"](pool_out)  # (B, 64, 4, 4)
+        pool_out = self.pool(down_3)  # (B, 64, 2, 2)
+        x_2 = torch.cat([down_3, self.grow["0"](self.bottom(pool_out))], 1)  # (B, 128, 4, 4)
         return x, x_2
 
 

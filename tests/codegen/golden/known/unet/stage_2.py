@@ -17,19 +17,19 @@ class Stage2(nn.Module):
             },
         )
 
-    def forward(self, x: Tensor, x_2: Tensor) -> Tensor:
+    def forward(self, x: Tensor, down_2: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             x: (B, 128, 4, 4) float32, from stage 1, made at unet.py:69.
-            x_2: (B, 32, 8, 8) float32, from stage 1, made at unet.py:64.
+            down_2: (B, 32, 8, 8) float32, from stage 1, made at unet.py:64.
 
         Returns:
             x: (B, 16, 16, 16) float32, for stage 3.
         """
         # unet.py:69
         x = self.up["0"](x)  # (B, 64, 4, 4)
-        x = torch.cat([x_2, self.grow["1"](x)], 1)  # (B, 64, 8, 8)
+        x = torch.cat([down_2, self.grow["1"](x)], 1)  # (B, 64, 8, 8)
         x = self.up["1"](x)  # (B, 32, 8, 8)
         x = self.grow["2"](x)  # (B, 16, 16, 16)
         return x

@@ -14,21 +14,21 @@ class Stage3(nn.Module):
         self.grow = nn.ModuleDict({"3": nn.ConvTranspose2d(16, 8, kernel_size=2, stride=2)})
         self.score = nn.Conv2d(8, 1, kernel_size=1)
 
-    def forward(self, x: Tensor, x_2: Tensor, x_3: Tensor) -> Tensor:
+    def forward(self, x: Tensor, grow_2: Tensor, down_0: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             x: (B, 16, 16, 16) float32, from stage 0, made at unet.py:64.
-            x_2: (B, 16, 16, 16) float32, from stage 2, made at unet.py:69.
-            x_3: (B, 8, 32, 32) float32, from stage 0, made at unet.py:64.
+            grow_2: (B, 16, 16, 16) float32, from stage 2, made at unet.py:69.
+            down_0: (B, 8, 32, 32) float32, from stage 0, made at unet.py:64.
 
         Returns:
             score_out: (B, 1, 32, 32) float32, for the caller.
         """
         # unet.py:69-71
-        x = torch.cat([x, x_2], 1)  # (B, 32, 16, 16)
+        x = torch.cat([x, grow_2], 1)  # (B, 32, 16, 16)
         x = self.up["2"](x)  # (B, 16, 16, 16)
-        x = torch.cat([x_3, self.grow["3"](x)], 1)  # (B, 16, 32, 32)
+        x = torch.cat([down_0, self.grow["3"](x)], 1)  # (B, 16, 32, 32)
         x = self.up["3"](x)  # (B, 8, 32, 32)
         score_out: Tensor = self.score(x)  # (B, 1, 32, 32)
         return score_out
