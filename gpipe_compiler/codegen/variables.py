@@ -330,8 +330,8 @@ def _called_for(graph: Graph, op: Op, value: str) -> str:
 def argument_name(graph: Graph, value: str) -> str:
     """The name for a value that a method is given."""
     op = graph.producer.get(value)
-    if op is None:
-        return value
+    if op is None:  # an input, or a state from outside
+        return value.rpartition(".")[2] or value
     outer = _called_for(graph, op, value)
     if outer:
         return outer

@@ -5,6 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # meta_decoder.py:33-34
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin  # (B, 2, 8, 16)
+
+
 class Attention(nn.Module):
     cos: Tensor
     sin: Tensor
@@ -19,25 +25,19 @@ class Attention(nn.Module):
         self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # meta_decoder.py:33-44
-        batch = x.shape[0]
-        qkv = self.qkv(x).view(batch, 8, 3, 2, 16)  # (B, 8, 3, 2, 16)
+        # meta_decoder.py:38-44
+        qkv = self.qkv(x).view(*x.shape[:2], 3, 2, 16)  # (B, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         scale = torch.sqrt(torch.full([], 16.0, device=x.device))
-        first, second = query.chunk(2, -1)
-        turn_out = query * self.cos + torch.cat([-second, first], -1) * self.sin  # (B, 2, 8, 16)
-        first, second = key.chunk(2, -1)
-        turn_out_2 = key * self.cos + torch.cat([-second, first], -1) * self.sin
-        matmul = turn_out @ turn_out_2.transpose(-1, -2)  # (B, 2, 8, 8)
-        del turn_out, turn_out_2
+        matmul = turn(query, self.cos, self.sin) @ turn(key, self.cos, self.sin).transpose(-1, -2)
         scores = matmul / scale
         del matmul
         scores.masked_fill_(~self.mask, -1000000000.0)
         softmax = F.softmax(scores, dim=-1)
         del scores
         mixed = softmax @ value  # (B, 2, 8, 16)
-        del qkv, query, key, value, first, second
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, 8, 32))  # (B, 8, 32)
+        del qkv, query, key, value
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(*x.shape))  # (B, 8, 32)
         return out
 
 
