@@ -186,7 +186,7 @@ class StageBlocks:
         writer = self._writer(first.path, file.imports, DEVICE if alone else "")
         own = (*([DEVICE] if alone else []), *given.types)
         body = self._body(block, method, writer, own)
-        types = types_of(self.facts.graph, method.arguments, body.arguments) | given.types
+        types = {**types_of(self.facts.graph, method.arguments, body.arguments), **given.types}
         if alone:
             file.imports.torch()
             types[DEVICE] = "torch.device"

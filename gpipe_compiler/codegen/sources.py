@@ -262,8 +262,9 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
         read = places.setdefault(id(place.statement), (place, set()))[1]
         read.update(given.intersection(part.inputs))
         for argument, written in aligned(part):
-            known = isinstance(argument, Ref) and argument.name in given
-            if known and isinstance(written, ast.Name):
+            if not isinstance(argument, Ref) or not isinstance(written, ast.Name):
+                continue
+            if argument.name in given:
                 meant.append((argument.name, place.meant(written.id)))
     for value, names in sorted(meant, key=lambda item: len(item[1])):
         _match(names - {*found.values()}, {value}, found)
