@@ -177,6 +177,11 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "packed sequence has depends on the values of the lengths",
     ),
     (
+        r"torch\.jit\.script|ScriptModule",
+        "build the model from the modules that were scripted or traced: what torch.jit has "
+        "compiled cannot be taken apart",
+    ),
+    (
         r"nested_tensor|torch\.jagged",
         "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
     ),

@@ -28,8 +28,8 @@ from gpipe_compiler.runtime.train.comparison import ComparedKind, Row, compare
 Dims: TypeAlias = tuple[int | None, ...]
 """The batch dimension of every input, in their order; None where all samples share the input."""
 
-_SIZES = ((2, 3), (2, 2))
-"""Samples in the two parts of a batch; the second pair where the model does not take the first."""
+_SIZES = ((2, 3), (2, 4), (2, 2))
+"""Samples in the two parts of a batch; later pairs where the model does not take the first."""
 
 _SLOW_S = 10.0
 """Seconds of a trial from which on there is no second one with other values."""
@@ -241,9 +241,13 @@ def _picked(
 
 
 def _rows(sizes: tuple[int, int]) -> list[list[int]]:
-    """The samples of a batch, and those of its parts: the last and the first ones, and the rest."""
+    """The samples of a batch, and those of its parts: the last but one and the first, and the rest.
+
+    Neither part of five samples or six is what a flip, a shift or an exchange of halves or of pairs
+    makes of itself.
+    """
     samples = [*range(sum(sizes))]
-    first = [samples[-1], *samples[: sizes[0] - 1]]
+    first = [samples[-2], *samples[: sizes[0] - 1]]
     return [samples, first, [sample for sample in samples if sample not in first]]
 
 

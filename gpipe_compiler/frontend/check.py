@@ -27,6 +27,7 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.precisions import ambient, kind_of
+from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
@@ -70,10 +71,12 @@ class _Run:
 
     Attributes:
         assigned: the buffers, so named, that are another tensor than before.
+        remembers: whether other attributes of modules are not what they were.
     """
 
     results: Mapping[str, torch.Tensor | None]
     assigned: frozenset[str] = frozenset()
+    remembers: bool = False
 
 
 def differences(graph: Graph, subject: Subject) -> list[str]:
@@ -129,6 +132,8 @@ def _compare(
         if run is None:
             return
         batch, expected = run
+        if expected.remembers and not entry.states.on_meta:
+            _refuse_remembered(subject, entry, batch)
         mode = f"{'train' if entry.training else 'eval'} mode, batch {batch}"
         try:
             actual = _run_graph(graph, entry, batch)
@@ -142,6 +147,20 @@ def _compare(
     for name, text in found.items():
         if outputs or not name.startswith("output"):
             yield f"{mode}: {text}{_ASSIGNED if name in expected.assigned else ''}"
+
+
+def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
+    """Raises a ModelError where what forward leaves in attributes decides what it computes."""
+    entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
+
+    def call(times: float) -> Sequence[Any]:
+        torch.manual_seed(_SEED)
+        _, inputs = _inputs(entry, batch, double=False)
+        given = [x * times if x.is_floating_point() else x for x in inputs]
+        with torch.set_grad_enabled(entry.has_loss), activations_kept():
+            return tuple(entry(*given))
+
+    refuse_remembered(entry.model, call)
 
 
 def _first_run(
@@ -189,6 +208,7 @@ def _run_model(
         entry.model.double()
     leaves, inputs = _inputs(entry, batch, double=double)
     before = dict(entry.model.named_buffers())
+    attributes = python_state(entry.model)
     sizes = {name: tensor.shape for name, tensor in before.items()}
     torch.manual_seed(_SEED)
     with torch.set_grad_enabled(entry.has_loss), activations_kept():
@@ -208,7 +228,11 @@ def _run_model(
             )
     run = _results(entry.outputs(returned), loss, parameters, buffers, leaves)
     assigned = [name for name, tensor in buffers.items() if before.get(name) is not tensor]
-    return dataclasses.replace(run, assigned=frozenset(f"buffer {name}" for name in assigned))
+    return dataclasses.replace(
+        run,
+        assigned=frozenset(f"buffer {name}" for name in assigned),
+        remembers=bool(changed(attributes, python_state(entry.model))),
+    )
 
 
 def _run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -> _Run:

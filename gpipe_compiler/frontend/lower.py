@@ -24,6 +24,7 @@ from gpipe_compiler.frontend.modules import rebuild
 from gpipe_compiler.frontend.simplify_graph import simplify_graph
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.untraced import transformed
+from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import (
     Argument,
     Autocast,
@@ -117,6 +118,13 @@ class _Lowering:
         table = self.entry.states
         self._names = {id(tensor): name for name, tensor in table.tensors.items()}
         for name, tensor in named_state(self.entry.model):
+            if name not in table.canonical:
+                raise TraceError(
+                    f"forward makes {name}, a parameter or buffer that the model did not have "
+                    "before: no stage can begin with it",
+                    location=definition(type(self.entry.model).forward),
+                    hint="call the model once in build_model(), or make it in the constructor",
+                )
             self._names[id(tensor)] = table.canonical[name]
         self._taken = {source.name for source in self.entry.signature.inputs}
 

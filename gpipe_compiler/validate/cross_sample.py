@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import EvenDraws, with_other_weights
-from gpipe_compiler.ir import Graph, Input, Op
+from gpipe_compiler.ir import ByMode, Graph, Input, Mode, Op
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
+from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 from gpipe_compiler.runtime.train.data import resized
+from gpipe_compiler.validate.float_types import double
 
-_SAMPLES, _PART = 4, (3, 0)
+_SAMPLES, _PARTS = 6, ((4, 0), (1, 2, 3, 5))
 """Samples with which the op at fault is looked for, and those that run apart from the others."""
 
 
@@ -29,10 +35,14 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         ModelError: naming the input and its dimension, and the line of the op at fault.
     """
     parts = plan.microbatches * (plan.replicas if plan.training else 1)
-    if not found.mixes or parts == 1:
-        return
     graph = plan.graph
     assert graph is not None
+    if parts == 1:
+        return
+    if not found.mixes:
+        if plan.training:
+            _refuse_mixing_in_training(plan, graph, found.subject.model)
+        return
     op = _first_mixing(graph, found.subject.model)
     first = next(source for source in graph.inputs if source.batched)
     what = "the model" if op is None else op.name
@@ -47,84 +57,156 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
     )
 
 
+def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> None:
+    """Refuses what takes samples together in training alone.
+
+    Beside BatchNorm, which hides what follows, and where something writes to buffers, that is left
+    to validation; so is what takes the whole mini-batch by `BatchNorm.EXACT`.
+
+    Raises:
+        ModelError: naming the line of the op at fault.
+    """
+    if on_meta(graph) or not any(map(_differs_in_training, graph.ops)):
+        return
+    joint = plan.batchnorm is BatchNorm.EXACT and mixing_ops(graph)
+    if joint or batchnorm_ops(graph, model) or effects(graph).state_writes:
+        return
+    op = _first_in_training(graph)
+    if op is not None:
+        raise ModelError(
+            f"{op.name} takes the samples of a batch together in training: what it makes of some "
+            "of them is not those rows of what it makes of all",
+            location=op.source,
+            hint="compile with --microbatches 1, or accept with --per-microbatch that every "
+            "micro-batch is taken by itself",
+        )
+
+
+def _differs_in_training(op: Op) -> bool:
+    given = tree_leaves((op.call.args, dict(op.call.kwargs)))
+    return op.mode is Mode.TRAIN or any(isinstance(item, ByMode) for item in given)
+
+
+def _first_in_training(graph: Graph) -> Op | None:
+    """The first op in training that makes rows which are wrong, of those that the loss takes.
+
+    None where they are right, or where that is not seen: where the graph does not run in 64 bits.
+    """
+    ends = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
+    wide = {name: double(tensor) for name, tensor in graph.tensors.items()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
+            whole = _values(graph, wide, range(_SAMPLES), training=True)
+            for rows in _PARTS:
+                part = _values(graph, wide, rows, training=True)
+                both = _Both(graph, whole, part, rows)
+                if any(map(both.is_wrong, ends)):
+                    return both.root()
+    except Exception:  # noqa: BLE001  # whatever the user's ops raise
+        return None
+    return None
+
+
 def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:
     """The first op in eval mode that takes rows which are right and makes some that are not.
 
     None where it cannot be found: on meta, or where the graph does not run on so few samples. What
     the first weights hide is looked for with others.
     """
-    if any(tensor.is_meta for tensor in (*graph.tensors.values(), *graph.example.values())):
+    if on_meta(graph):
         return None
     moved = with_other_weights(model)
     for other in ({}, {} if moved is None else dict(moved.named_parameters())):
         try:
             with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-                whole, part = (_values(graph, other, rows) for rows in (range(_SAMPLES), _PART))
+                whole = _values(graph, other, range(_SAMPLES))
+                both = [_Both(graph, whole, _values(graph, other, part), part) for part in _PARTS]
         except Exception:  # noqa: BLE001  # whatever the user's ops raise
             return None
-        op = _root(graph, whole, part)
+        op = next((op for op in (values.root() for values in both) if op is not None), None)
         if op is not None:
             return op
     return None
 
 
-def _root(graph: Graph, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Op | None:
-    found = [op for op in graph.ops if any(_wrong(graph, n, whole, part) for n in op.outputs)]
-    # What takes no samples numbers them: that is wrong only where they are computed with it.
-    takes = (op for op in found if any(_is_right(graph, n, whole, part) for n in op.inputs))
-    op = next(takes, found[0] if found else None)
-    # What it takes that is no rows, such as a mean, was made where samples met.
-    while op is not None:
-        met = [name for name in op.inputs if _changed(graph, name, whole, part)]
-        maker = graph.producer.get(met[0]) if met else None
-        if maker is None:
-            return op
-        op = maker
-    return None
+@dataclass(frozen=True, eq=False)
+class _Both:
+    """The values of a graph for all samples, and for a part of them."""
+
+    graph: Graph
+    whole: Mapping[str, Any]
+    part: Mapping[str, Any]
+    chosen: Sequence[int]
+
+    def root(self) -> Op | None:
+        """The first op that takes rows which are right and makes some that are not."""
+        found = [op for op in self.graph.ops if any(map(self.is_wrong, op.outputs))]
+        # What takes no samples numbers them: that is wrong only where they are computed with it.
+        takes = (op for op in found if any(map(self._is_right, op.inputs)))
+        op = next(takes, found[0] if found else None)
+        # What it takes that is no rows, such as a mean, was made where samples met.
+        while op is not None:
+            met = [name for name in op.inputs if self._has_changed(name)]
+            maker = self.graph.producer.get(met[0]) if met else None
+            if maker is None:
+                return op
+            op = maker
+        return None
+
+    def _has_changed(self, name: str) -> bool:
+        """Whether a value without a batch dimension is another for some of the samples."""
+        one, other, known = self.whole.get(name), self.part.get(name), self.graph.values[name]
+        if known.batch_dim is not None or not isinstance(one, torch.Tensor):
+            return False
+        assert isinstance(other, torch.Tensor)
+        return one.shape != other.shape or not _same(one, other)
+
+    def is_wrong(self, name: str) -> bool:
+        """Whether a value for some of the samples is not those rows of what it is for all."""
+        one, other, known = self.whole.get(name), self.part.get(name), self.graph.values[name]
+        if known.batch_dim is None or not isinstance(one, torch.Tensor):
+            return False
+        assert isinstance(other, torch.Tensor)
+        rows, rest = divmod(one.shape[known.batch_dim], _SAMPLES)
+        if rest:
+            return False  # one row for several samples: the next values show it
+        chosen = [sample * rows + row for sample in self.chosen for row in range(rows)]
+        return not _same(one.index_select(known.batch_dim, torch.tensor(chosen)), other)
+
+    def _is_right(self, name: str) -> bool:
+        """Whether a value has samples, which are the same ones among some as among all."""
+        return self.graph.values[name].batch_dim is not None and not self.is_wrong(name)
+
+
+def on_meta(graph: Graph) -> bool:
+    """Whether the model or its example has no numbers."""
+    return any(tensor.is_meta for tensor in (*graph.tensors.values(), *graph.example.values()))
 
 
 def _values(
-    graph: Graph, other: Mapping[str, torch.Tensor], rows: Sequence[int]
+    graph: Graph,
+    other: Mapping[str, torch.Tensor],
+    rows: Sequence[int],
+    *,
+    training: bool = False,
 ) -> Mapping[str, Any]:
-    """Every value for some of four samples of the example."""
+    """Every value for some samples of the example.
+
+    Args:
+        other: tensors in place of the graph's own; in 64 bits for training.
+        rows: the samples.
+    """
 
     def some(source: Input) -> torch.Tensor:
         tensor = resized(graph.example[source.name], source.batch_dim, _SAMPLES)
+        tensor = double(tensor) if training else tensor
         dim = source.batch_dim
         return tensor.clone() if dim is None else tensor.index_select(dim, torch.tensor(rows))
 
     tensors = {**graph.tensors, **{name: t for name, t in other.items() if name in graph.tensors}}
     states = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    run = Interpreter(graph, states, training=False)
+    run = Interpreter(graph, states, training=training)
     return run.run({source.name: some(source) for source in graph.inputs})
-
-
-def _changed(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
-    """Whether a value without a batch dimension is another for some of the samples."""
-    one, other, known = whole.get(name), part.get(name), graph.values[name]
-    if known.batch_dim is not None or not isinstance(one, torch.Tensor):
-        return False
-    assert isinstance(other, torch.Tensor)
-    return one.shape != other.shape or not _same(one, other)
-
-
-def _wrong(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
-    """Whether a value for some of the samples is not those rows of what it is for all."""
-    one, other, known = whole.get(name), part.get(name), graph.values[name]
-    if known.batch_dim is None or not isinstance(one, torch.Tensor):
-        return False
-    assert isinstance(other, torch.Tensor)
-    rows, rest = divmod(one.shape[known.batch_dim], _SAMPLES)
-    if rest:
-        return False  # one row for several samples: the next values show it
-    chosen = [sample * rows + row for sample in _PART for row in range(rows)]
-    return not _same(one.index_select(known.batch_dim, torch.tensor(chosen)), other)
-
-
-def _is_right(graph: Graph, name: str, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
-    """Whether a value has samples, which are the same ones among some as among all."""
-    has_samples = graph.values[name].batch_dim is not None
-    return has_samples and not _wrong(graph, name, whole, part)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

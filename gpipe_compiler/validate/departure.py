@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -93,20 +95,38 @@ def joined(
     return found
 
 
+def where_parted(
+    graph: Graph,
+    entry: Entry,
+    batch: MiniBatch,
+    draws: Draws,
+    *,
+    outputs: Collection[str] = (),
+    beside: Collection[str] = (),
+) -> Op | None:
+    """The op at which results part from those of micro-batches; None where it is not found.
+
+    Args:
+        entry: of the model in the mode that it is about.
+        outputs: the names of those that differ in eval mode.
+        beside: ops that give what they give for micro-batches.
+    """
+    try:
+        return _where(graph, entry, batch, draws, outputs, beside)
+    except Exception:  # the graph may call anything, and need not run on another number of samples
+        return None
+
+
 def departure(
     graph: Graph, entry: Entry, batch: MiniBatch, draws: Draws, outputs: Collection[str] = ()
 ) -> ValidationError:
     """The error for results that micro-batches do not give, with the line where they part.
 
     Args:
-        entry: of the model in the mode that it is about.
-        outputs: the names of those that differ in eval mode.
+        entry, outputs: as for `where_parted`.
     """
     what = "a training step" if entry.training else f"the output {' and '.join(outputs)}"
-    try:
-        op = _where(graph, entry, batch, draws, outputs)
-    except Exception:  # the graph may call anything, and need not run on another number of samples
-        op = None
+    op = where_parted(graph, entry, batch, draws, outputs=outputs)
     cause = "it takes the samples of a batch together"
     if op is not None:
         cause = f"{op.name} gives another result for a micro-batch than for its share of the batch"
@@ -123,33 +143,43 @@ def departure(
 
 
 def _where(
-    graph: Graph, entry: Entry, batch: MiniBatch, draws: Draws, outputs: Collection[str]
+    graph: Graph,
+    entry: Entry,
+    batch: MiniBatch,
+    draws: Draws,
+    outputs: Collection[str],
+    beside: Collection[str],
 ) -> Op | None:
-    """The first op that takes what agrees with the first micro-batch and makes what does not.
+    """The first op that takes what agrees with the micro-batches and makes what does not.
 
     Among those that the outputs, or in training the loss, depend on through such values: samples
     may meet and part again, as where tokens are sorted by what they are sent to.
     """
-    first = one_by_one(batch, entry.signature, draws, ())[0]
-    known: dict[str, list[torch.Tensor]] = {}
+    calls = one_by_one(batch, entry.signature, draws, ())
+    known: defaultdict[str, list[list[torch.Tensor]]] = defaultdict(list)
     parted: set[str] = set()
 
     def note(op: Op, execute: Callable[[], Any]) -> Any:
         returned = execute()
-        known[op.name] = [tensor.detach().clone() for tensor in tensors_in(returned)]
+        known[op.name].append([tensor.detach().clone() for tensor in tensors_in(returned)])
         return returned
 
     def hold(op: Op, execute: Callable[[], Any]) -> Any:
         returned = execute()
-        pairs = zip(known.get(op.name, ()), tensors_in(returned), strict=False)
-        if not all(_share(*pair) for pair in pairs):
-            parted.add(op.name)
+        if op.name in beside and isinstance(returned, torch.Tensor):
+            return torch.cat([one for (one,) in known[op.name]])
+        for begin, tensors in zip(accumulate(batch.sizes, initial=0), known[op.name], strict=False):
+            start = begin / sum(batch.sizes)
+            pairs = zip(tensors, tensors_in(returned), strict=False)
+            if not all(_share(*pair, start) for pair in pairs):
+                parted.add(op.name)
         return returned
 
     names = [source.name for source in entry.signature.inputs]
-    with torch.no_grad(), first.around:
-        _interpreter(graph, entry).run(dict(zip(names, first.inputs, strict=True)), note)
-    whole = all_at_once(batch, draws, first, inner=False)
+    for call in calls:
+        with torch.no_grad(), call.around:
+            _interpreter(graph, entry).run(dict(zip(names, call.inputs, strict=True)), note)
+    whole = all_at_once(batch, draws, calls[0], inner=False)
     interpreter = _interpreter(graph, entry)
     with torch.no_grad(), whole.around:
         values = interpreter.run(dict(zip(names, whole.inputs, strict=True)), hold)
@@ -195,13 +225,18 @@ def _interpreter(graph: Graph, entry: Entry) -> Interpreter:
     return Interpreter(graph, own, entry.training)
 
 
-def _share(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a tensor is the first share of another, in the dimensions in which that is larger."""
+def _share(part: torch.Tensor, whole: torch.Tensor, start: float) -> bool:
+    """Whether a tensor is a share of another, in the dimensions in which that is larger.
+
+    Args:
+        start: where the share begins, as a part of the whole.
+    """
     if part.dim() != whole.dim():
         return True  # nothing can be said
     share = whole
     for dim, size in enumerate(part.shape):
-        share = share.narrow(dim, 0, min(size, share.shape[dim]))
+        begin = 0 if size == share.shape[dim] else round(start * share.shape[dim])
+        share = share.narrow(dim, begin, max(0, min(size, share.shape[dim] - begin)))
     if share.shape != part.shape:
         return True
     if not part.is_floating_point():

@@ -28,7 +28,7 @@ from gpipe_compiler.runtime.train.check import INPUT
 from gpipe_compiler.runtime.train.comparison import Row, dense, pack
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
-from gpipe_compiler.validate.reference import reference_of
+from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts
 from gpipe_compiler.validate.second_batch import other_batches, other_size
 
 
@@ -104,6 +104,8 @@ def validate(
         rows = tuple(
             Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
         )
+    if not per_microbatch and not all(row.passed for row in rows):
+        refuse_unlike_parts(subject, plan, seed)
     return Validation(rows, (*notes, note))
 
 

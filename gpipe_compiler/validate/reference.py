@@ -28,7 +28,7 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
-from gpipe_compiler.validate.departure import HINT, Both, departure, joined
+from gpipe_compiler.validate.departure import HINT, Both, departure, joined, where_parted
 from gpipe_compiler.validate.draws import ApartError, Draws
 from gpipe_compiler.validate.float_types import (
     double,
@@ -80,6 +80,22 @@ def reference_of(
         return expected, notes
     trained, more = work.trained(noted=bool(notes))
     return {**expected, **trained}, (*notes, *more)
+
+
+def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
+    """Says why no package could give a training step on the example, if micro-batches do not.
+
+    Raises:
+        ValidationError: naming the line where they part.
+    """
+    entry = make_entry(subject, training=False)
+    batch = batch_of(plan, entry.signature)
+    if not plan.training or len(batch.sizes) == 1:
+        return
+    work = _Work(subject, plan, batch, _shares(entry, plan, batch), seed, accepted=False)
+    if not work._trains_alike() and not work._in_double(_Work._trains_alike):
+        draws = Draws.of(work.graph, seed, training=True)
+        raise departure(work.graph, work._entry(training=True), batch, draws)
 
 
 def _shares(entry: Entry, plan: Plan, batch: MiniBatch) -> Shares:
@@ -161,7 +177,7 @@ class _Work:
         layers = touchy & batchnorm_ops(self.graph, self.subject.model)
         if layers:
             if not self.accepted and made_in_batchnorm(self.graph, self.subject.model, layers):
-                dataclasses.replace(self, frozen=True).refuse_beside(touchy - layers)
+                dataclasses.replace(self, frozen=True).refuse_beside(touchy - layers, layers)
             return self._loop(draws, self.plan.precision), (self._normalises(layers),)
         try:
             for whole, flat in self._wholes(draws):
@@ -182,11 +198,12 @@ class _Work:
                 error = departure(self.graph, self._entry(training=True), self.batch, draws)
         return self._loop(draws, self.plan.precision), self._accept(error)
 
-    def refuse_beside(self, others: Collection[str]) -> None:
+    def refuse_beside(self, others: Collection[str], layers: Collection[str]) -> None:
         """Refuses what takes the samples of a batch together in training, frozen BatchNorm apart.
 
         Args:
             others: the ops that are known to mix samples or to write, BatchNorm's own apart.
+            layers: these.
 
         Raises:
             ValidationError: naming the first of these.
@@ -203,6 +220,10 @@ class _Work:
                 return
             raise self._apart(problem) from problem
         op = next((op for op in self.graph.ops if op.name in others), None)
+        if op is None:
+            draws = Draws.of(self.graph, self.seed, training=True)
+            entry = self._entry(training=True)
+            op = where_parted(self.graph, entry, self.batch, draws, beside=layers)
         what = "something" if op is None else op.name
         raise ValidationError(
             f"what the model makes of the mini-batch in training is not what its "

@@ -207,6 +207,50 @@ class Mixed(Two):
         return self.last(0.7 * x + 0.3 * x.flip(0))  # refused: mixup
 
 
+class Rolled(Two):
+    """Contrasts every sample with the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x - 0.3 * x.roll(1, 0))  # refused: rolled
+
+
+class Exchanged(Two):
+    """The halves of a batch, exchanged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.first(x).chunk(2)
+        return self.last(torch.cat([left + 0.1 * right, right + 0.1 * left]))  # refused: exchanged
+
+
+class MixupInTraining(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            x = 0.7 * x + 0.3 * x.flip(0)  # refused: mixup_in_training
+        return self.last(x)
+
+
+class ScaledInTraining(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            x = x / x.abs().max()  # refused: scaled_in_training
+        return self.last(x)
+
+
+class BesideBatchNorm(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        if self.training:
+            x = x + 0.2 * x.flip(0)  # refused: beside_batchnorm
+        return self.last(x)
+
+
 class Gated(Two):
     """What mixes samples begins behind a gate of zero, as residual branches do."""
 
@@ -308,9 +352,14 @@ CASES = (
     mixes("positions", Index),
     mixes("by_number", ByNumber),
     mixes("reordered", Sorted),
+    mixes("mixup", Mixed),
+    mixes("rolled", Rolled),
+    mixes("exchanged", Exchanged),
+    mixes("mixup_in_training", MixupInTraining),
+    mixes("scaled_in_training", ScaledInTraining),
     Case(
-        "mixup",
-        Mixed,
+        "beside_batchnorm",
+        BesideBatchNorm,
         rows,
         F.cross_entropy,
         classes,
@@ -318,7 +367,7 @@ CASES = (
         manners=FP32_ONLY,
         expect=Refused(
             3,
-            ("flip", "another result for a micro-batch"),
+            ("flip takes the samples", "BatchNorm apart"),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",
         ),

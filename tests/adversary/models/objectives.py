@@ -212,6 +212,43 @@ def clip(output: tuple[Tensor, Tensor, Tensor], _: object) -> Tensor:
     return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
 
 
+def flooded(output: Tensor, target: Tensor) -> Tensor:
+    """The example lies above the level; micro-batches of later training do not all."""
+    return (F.cross_entropy(output, target) - 0.05).abs() + 0.05  # refused: flooded
+
+
+def flooded_tokens(output: Tensor, target: Tensor) -> Tensor:
+    kept = (target != 0).float()
+    wrong = F.cross_entropy(output, target, reduction="none") * kept
+    level = wrong.sum() / kept.sum().clamp(min=1) - 0.05
+    return level.abs() + 0.05  # refused: flooded_tokens
+
+
+def free_bits(output: Tensor, _: Tensor) -> Tensor:
+    spent = output.square().mean(0)
+    return spent.clamp(min=1e-3).sum()  # refused: free_bits
+
+
+def capped(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target).clamp(max=50.0)  # refused: capped
+
+
+def worse_of_two(output: Tensor, target: Tensor) -> Tensor:
+    one, other = F.cross_entropy(output, target), output.square().mean()
+    return torch.maximum(one, other)  # refused: worse_of_two
+
+
+def chosen_by_level(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target)
+    return torch.where(loss > 0.05, loss, 2 * loss - 0.05)  # refused: chosen_by_level
+
+
+def bounded_where_it_lies(output: Tensor, target: Tensor) -> Tensor:
+    """Bounds of each sample, and such of the mean as it never meets."""
+    each = output.square().sum(1).clamp(min=0.5, max=2.0).mean()
+    return F.relu(F.mse_loss(output[:, 0], target.float())) + each.abs().clamp(min=1e-8)
+
+
 def variance(output: Tensor, target: Tensor) -> Tensor:
     """A penalty of the deviation over the batch, as VICReg has it."""
     deviation = output.var(0).sqrt()  # refused: variance
@@ -360,6 +397,7 @@ CASES = (
         numbers,
         expect=Refused(1, ("makes a Python number",), ("keep it a tensor",)),
     ),
+    simple("bounded_where_it_lies", bounded_where_it_lies),
     simple("explained", explained, numbers),
     simple("over_rows", over_rows, numbers),
     simple("number_of_samples", number_of_samples),
@@ -378,4 +416,10 @@ CASES = (
     not_of_parts("entropy_of_mean", with_entropy),
     not_of_parts("halves", halves),
     not_of_parts("root_of_number", root_of_number),
+    not_of_parts("flooded", flooded),
+    not_of_parts("flooded_tokens", flooded_tokens),
+    not_of_parts("free_bits", free_bits),
+    not_of_parts("capped", capped),
+    not_of_parts("worse_of_two", worse_of_two),
+    not_of_parts("chosen_by_level", chosen_by_level),
 )

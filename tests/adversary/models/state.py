@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, MANNERS, SAMPLES, Case, Refused
@@ -197,6 +199,64 @@ class Quantised(nn.Module):
         return {"loss": F.cross_entropy(logits, labels) + loss, "logits": logits, "codes": nearest}
 
 
+class Remembers(nn.Module):
+    """Two layers, and what Python notes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.calls = 0
+        self.noted: dict[int, Tensor] = {}
+        self.means: deque[Tensor] = deque(maxlen=3)
+
+
+class ScalesByCalls(Remembers):
+    def forward(self, x: Tensor) -> Tensor:  # refused: scales_by_calls
+        self.calls += 1
+        return self.last(self.first(x).tanh() * self.calls)
+
+
+class WarmsUp(Remembers):
+    """Not in the first call, and in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:  # refused: warms_up
+        if self.training:
+            self.calls += 1
+        return self.last(self.first(x).tanh()) * (0.5 if self.calls < 100 else 1.0)
+
+
+class KeepsMeans(Remembers):
+    def forward(self, x: Tensor) -> Tensor:  # refused: keeps_means
+        x = self.first(x)
+        self.means.append(x.detach().mean(1).amin())
+        return self.last(x) + sum(self.means) / len(self.means)
+
+
+class CountsForNobody(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.first(x).tanh())
+
+
+class NotesTables(Remembers):
+    """A table of positions, made when it is first needed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] not in self.noted:
+            self.noted[x.shape[1]] = torch.linspace(0, 1, x.shape[1])
+        return self.last(self.first(x + self.noted[x.shape[1]]).tanh())
+
+
+class MakesParameter(Remembers):
+    def forward(self, x: Tensor) -> Tensor:  # refused: makes_parameter
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(x.shape[1]))
+        return self.last(self.first(x * self.scale).tanh())
+
+
+REMEMBERS = Refused(1, ("another call of the model", "which forward changes"), ("register_buffer",))
+
+
 def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
@@ -294,6 +354,16 @@ CASES = (
     simple("tied", Tied, quick=True),
     Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
     simple("counting", Counting),
+    simple("scales_by_calls", ScalesByCalls, expect=REMEMBERS),
+    simple("warms_up", WarmsUp, expect=REMEMBERS),
+    simple("keeps_means", KeepsMeans, expect=REMEMBERS),
+    simple("counts_for_nobody", CountsForNobody),
+    simple("notes_tables", NotesTables),
+    simple(
+        "makes_parameter",
+        MakesParameter,
+        expect=Refused(1, ("forward makes scale",), ("build_model()",)),
+    ),
     simple("frozen_parts", FrozenParts),
     simple("unused_parts", UnusedParts),
     simple("adapted", Adapted),
