@@ -145,6 +145,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
         "plan": json.loads(compiled.plan.to_json()),
         "frontier": document(compiled.frontier) if compiled.frontier else None,
         "batch": compiled.batch or None,
+        "without_effect": list(compiled.unread_inputs),
         "not_validated": compiled.not_validated or None,
         "validation": None
         if validation is None
@@ -170,7 +171,8 @@ def _print_compiled(compiled: Compiled) -> None:
         console.print(remat_table(plan))
     held, refused = compiled.validation, compiled.not_validated
     frontend = compiled.frontend.value if compiled.frontend else "onnx"
-    console.print(summary_table(plan, frontend, held, refused, compiled.batch))
+    unread = [f"input {name}" for name in compiled.unread_inputs]
+    console.print(summary_table(plan, frontend, held, refused, compiled.batch, unread))
     if directory is None:
         _say("dry run: nothing written")
         return

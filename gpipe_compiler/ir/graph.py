@@ -281,6 +281,12 @@ class Graph:
         """The values that somebody reads after the last op: those returned, and the loss."""
         return (*self.output_values, *(() if self.loss is None else (self.loss.value,)))
 
+    @property
+    def unread_inputs(self) -> tuple[str, ...]:
+        """The inputs that no op reads, and that are not returned either."""
+        read = {*self.ends, *(name for op in self.ops for name in op.inputs)}
+        return tuple(source.name for source in self.inputs if source.name not in read)
+
     @cached_property
     def loss_only(self) -> frozenset[str]:
         """Names of the ops that serve only the loss.

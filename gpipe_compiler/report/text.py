@@ -279,6 +279,7 @@ def summary_table(
     validation: ValidationResult | None,
     not_validated: str = "",
     batch: str = "",
+    unread: Sequence[str] = (),
 ) -> Table:
     """What a compile made, in a few lines.
 
@@ -287,6 +288,7 @@ def summary_table(
         validation: None where nothing was compared.
         not_validated: why not, where the user did not say so.
         batch: what there is to know about which dimensions are the batch.
+        unread: inputs on which neither outputs nor loss depend.
     """
     unvalidated = f"no: {not_validated}" if not_validated else "no"
     facts = [
@@ -295,6 +297,7 @@ def summary_table(
         ("parameters", f"{parameter_count(plan):,}"),
         ("traced by", frontend),
         *([("batch", batch)] if batch else []),
+        *([("without effect", ", ".join(unread))] if unread else []),
         *constraint_rows(plan),
         *prediction_rows(plan),
         ("validated", unvalidated if validation is None else format_validation(validation)),
