@@ -21,7 +21,7 @@ from gpipe_compiler.codegen.records import write_record
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind
+from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
@@ -264,6 +264,12 @@ def _outputs(graph: Graph) -> Argument:
                 known = graph.values.get(value)
                 batch_dim = 0 if known is None else known.batch_dim
                 return Leaf(value, batch_dim, joined.get(value, Joined.SAME))
+            case StateRef(name=value):
+                raise EmitError(
+                    f"the model returns {value} itself, a tensor that no stage makes",
+                    hint="return a copy of it (.clone()), or take it from the package: "
+                    f"Pipeline().state_dict()[{value!r}]",
+                )
             case _:
                 return item
 

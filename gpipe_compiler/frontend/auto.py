@@ -99,8 +99,9 @@ def trace_with(
         listing = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
         raise TraceError(
             f"the graph that {frontend.value} traced differs from the model: {listing}",
-            hint="something that the tracer cannot see decides what the model computes: "
-            "Python values taken from tensors, global state, or random numbers not drawn by torch",
+            hint="something that the tracer cannot see decides what the model computes: a branch "
+            "on the number of samples, Python values taken from tensors, global state, or random "
+            "numbers not drawn by torch",
         )
     return graph
 
@@ -189,6 +190,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 """What no frontend follows: how the user's line, or what they say of it, reads; and the way out."""
 
 
+_ANOTHER = "try another frontend"
+
+
 def _all_failed(met: list[tuple[Frontend, GPipeCompilerError]]) -> TraceError:
     """One error out of those of all frontends; it points at the line that most of them name."""
     lines = [
@@ -196,7 +200,8 @@ def _all_failed(met: list[tuple[Frontend, GPipeCompilerError]]) -> TraceError:
         for frontend, error in met
     ]
     errors = [error for _, error in met]
-    hint = next((error.hint for error in errors if error.hint), "")
+    hints = [error.hint for error in errors if error.hint and not error.hint.startswith(_ANOTHER)]
+    hint = hints[0] if hints else "write what the line does with torch's operators on tensors alone"
     for pattern, way_out in _KNOWN:
         telling = [error for error in errors if re.search(pattern, error.problem)]
         if telling:

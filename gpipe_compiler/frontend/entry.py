@@ -43,6 +43,7 @@ from gpipe_compiler.frontend.structure import (
     classes_in,
     describe,
     fill,
+    has_slots,
     map_tensors,
     pick,
 )
@@ -161,6 +162,8 @@ class Entry(nn.Module):
         structure = self._with_numbers(structure, count)
         found = Probe(structure, dropped, tuple(classes_in(output)))
         if not self.has_loss:
+            if dropped and not has_slots(structure):
+                raise self._no_container(dropped[0])
             return found
         leaves = pick(output, structure)
         if self.loss_fn is not None:
@@ -278,12 +281,16 @@ class Entry(nn.Module):
             if not unknown:
                 raise
             loss(0, count)  # raises what is wrong with the whole, too
-            raise ModelError(
-                f"the model returns {unknown[0]}, which is no tensor, tuple, dict or dataclass: "
-                "what is in it cannot be taken apart into micro-batches",
-                location=definition(type(self.model).forward),
-                hint=f"make {unknown[0]} a dataclass (@dataclasses.dataclass), or return a dict",
-            ) from error
+            raise self._no_container(unknown[0]) from error
+
+    def _no_container(self, cls: str) -> ModelError:
+        """The error for an output of a class that cannot be taken apart."""
+        return ModelError(
+            f"the model returns {cls}, which is no tensor, tuple, dict or dataclass: "
+            "what is in it cannot be taken apart into micro-batches",
+            location=definition(type(self.model).forward),
+            hint=f"make {cls} a dataclass (@dataclasses.dataclass), or return a dict",
+        )
 
     def _flattened(self) -> str:
         """The way out for a target whose samples lie in one dimension with something else."""

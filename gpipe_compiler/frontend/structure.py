@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import itertools
+import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -108,7 +109,8 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
         return
     cls, fields = type(output), _fields(output)
     named = tuple(getattr(output, "_fields", ())) if hasattr(output, "_make") else ()
-    if named or (fields is not None and cls is not dict):
+    torchs_own = cls.__module__ == "torch.return_types"
+    if named or torchs_own or (fields is not None and cls is not dict):
         factory = output.default_factory if isinstance(output, collections.defaultdict) else None
         where = (getattr(factory, "__module__", ""), getattr(factory, "__qualname__", ""))
         made_by = where if factory is not None else ()
@@ -120,7 +122,9 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
 
 
 def _fields(item: object) -> dict[Any, object] | None:
-    """What a dict or a dataclass holds, None for anything else."""
+    """What a dict, a dataclass or a namespace holds, None for anything else."""
+    if type(item) is types.SimpleNamespace:
+        return dict(vars(item))
     if isinstance(item, Mapping):
         plain = not dataclasses.is_dataclass(item)
         return {key: value for key, value in item.items() if plain or value is not None}

@@ -61,3 +61,22 @@ def test_an_object_of_a_plain_class() -> None:
 
     assert "returns Answer, which is no tensor, tuple, dict or dataclass" in error.problem
     assert "@dataclasses.dataclass" in error.hint
+
+
+def test_an_object_of_a_plain_class_in_inference() -> None:
+    """None would stand in its place."""
+    error = refusal(Plain(), training=False)
+
+    assert "returns Answer, which is no tensor, tuple, dict or dataclass" in error.problem
+
+
+class Sparse(Plain):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.layer(x).relu().to_sparse()
+
+
+def test_a_sparse_tensor() -> None:
+    error = refusal(Sparse(), training=False)
+
+    assert "layout torch.sparse_coo" in error.problem
+    assert ".to_dense()" in error.hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,10 @@ def _made(known: OutputClass, held: Any) -> object:
             return cls._make(held)
         plain: Any = collections.namedtuple(known.name.split(".")[-1], known.fields)  # type: ignore[misc]  # made at run time
         return plain(*held)
+    if isinstance(held, tuple):  # one of torch.return_types
+        return held if cls is None else cls(held)
+    if cls is types.SimpleNamespace:
+        return cls(**held)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         try:
             made = _dataclass(cls, held)

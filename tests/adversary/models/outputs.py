@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -101,6 +102,25 @@ class Decided(Two):
     def forward(self, x: Tensor) -> object:
         out = self.last(self.hidden(x))
         return out, out.argmax(1), out > 0, out.topk(2).indices
+
+
+class Ranked(Two):
+    """What torch returns under names of its own: `values` and `indices`."""
+
+    def forward(self, x: Tensor) -> object:
+        out = self.last(self.hidden(x))
+        return {"best": out.topk(2, 1), "sorted": [out.sort(1)], "largest": out.max(1)}
+
+
+class InNamespace(Two):
+    def forward(self, x: Tensor) -> object:
+        out = self.last(self.hidden(x))
+        return SimpleNamespace(logits=out, parts=[out * 2])
+
+
+class OwnWeight(Two):
+    def forward(self, x: Tensor) -> object:
+        return self.last(self.hidden(x)), self.last.weight
 
 
 class Early(Two):
@@ -228,6 +248,17 @@ CASES = (
         classes,
     ),
     Case("constants", Constants, rows, first, classes),
+    Case("ranked", Ranked, rows, options="--mode infer", manners=({}, {"microbatches": 3})),
+    Case("in_namespace", InNamespace, rows, options="--mode infer"),
+    Case(
+        "own_weight",
+        OwnWeight,
+        rows,
+        options="--mode infer",
+        expect=Refused(
+            1, ("returns last.weight itself",), (".clone()", "state_dict()"), at_line=False
+        ),
+    ),
     Case("batch_size", BatchSize, rows, options="--mode infer"),
     Case("only_sum", OnlySum, rows, options="--mode infer"),
     *(
