@@ -93,3 +93,18 @@ def test_impossible_plans_are_refused(graph: gpc.Graph) -> None:
         gpc.plan(graph, stages=50, cluster=CLUSTER)
     with pytest.raises(UsageError):
         gpc.plan(graph, stages=0, cluster=CLUSTER)
+
+
+def test_inputs_that_nothing_depends_on_are_told() -> None:
+    class Ignores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> object:
+            return self.layer(x), kept
+
+    given = (torch.randn(4, 4), torch.randn(4, 2), torch.randn(4, 3))
+    graph = gpc.trace(Ignores(), given, training=False)
+
+    assert graph.unread_inputs == ("mask",)

@@ -178,6 +178,8 @@ def test_the_summary_tells_what_was_validated(plan: Plan) -> None:
     assert "gradient: 161 tensors, largest difference 0 (0 of its size, 1e-03 allowed)" in text
     assert "it mixes" in text
     assert "validated        no" in plain_text(summary_table(plan, "export", None))
+    without = summary_table(plan, "export", None, unread=["input mask"])
+    assert "without effect   input mask" in plain_text(without)
 
 
 @pytest.mark.parametrize(
