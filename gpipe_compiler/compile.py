@@ -91,11 +91,6 @@ class Compiled:
         """The graph of the plan, its values described at the size of a micro-batch."""
         return self.plan.graph
 
-    @property
-    def unread_inputs(self) -> tuple[str, ...]:
-        """The inputs on which nothing that is returned, nor the loss, depends."""
-        return () if self.graph is None else self.graph.unread_inputs
-
     def __str__(self) -> str:
         return f"{format_plan(self.plan)}\n{self.directory or 'dry run: nothing written'}"
 

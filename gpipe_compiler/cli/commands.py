@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -145,7 +146,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
         "plan": json.loads(compiled.plan.to_json()),
         "frontier": document(compiled.frontier) if compiled.frontier else None,
         "batch": compiled.batch or None,
-        "without_effect": list(compiled.unread_inputs),
+        "without_effect": list(_unread(compiled.plan)),
         "not_validated": compiled.not_validated or None,
         "validation": None
         if validation is None
@@ -155,6 +156,11 @@ def _document(compiled: Compiled) -> dict[str, object]:
             "notes": list(validation.notes),
         },
     }
+
+
+def _unread(plan: Plan) -> Sequence[str]:
+    """The inputs on which neither what is returned nor the loss depends."""
+    return () if plan.graph is None else plan.graph.unread_inputs
 
 
 def _print_compiled(compiled: Compiled) -> None:
@@ -171,7 +177,7 @@ def _print_compiled(compiled: Compiled) -> None:
         console.print(remat_table(plan))
     held, refused = compiled.validation, compiled.not_validated
     frontend = compiled.frontend.value if compiled.frontend else "onnx"
-    unread = [f"input {name}" for name in compiled.unread_inputs]
+    unread = [f"input {name}" for name in _unread(plan)]
     console.print(summary_table(plan, frontend, held, refused, compiled.batch, unread))
     if directory is None:
         _say("dry run: nothing written")

@@ -60,6 +60,8 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: object) ->
         items = [map_tensors(change, item) for item in tree]
         if isinstance(tree, tuple) and hasattr(tree, "_make"):
             return tree._make(items)
+        if _is_torchs(tree):
+            return type(tree)(items)
         return items if isinstance(tree, list) else tuple(items)
     if type(tree) is dict:
         return {key: map_tensors(change, item) for key, item in tree.items()}
@@ -109,8 +111,7 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
         return
     cls, fields = type(output), _fields(output)
     named = tuple(getattr(output, "_fields", ())) if hasattr(output, "_make") else ()
-    torchs_own = cls.__module__ == "torch.return_types"
-    if named or torchs_own or (fields is not None and cls is not dict):
+    if named or _is_torchs(output) or (fields is not None and cls is not dict):
         factory = output.default_factory if isinstance(output, collections.defaultdict) else None
         where = (getattr(factory, "__module__", ""), getattr(factory, "__qualname__", ""))
         made_by = where if factory is not None else ()
@@ -119,6 +120,11 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
         fields = dict(enumerate(output))
     for key, item in (fields or {}).items():
         yield from classes_in(item, (*path, key))
+
+
+def _is_torchs(item: object) -> bool:
+    """Whether it is one of torch's own tuples, as `topk` returns them."""
+    return type(item).__module__ == "torch.return_types"
 
 
 def _fields(item: object) -> dict[Any, object] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ def items_of(
     """All of one type in a nest of tuples, lists and dicts, with the way to each.
 
     Args:
-        objects: whether to look into dataclasses too, by the names of their fields.
+        objects: whether to look into dataclasses and namespaces too, by the names of their fields.
     """
     if isinstance(nest, kind):
         yield path, nest
@@ -39,3 +40,5 @@ def items_of(
         for field in dataclasses.fields(nest):
             value = getattr(nest, field.name)
             yield from items_of(value, kind, (*path, field.name), objects=objects)
+    elif objects and isinstance(nest, types.SimpleNamespace):
+        yield from items_of(vars(nest), kind, path, objects=objects)

@@ -227,8 +227,8 @@ CASES = (
         sizes=(8,),
         manners=FP32_ONLY,
         expect=Refused(
-            3,
-            ("fake_quant", "another result for a micro-batch"),
+            1,
+            ("fake_quant", "together"),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",
             at_line=False,
