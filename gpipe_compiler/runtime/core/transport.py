@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -118,7 +119,7 @@ class LocalEndpoint:
 
 
 class Workers(Generic[T]):
-    """Threads that run one task each per round; they end with `close`, or when nobody has them.
+    """Threads that run one task each per round; `close` joins them.
 
     Args:
         devices: where each of them computes; a single worker is the calling thread itself.
@@ -126,12 +127,22 @@ class Workers(Generic[T]):
     """
 
     def __init__(self, devices: Sequence[torch.device], threads: int | None) -> None:
-        self._threads = threads
-        self._pools = [
-            ThreadPoolExecutor(1, f"stage-{number}", _begin, (device, threads))
-            for number, device in enumerate(devices if len(devices) > 1 else ())
-        ]
-        self._closed = False
+        count = len(devices)
+        self.count = count
+        self.threads = threads
+        self.tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self.pool: list[threading.Thread] = []
+        if count > 1:
+            self.tasks = [queue.SimpleQueue() for _ in range(count)]
+            self.pool = [
+                threading.Thread(
+                    target=_serve, args=(tasks, device, threads), name=f"stage-{i}", daemon=True
+                )
+                for i, (tasks, device) in enumerate(zip(self.tasks, devices, strict=True))
+            ]
+            for thread in self.pool:
+                thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self.tasks, self.pool)
 
     def run(self, tasks: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
         """Run all tasks at once and return what they return.
@@ -142,38 +153,72 @@ class Workers(Generic[T]):
         Raises:
             the first exception of a task, with its traceback, after all tasks have ended.
         """
-        if not self._pools:
+        if not self.pool:
             return [task() for task in tasks]
-        if self._closed:
+        if not self._finalizer.alive:
             raise TransportError("the pipeline is closed")
-        with intra_op_threads(self._threads):
-            futures = [pool.submit(task) for pool, task in zip(self._pools, tasks, strict=True)]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                # One has failed, or Ctrl-C has come: the others have to end first.
-                if not all(future.done() for future in futures):
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        results: list[T | None] = [None] * len(tasks)
+        failures: list[BaseException] = []
+
+        def wrap(index: int) -> Callable[[], None]:
+            def work() -> None:
+                try:
+                    results[index] = tasks[index]()
+                except _AbortedError:
+                    pass
+                except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+                    failures.append(error)
                     abort()
-                    wait(futures)
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None and not isinstance(error, _AbortedError):
-                raise error
-        return [future.result() for future in futures]
+                finally:
+                    ended.put(index)
+
+            return work
+
+        with intra_op_threads(self.threads):
+            for index, channel in enumerate(self.tasks):
+                channel.put(wrap(index))
+            left = len(tasks)
+            try:
+                while left:
+                    ended.get()
+                    left -= 1
+            except BaseException:  # Ctrl-C while waiting: the threads have to end first
+                abort()
+                for _ in range(left):
+                    ended.get()
+                raise
+        if failures:
+            raise failures[0]
+        return results  # type: ignore[return-value]  # without failures every task has returned
 
     def close(self) -> None:
         """End and join the threads."""
-        self._closed = True
-        for pool in self._pools:
-            pool.shutdown()
+        self._finalizer()
 
 
-def _begin(device: torch.device, threads: int | None) -> None:
+def _serve(
+    tasks: queue.SimpleQueue[Callable[[], None] | None], device: torch.device, threads: int | None
+) -> None:
     if device.type == "cuda":
         # What the model makes on "cuda" is to be on this GPU.
         torch.cuda.set_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _stop(
+    tasks: Sequence[queue.SimpleQueue[Callable[[], None] | None]],
+    pool: Sequence[threading.Thread],
+) -> None:
+    for channel in tasks:
+        channel.put(None)
+    for thread in pool:
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 class DistributedEndpoint:
