@@ -31,9 +31,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.memory.allocator import CachingAllocator, Footprint
 from gpipe_compiler.passes.dry_run import storage_key, tensors_in
-from gpipe_compiler.passes.watch import DispatchWatch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

@@ -41,8 +41,8 @@ from gpipe_compiler.options import (
     LossChoice,
     Policy,
 )
+from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
-from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan

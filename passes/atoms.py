@@ -8,8 +8,7 @@ from functools import cached_property
 
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
-from gpipe_compiler.passes.effects import Effects
-from gpipe_compiler.passes.precedence import Pair, around_writes, written_memory
+from gpipe_compiler.passes.effects import Effects, Pair, around_writes, written_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,13 +80,6 @@ class ShortenedGraph:
             values={},
         )
 
-    def per_value(self, table: Mapping[str, T]) -> dict[str, T]:
-        """A table by value of the short graph as one of the whole graph, in its order."""
-        pairs = [(source.name, source.name) for source in self.graph.inputs]
-        for op, told, _ in self.known():
-            pairs.extend(zip(op.outputs, self.short.op_of[told].outputs, strict=True))
-        return {name: table[told] for name, told in pairs if told in table}
-
     def known(self) -> Iterator[tuple[Op, str, Meaning]]:
         """Every op, the op of the short graph that stands for it, and how names change with it."""
         position = 0

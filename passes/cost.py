@@ -16,11 +16,11 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from gpipe_compiler.cluster import Arithmetic, Device
+from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.blocks import shortest
 from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
-from gpipe_compiler.passes.watch import DispatchWatch
 
 _aten = torch.ops.aten
 

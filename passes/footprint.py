@@ -1,11 +1,18 @@
-"""The memory of the state of a stage, and the time of its update."""
+"""The memory of the state of a stage and of its optimizer, and the time of its update."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
 from gpipe_compiler.cluster import Device, Link
 from gpipe_compiler.ir import Graph, State
-from gpipe_compiler.options import AnyOptimizer, copies_of, remembered_bytes
+from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
+from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.wording import said
 
 
 def held_bytes(graph: Graph, state: State, optimizer: AnyOptimizer) -> int:
@@ -33,3 +40,34 @@ def update_s_per_byte(device: Device, optimizer: AnyOptimizer, replicas: int, li
     """
     steps = (3 + 2 * copies_of(optimizer)) / device.memory_bandwidth
     return steps + 2 * (replicas - 1) / replicas / link.bandwidth
+
+
+# --- an optimizer of the user's own ---------------------------------------------------------------
+
+
+def own_optimizer(graph: Graph, make: Callable[..., object]) -> OwnOptimizer | str:
+    """What the optimizer of the user's file remembers of every parameter; or why that is not known.
+
+    Seen in a step on parameters without memory.
+    """
+    trained = [state for state in graph.state.values() if state.requires_grad]
+    parameters = {state.name: _parameter(state) for state in trained}
+    try:
+        optimizer = make(list(parameters.values()))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return f"it makes {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+        optimizer.step()
+    except Exception as error:  # noqa: BLE001  # whatever the user's code raises
+        return said(error)
+    remembered = {
+        name: sum(t.numel() * t.element_size() for t in tensors_in(optimizer.state[parameter]))
+        for name, parameter in parameters.items()
+    }
+    whole = sum(state.bytes for state in trained) or 1
+    return OwnOptimizer(type(optimizer).__name__, remembered, sum(remembered.values()) / whole)
+
+
+def _parameter(state: State) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(state.shape, dtype=state.dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    return parameter

@@ -18,7 +18,7 @@ from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall,
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.blocks import NameKind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.effects import Effects
+from gpipe_compiler.passes.effects import Effects, written_memory
 from gpipe_compiler.passes.inplace_variants import (
     Variant,
     functional,
@@ -28,7 +28,6 @@ from gpipe_compiler.passes.inplace_variants import (
     variants,
 )
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
-from gpipe_compiler.passes.precedence import written_memory
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.quiet import quiet
 
@@ -288,7 +287,7 @@ def _tried(graph: Graph, chosen: Chosen) -> tuple[Graph | None, frozenset[str]]:
 def _keeps_a_copy(run: ObservedRun, op: Op) -> bool:
     names = (name for name in (*op.inputs, *op.outputs) if name in run.values)
     seen = {storage for name in names for storage in run.values[name].storages}
-    saved = (item.storage for item in run.ops[op.name].saved)
+    saved = run.ops[op.name].saved
     return any(s not in seen and s.name.kind is not NameKind.STATE for s in saved)
 
 

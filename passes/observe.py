@@ -74,22 +74,14 @@ class SeenValue:
         return self.storages[0] if self.form is not None else None
 
 
-class SavedForBackward(NamedTuple):
-    """A tensor that autograd keeps of an op for its backward."""
-
-    storage: Storage
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True, slots=True)
 class SeenOp:
     """An op as it ran on fake tensors, which have no workspaces.
 
     Attributes:
         written: storages, there before the op, that it writes.
-        saved: each form once. What a custom autograd function hides in its `ctx` without
-            `save_for_backward` is not seen.
+        saved: storages that autograd keeps for its backward. What a custom autograd function hides
+            in its `ctx` without `save_for_backward` is not seen.
         early: whether all that it saves is saved before its kernel runs.
         peak: bytes above those before it, at most, with what it makes; the model's state and casts
             of it are not counted.
@@ -98,7 +90,7 @@ class SeenOp:
     """
 
     written: frozenset[Storage]
-    saved: tuple[SavedForBackward, ...]
+    saved: tuple[Storage, ...]
     early: bool
     peak: int
     kept: int
@@ -140,8 +132,8 @@ class ObservedRun:
         """The ops that autograd keeps each storage for."""
         found: dict[Storage, set[str]] = {}
         for name, op in self.ops.items():
-            for saved in op.saved:
-                found.setdefault(saved.storage, set()).add(name)
+            for storage in op.saved:
+                found.setdefault(storage, set()).add(name)
         return {storage: frozenset(names) for storage, names in found.items()}
 
 
@@ -205,9 +197,7 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
             continue
         ops[op.name] = SeenOp(
             frozenset(s for s in map(names.get, found.written) if s in before),
-            tuple(
-                SavedForBackward(names.of(key), shape, dtype) for key, shape, dtype in found.saved
-            ),
+            tuple(map(names.of, found.saved)),
             bool(found.saved) and not found.kernels_before,
             found.most,
             found.kept,
@@ -345,7 +335,5 @@ def _op_as(op: SeenOp, meaning: Meaning) -> SeenOp:
     return replace(
         op,
         written=frozenset(_storage_as(s, meaning) for s in op.written),
-        saved=tuple(
-            SavedForBackward(_storage_as(s, meaning), shape, dtype) for s, shape, dtype in op.saved
-        ),
+        saved=tuple(_storage_as(s, meaning) for s in op.saved),
     )

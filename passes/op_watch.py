@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.passes.dry_run import storage_key, tensors_in
-from gpipe_compiler.passes.watch import DispatchWatch
 from gpipe_compiler.runtime.core.random import draws
 
 _UNDECLARED: Mapping[torch._ops.OpOverload, tuple[tuple[int, ...], int]] = {
@@ -48,7 +48,7 @@ class OpNotes:
 
     before: int
     written: set[int] = field(default_factory=set)
-    saved: dict[tuple[int, tuple[int, ...], torch.dtype], None] = field(default_factory=dict)
+    saved: dict[int, None] = field(default_factory=dict)
     kernels: list[KernelRun] = field(default_factory=list)
     drawn: list[tuple[int, ...]] = field(default_factory=list)
     ran: int = 0
@@ -97,7 +97,7 @@ class OpWatch(DispatchWatch):
         if key not in self._kept:
             self._kept.add(key)
             self.alive.setdefault(self._op, []).append(tensor.untyped_storage())
-        notes.saved[key, tuple(tensor.shape), tensor.dtype] = None
+        notes.saved[key] = None
         notes.kernels_before = notes.ran
         return tensor
 

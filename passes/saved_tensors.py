@@ -1,4 +1,4 @@
-"""The tensors that autograd saves of each op for its backward.
+"""The tensors that autograd saves of each op for its backward, and the memory of each forward.
 
 They are observed, not estimated: real autograd saves them in one forward on fakes (`observe`).
 """
@@ -8,33 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import Graph, ModuleCall
-from gpipe_compiler.passes.observe import Storage, observed
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.passes.observe import SeenOp, SeenValue, Storage, observed
 
 _NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor that autograd keeps of an op.
-
-    Attributes:
-        op: the op whose backward asks for it.
-        storage: the number of the storage that it looks into; that may be larger, and kept by other
-            ops too.
-        module: path of the module whose forward makes the call.
-        source: the user's line, where it is known.
-    """
-
-    op: str
-    storage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    module: str
-    source: SourceLocation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +34,12 @@ class SavedTensors:
         early: the ops that save all they save before their kernel runs, as products of matrices and
             convolutions do. Made again for what it saves (and that need not be), such an op need
             not run.
-        tensors: all that is kept, tensor by tensor, in the order of the ops; what an op saves twice
-            alike is told once.
     """
 
     by_op: Mapping[str, frozenset[int]] = field(default_factory=dict)
     bytes: Mapping[int, int] = field(default_factory=dict)
     by_value: Mapping[str, frozenset[int]] = field(default_factory=dict)
     early: frozenset[str] = frozenset()
-    tensors: tuple[SavedTensor, ...] = ()
 
     def saved_bytes(self, ops: Iterable[str]) -> int:
         """Bytes that a stage of these ops keeps for one micro-batch; a shared storage once."""
@@ -99,19 +73,13 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
 
     by_op: dict[str, frozenset[int]] = {}
     by_value: dict[str, frozenset[int]] = {}
-    tensors: list[SavedTensor] = []
     for source in graph.inputs:
         looked_into(source.name)
     for op in graph.ops:
         seen = run.ops.get(op.name)
-        saved = () if seen is None else [item for item in seen.saved if not item.storage.own]
+        saved = () if seen is None else [storage for storage in seen.saved if not storage.own]
         if saved:
-            by_op[op.name] = frozenset(number(item.storage) for item in saved)
-            module = op.call.module if isinstance(op.call, ModuleCall) else op.module
-            tensors.extend(
-                SavedTensor(op.name, number(storage), shape, dtype, module, op.source)
-                for storage, shape, dtype in saved
-            )
+            by_op[op.name] = frozenset(map(number, saved))
         for value in op.outputs:
             looked_into(value)
     return SavedTensors(
@@ -119,5 +87,50 @@ def _saved_tensors(graph: Graph) -> SavedTensors:
         {number: storage.bytes for storage, number in numbers.items()},
         by_value,
         frozenset(name for name in by_op if run.ops[name].early),
-        tuple(tensors),
     )
+
+
+# --- op by op -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """The memory of an op.
+
+    Attributes:
+        saved: those of the values that it reads and makes whose memory autograd keeps for it. What
+            a custom autograd function hides in its `ctx` without `save_for_backward` is not seen.
+        sizes: bytes of the storages of its outputs; 0 for what is no tensor, or the model's own.
+        peak: bytes above those before it, at most, with what it makes.
+        kept: bytes that stay after it in no value.
+    """
+
+    saved: frozenset[str]
+    sizes: tuple[int, ...]
+    peak: int
+    kept: int
+
+
+def runs_of(graph: Graph) -> Mapping[str, OpRun]:
+    """Every op that runs in the graph's own mode, by name: training where there is a loss.
+
+    Raises:
+        ModelError: naming the op that cannot run.
+    """
+    run = observed(graph)
+
+    def size(value: SeenValue) -> int:
+        storage = value.storage
+        return 0 if storage is None or storage.own else storage.bytes
+
+    def told(op: Op, seen: SeenOp) -> OpRun:
+        saved = set(seen.saved)
+        values = (name for name in (*op.inputs, *op.outputs) if name in run.values)
+        return OpRun(
+            frozenset(name for name in values if run.values[name].storage in saved),
+            tuple(size(run.values[value]) for value in op.outputs),
+            seen.peak,
+            seen.kept,
+        )
+
+    return {op.name: told(op, run.ops[op.name]) for op in graph.ops if op.name in run.ops}

@@ -16,9 +16,8 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import reading
-from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.effects import Effects, effects, must_run_in_place
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
-from gpipe_compiler.passes.precedence import must_run_in_place
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision
 

@@ -17,7 +17,7 @@ from gpipe_compiler.codegen.expressions import runs_again
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.blocks import BlockCall, Part
 from gpipe_compiler.ir.classes import MethodBlocks
-from gpipe_compiler.passes.op_runs import OpRun
+from gpipe_compiler.passes.saved_tensors import OpRun
 
 NO_OTHERS: Mapping[int, int] = MappingProxyType({})
 

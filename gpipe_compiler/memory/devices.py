@@ -11,8 +11,7 @@ from torch import nn
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.action_delta import ActionDeltas
-from gpipe_compiler.memory.growing import grown
-from gpipe_compiler.memory.holders import holders_at
+from gpipe_compiler.memory.holders import grown, holders_at
 from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.options import (

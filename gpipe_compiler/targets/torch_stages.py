@@ -18,8 +18,8 @@ from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions, Frontend
+from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
-from gpipe_compiler.passes.own_optimizer import own_optimizer
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart

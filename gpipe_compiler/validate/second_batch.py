@@ -16,9 +16,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Input
-from gpipe_compiler.passes.watch import DispatchWatch
 
 _IGNORED = 0.3
 """The share of targets that become the index which the loss ignores."""

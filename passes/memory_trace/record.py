@@ -30,7 +30,7 @@ class PartInputs:
     """What a part reads of others.
 
     Attributes:
-        tensors: fake tensors like those it receives, by name.
+        tensors: meta tensors like those it receives, by name.
         sizes: values that are no tensors.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +15,6 @@ from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
-from gpipe_compiler.passes.blocks import ShortenedGraph, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
@@ -24,6 +22,7 @@ from gpipe_compiler.passes.memory_trace.expand import expanded
 from gpipe_compiler.passes.memory_trace.part import GraphPart
 from gpipe_compiler.passes.memory_trace.record import PartInputs, record
 from gpipe_compiler.passes.memory_trace.shorten import Shortening
+from gpipe_compiler.passes.observe import Form, ObservedRun, observed
 from gpipe_compiler.passes.random_ops import random_ops
 
 
@@ -131,7 +130,7 @@ class MemoryTraces:
         states = {name: index for index, name in enumerate(part.states)}
 
         def read(name: str) -> Hashable:
-            return number[name] if name in number else repr(self._read(name))
+            return number[name] if name in number else repr(self._observed.values[name].plain)
 
         ops = tuple(
             (
@@ -141,10 +140,8 @@ class MemoryTraces:
             )
             for op in part.ops
         )
-        received = tuple(
-            (tuple(tensor.shape), tensor.stride(), tensor.dtype, self._trains(name))
-            for name, tensor in ((name, self._read(name)) for name in part.inputs)
-        )
+        forms = ((self._form_of(name), self._trains(name)) for name in part.inputs)
+        received = tuple((form.shape, form.stride, form.dtype, trains) for form, trains in forms)
         ends = (part.results, part.returned, () if part.loss is None else (part.loss,))
         writes = tuple(states[name] for name in part.writes)
         handed = tuple(tuple(map(read, names)) for names in ends)
@@ -166,38 +163,26 @@ class MemoryTraces:
         read = {name for op in part.ops for name in op.inputs}.union(part.outputs)
         missing = read.difference(made, part.inputs)
         return PartInputs(
-            {name: self._value(name) for name in part.inputs},
-            {name: self._value(name) for name in missing},
+            {name: self._tensor(name) for name in part.inputs},
+            {name: self._observed.values[name].plain for name in missing},
         )
 
-    def _value(self, name: str) -> Any:
-        value = self._read(name)
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.detach().requires_grad_(self._trains(name))
+    def _tensor(self, name: str) -> torch.Tensor:
+        form = self._form_of(name)
+        made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+        return made.requires_grad_(self._trains(name))
 
-    def _read(self, name: str) -> Any:
-        return self._environment[self._told.get(name, name)]
+    def _form_of(self, name: str) -> Form:
+        form = self._observed.values[name].form
+        assert form is not None  # nothing else is received
+        return form
 
     def _trains(self, name: str) -> bool:
         return self.graph.loss is not None and self.graph.values[name].requires_grad
 
     @cached_property
-    def _environment(self) -> Mapping[str, Any]:
-        """Every value of the short form of the graph."""
-        short = shortest(self.graph)
-        return DryRun.of(short, training=self.graph.loss is not None).run(self.batch_size)
-
-    @cached_property
-    def _told(self) -> Mapping[str, str]:
-        """For each value the one of the short graph that stands for it."""
-        blocks = ShortenedGraph.of(self.graph)
-        if blocks is None:
-            return {}
-        short = blocks.short
-        names = {source.name: source.name for source in short.inputs}
-        names.update({name: name for op in short.ops for name in op.outputs})
-        return blocks.per_value(names)
+    def _observed(self) -> ObservedRun:
+        return observed(self.graph, self.batch_size)
 
     @cached_property
     def _random_ops(self) -> Mapping[str, int]:

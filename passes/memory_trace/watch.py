@@ -15,9 +15,9 @@ from torch.autograd.graph import Node
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.passes.allocation_trace import NO_OP, StorageEvent
-from gpipe_compiler.passes.memory_trace.sums import EngineSums
 from gpipe_compiler.passes.memory_trace.unwatched import (
     REPLAYED,
+    EngineSums,
     formula_in_place,
     of_sparse,
     parts,

@@ -24,17 +24,15 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.passes.positions.coordinates import (
     Cases,
+    Content,
     Element,
+    Reading,
     UnknownError,
+    as_cases,
+    as_condition,
     coordinate,
     negated,
     number,
-)
-from gpipe_compiler.passes.positions.elements import (
-    Content,
-    Reading,
-    as_cases,
-    as_condition,
     up_to,
 )
 from gpipe_compiler.passes.positions.rules import COMPUTING, MOVING

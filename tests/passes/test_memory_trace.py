@@ -337,16 +337,6 @@ def saved_sizes(known: Any, names: list[str]) -> list[int]:
     return [known.bytes[number] for number in numbers]
 
 
-def test_saved_tensors_are_told_with_module_and_line() -> None:
-    graph = language(1)
-    table = saved_tensors(graph)
-
-    assert {t.storage for t in table.tensors} == set().union(*table.by_op.values())
-    normed = [t for t in table.tensors if t.module == "layers.0.norm"]
-    assert {t.shape for t in normed} == {(4, 6, WIDTH), (4, 6, 1)}
-    assert all(t.source is not None and t.source.file.endswith(".py") for t in normed)
-
-
 def test_stages_of_equal_structure_share_their_tapes() -> None:
     graph = language(4)
     memory_traces = MemoryTraces(graph)

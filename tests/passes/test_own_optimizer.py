@@ -14,7 +14,7 @@ from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Frontend, OwnOptimizer, Policy
-from gpipe_compiler.passes.own_optimizer import own_optimizer
+from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import OptimizerKind
 

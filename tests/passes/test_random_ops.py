@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.ir import ByMode, Ref
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.watch import DispatchWatch
 from gpipe_compiler.runtime.core.random import draws
 
 
