@@ -123,9 +123,6 @@ def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
 
     Kernels are seen once, as the host dispatches them on fake tensors, and priced for every device;
     in train mode with their backward when the graph has a loss.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     run = DryRun.of(shortest(graph), training=graph.loss is not None)
     tables = [{op.name: OpCost() for op in graph.ops} for _ in devices]

@@ -22,9 +22,6 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     grows with the samples and what it returns does not double: BatchNorm returns its statistics,
     one for each channel, while those of InstanceNorm and LayerNorm grow with the samples. Not seen
     is what mixes samples and keeps their number: a softmax, a sum or a shift along the batch.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     once, twice = (observed(graph, times * graph.batch_size).ops for times in (1, 2))
     found = (name for name, op in once.items() if _mix(op.kernels, twice[name].kernels))

@@ -39,9 +39,6 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
 
     Args:
         run: of the graph, or of its short form (`passes.blocks`).
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     environment = run.run(graph.batch_size)
     forms = OpForms(run.graph)

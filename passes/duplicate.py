@@ -36,9 +36,6 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
     the model asked: `x.size(0)` becomes `h.size(0)`. Found by running at the graph's batch size and
     at twice that. A number that follows from the batch in another way, such as `n + 1`, has no
     template, so it is computed from those that do.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     if all(value.kind is ValueKind.TENSOR for value in graph.values.values()):
         return {}
@@ -80,9 +77,6 @@ def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:
     and, where they run in both modes, all that follow from such numbers, constants and buffers
     that nobody writes, as long as they are not random, need no gradient, and write in place only
     what is theirs.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     templates = shape_values(graph)
     randoms = random_ops(graph)

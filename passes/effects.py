@@ -65,11 +65,7 @@ class Effects:
 
 
 def effects(graph: Graph) -> Effects:
-    """The effects of every op in its mode, found by watching a run on fake tensors.
-
-    Raises:
-        ModelError: naming the op that cannot run.
-    """
+    """The effects of every op in its mode, found by watching a run on fake tensors."""
     return graph.once("effects", lambda: _effects(graph))
 
 

@@ -1,6 +1,6 @@
 """Ops that have a variant which writes its result over an operand, and ops whose result may go so.
 
-Twins give the same bits, forward and backward. Dropout is none of them: out of place, a GPU keeps a
+They give the same bits, forward and backward. Dropout is none of them: out of place, a GPU keeps a
 mask of one byte per element and draws it in a fused kernel; in place, it draws other numbers, and
 keeps them in the type of the operand.
 """
@@ -39,35 +39,31 @@ class Variant:
     spec: ModuleSpec | None = None
 
 
-_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU})
+_SAME_GRADIENT: Mapping[type[nn.Module], Callable[..., Any]] = {
+    nn.ReLU: F.relu,
+    nn.ReLU6: F.relu6,
+    nn.Hardtanh: F.hardtanh,
+    nn.LeakyReLU: F.leaky_relu,
+}
 """The gradient in place is that out of place: what is above zero in the argument is so in the
 result, and what is between the ends of a hard tanh too."""
 
-_MODULES_WITHOUT_GRADIENT = _MODULES | {
-    nn.CELU,
-    nn.ELU,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Mish,
-    nn.SELU,
-    nn.SiLU,
-    nn.Threshold,
+_WITHOUT_GRADIENT: Mapping[type[nn.Module], Callable[..., Any]] = {
+    **_SAME_GRADIENT,
+    nn.CELU: F.celu,
+    nn.ELU: F.elu,
+    nn.Hardsigmoid: F.hardsigmoid,
+    nn.Hardswish: F.hardswish,
+    nn.Mish: F.mish,
+    nn.SELU: F.selu,
+    nn.SiLU: F.silu,
+    nn.Threshold: F.threshold,
 }
 """For a gradient these would keep a copy of the operand, or compute it in another way."""
 
-_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
-    {F.relu, F.relu6, F.hardtanh, F.leaky_relu},
+_ACTIVATIONS, _ACTIVATIONS_WITHOUT_GRADIENT = (
+    frozenset[object]({*table, *table.values()}) for table in (_SAME_GRADIENT, _WITHOUT_GRADIENT)
 )
-_FUNCTIONS_WITHOUT_GRADIENT = _FUNCTIONS | {
-    F.celu,
-    F.elu,
-    F.hardsigmoid,
-    F.hardswish,
-    F.mish,
-    F.selu,
-    F.silu,
-    F.threshold,
-}
 
 _METHODS = frozenset({"exp", "masked_fill", "neg", "relu", "sigmoid", "sqrt", "tanh"})
 """Methods that have an in-place variant, and keep for a gradient at most the result."""
@@ -99,6 +95,7 @@ _BINARY: Mapping[Callable[..., Any], str] = {
 def variants(graph: Graph, op: Op) -> Iterator[Variant]:
     """The variants of an op, the one that reads most like it first."""
     training = graph.loss is not None
+    activations = _ACTIVATIONS if training else _ACTIVATIONS_WITHOUT_GRADIENT
     made = op.call
     name = _binary(made)
     if name:
@@ -107,13 +104,11 @@ def variants(graph: Graph, op: Op) -> Iterator[Variant]:
     match made:
         case ModuleCall(module=path, args=(Ref(name=operand),)) if not made.kwargs:
             spec = graph.modules[path]
-            classes = _MODULES if training else _MODULES_WITHOUT_GRADIENT
-            if spec.cls in classes and not _passes_inplace(spec.cls, spec.args, spec.kwargs):
+            if spec.cls in activations and not _passes_inplace(spec.cls, spec.args, spec.kwargs):
                 kwargs = {**spec.kwargs, "inplace": True}
                 yield Variant(operand, made, spec=dataclasses.replace(spec, kwargs=kwargs))
         case FunctionCall(function=function, args=(Ref(name=operand), *_)):
-            functions = _FUNCTIONS if training else _FUNCTIONS_WITHOUT_GRADIENT
-            if function in functions and not _passes_inplace(function, made.args, made.kwargs):
+            if function in activations and not _passes_inplace(function, made.args, made.kwargs):
                 kwargs = {**made.kwargs, "inplace": True}
                 yield Variant(operand, dataclasses.replace(made, kwargs=kwargs))
             elif function in _METHOD_OF:
@@ -209,8 +204,7 @@ _NEW: frozenset[object] = frozenset(
 
 _NEW_BUT_KEPT: frozenset[object] = frozenset(
     {
-        *_MODULES_WITHOUT_GRADIENT,
-        *_FUNCTIONS_WITHOUT_GRADIENT,
+        *_ACTIVATIONS_WITHOUT_GRADIENT,
         *_METHODS_WITHOUT_GRADIENT,
         *_METHOD_OF,
         *(nn.GELU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax),
@@ -253,7 +247,7 @@ def half_precision(graph: Graph) -> frozenset[str]:
         made = called in _CONVOLUTIONS or called in _PRODUCTS
         if called in _ARITHMETIC:
             made = half(op.call.args)
-        elif called in _TYPE_FOLLOWS or called in _MODULES or called in _FUNCTIONS:
+        elif called in _TYPE_FOLLOWS or called in _ACTIVATIONS:
             made = half(op.call.args[:1])
         if made:
             found.update(op.outputs)

@@ -8,7 +8,6 @@ over the graph. What it does not know cannot be put together, and counts as `Joi
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.ir import (
     Argument,
-    FunctionCall,
     Graph,
     ModuleCall,
     Op,
@@ -31,7 +29,8 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import BatchMultiple, value_names
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_terms import verb
+from gpipe_compiler.passes.loss_functions import loss_options, reduction_option
+from gpipe_compiler.passes.loss_terms import MOVES, verb
 from gpipe_compiler.runtime.spec import Joined
 
 
@@ -73,14 +72,7 @@ _AGAIN: Mapping[Joined, frozenset[str]] = {
 }
 """Reductions over further dimensions that change nothing."""
 
-_SAME = frozenset(
-    {
-        *("reshape", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
-        *("contiguous", "clone", "detach", "permute", "transpose", "t", "getitem", "select"),
-        *("narrow", "stack", "cat", "concat", "concatenate", "movedim", "alias"),
-        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "type_convert"),
-    }
-)
+_SAME = MOVES | {"unflatten", "narrow", "concat", "concatenate", "movedim", "alias", "type_convert"}
 """What moves elements, or changes their type."""
 
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
@@ -89,24 +81,6 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow"})
 
 _RISING = frozenset({"exp", "log", "log1p", "sqrt", "relu", "sigmoid", "tanh"})
 """What keeps the order of numbers."""
-
-_MEAN_LOSSES = frozenset(
-    {
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-    }
-)
-"""Losses of torch whose mean is over all elements."""
-
-_MEAN_LOSS_MODULES = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.SoftMarginLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-)
 
 _FLIPPED = {Joined.MAX: Joined.MIN, Joined.MIN: Joined.MAX}
 
@@ -181,10 +155,10 @@ class _Walk:
     def _op(self, op: Op, found: Mapping[str, _Way]) -> _Way:
         """What an op makes, if it has no batch dimension; of one that has, whether it mixes."""
         ways = {found[name] for name in op.inputs} - {Joined.SAME}
-        if not ways or _verb(op).startswith("new_"):
+        if not ways or verb(op).startswith("new_"):
             return Joined.SAME
         if self._makes_rows(op):
-            counted = _Other.COUNT in ways and _verb(op) in _ARITHMETIC
+            counted = _Other.COUNT in ways and verb(op) in _ARITHMETIC
             mixes = counted or ways - {_Other.ROWS, _Other.COUNT}
             return _Other.MIXED if mixes else _Other.ROWS
         named = {found[name] for item in op.call.kwargs.values() for name in value_names(item)}
@@ -206,14 +180,13 @@ class _Walk:
 
     def _reduced(self, op: Op, found: Mapping[str, _Way]) -> _Way:
         """Rows that become something without a batch dimension."""
-        call, name = op.call, _verb(op)
-        if isinstance(call, ModuleCall):
-            spec = self.graph.modules[call.module]
-            options = spec.kwargs if issubclass(spec.cls, _MEAN_LOSS_MODULES) else {"reduce": True}
-            return _loss(options)
-        function = call.function if isinstance(call, FunctionCall) else None
-        if getattr(function, "__name__", "") in _MEAN_LOSSES:
-            return _loss(call.kwargs) if len(call.args) <= 2 else Joined.APART
+        call, name = op.call, verb(op)
+        reduction = reduction_option(self.graph, op)
+        if reduction is not None:
+            # A mean over class numbers is one over those that are not ignored.
+            of_classes = loss_options(self.graph, op) is not None
+            ways = {"mean": Joined.APART if of_classes else Joined.MEAN, "sum": Joined.SUM}
+            return ways.get(reduction, Joined.APART)
         rows = [item for item in call.args if _Other.ROWS is self._argument(item, found)]
         several = name in ("matmul", "mm", "dot")
         if name not in _REDUCTIONS or len(rows) != (2 if several else 1) or rows[0] != call.args[0]:
@@ -222,7 +195,7 @@ class _Walk:
 
     def _kept(self, op: Op, way: _Way, args: Sequence[_Way], found: Mapping[str, _Way]) -> _Way:
         """Something of one kind, and what is the same for all."""
-        name = _verb(op)
+        name = verb(op)
         if isinstance(way, _Other) or way is Joined.APART:
             return Joined.APART
         if isinstance(op.call, ModuleCall):
@@ -271,7 +244,7 @@ class _Walk:
 
     def _is_zero(self, item: Argument) -> bool:
         maker = self.graph.producer.get(item.name) if isinstance(item, Ref) else None
-        return item == 0 or (maker is not None and _verb(maker) in _ZEROS)
+        return item == 0 or (maker is not None and verb(maker) in _ZEROS)
 
     def _ordered(self, op: Op, name: str, way: Joined, args: Sequence[_Way]) -> _Way:
         """Maxima and minima."""
@@ -292,28 +265,10 @@ class _Walk:
 
     def _by_count(self, op: Op, args: Sequence[_Way]) -> _Way:
         """A sum divided by the samples, a mean times them."""
-        match _verb(op), *args:
+        match verb(op), *args:
             case "div", Joined.SUM, _Other.COUNT if not op.call.kwargs:
                 return Joined.MEAN
             case ("mul", Joined.MEAN, _Other.COUNT) | ("mul", _Other.COUNT, Joined.MEAN):
                 return Joined.SUM
             case _:
                 return Joined.APART
-
-
-def _verb(op: Op) -> str:
-    match op.call:
-        case FunctionCall(function=operator.matmul):
-            return "matmul"
-        case FunctionCall(function=operator.getitem):
-            return "getitem"
-        case _:
-            return verb(op)
-
-
-def _loss(options: Mapping[str, object]) -> Joined:
-    """A loss of torch over all elements, by its options."""
-    if {"reduce", "size_average"} & options.keys():
-        return Joined.APART
-    ways = {"mean": Joined.MEAN, "sum": Joined.SUM}
-    return ways.get(str(options.get("reduction", "mean")), Joined.APART)

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import nn
 
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Reduction, Ref, ValueKind
 from gpipe_compiler.passes.loss_functions import mean_over_targets, reduction_of
-from gpipe_compiler.passes.loss_terms import verb
+from gpipe_compiler.passes.loss_terms import MOVES, verb
 
 
 class SampleUse(Enum):
@@ -88,15 +87,6 @@ _NEAR_ZERO = 1e-6
 _EXTREMES = frozenset({"amax", "amin", "std", "var", "logsumexp", "prod", "norm"})
 """What a reduction over the batch can be besides a sum or a mean."""
 
-_MOVES = frozenset(
-    {
-        *("reshape", "view", "view_as", "flatten", "squeeze", "unsqueeze", "contiguous", "clone"),
-        *("float", "double", "to", "type", "type_as", "detach", "expand", "transpose", "permute"),
-        *("t", "neg", "getitem", "select", "stack", "cat"),
-    }
-)
-"""What keeps a sum over samples one: it moves elements, or turns their sign."""
-
 _FILLED = frozenset(
     {
         *("zeros_like", "ones_like", "full_like", "empty_like", "arange", "zeros", "ones", "full"),
@@ -139,7 +129,7 @@ def _dependences(graph: Graph) -> dict[str, Dependence]:
 def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dependence | None:
     """What an op makes of what it reads; None for what is the same for all samples."""
     known = graph.values[name]
-    name_of_call = _name(op)
+    name_of_call = verb(op)
     read = [found[value] for value in op.inputs if value in found]
     if known.kind is not ValueKind.TENSOR or name_of_call in _FILLED or not read:
         return None
@@ -148,14 +138,6 @@ def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dep
     if all(item is SampleUse.ROWS for item in read):
         return _reduced(graph, op, name_of_call)
     return _combined(graph, op, name_of_call, found)
-
-
-def _name(op: Op) -> str:
-    match op.call:
-        case FunctionCall(function=torch.linalg.norm | torch.linalg.vector_norm):
-            return "norm"
-        case _:
-            return verb(op)
 
 
 def _reduced(graph: Graph, op: Op, name: str) -> Dependence:
@@ -194,7 +176,7 @@ def _combined(
     match name:
         case "add" | "sub" | "sum" | "mean":
             return straight
-        case _ if name in _MOVES:
+        case _ if name in MOVES or name == "neg":
             return straight
         case "mul" if len(factors) == 1:
             return None if 0 in [item for item in args if not isinstance(item, Ref)] else straight
@@ -255,14 +237,12 @@ def _is_never_negative(graph: Graph, value: object) -> bool:
             getattr(function, "__name__", "") in _NEVER_NEGATIVE
         ):
             return True
-    name, args = _name(op), op.call.args
+    name, args = verb(op), op.call.args
     if name in _NEVER_NEGATIVE or (name == "pow" and args[1] in (2, 4)):
         return True
     if name in ("add", "mul", "div"):
         return all(_is_never_negative(graph, item) for item in args)
-    return (name in ("sum", "mean") or name in _MOVES - {"neg"}) and _is_never_negative(
-        graph, args[0]
-    )
+    return (name in ("sum", "mean") or name in MOVES) and _is_never_negative(graph, args[0])
 
 
 def _is_bent_by(exponents: tuple[object, ...]) -> bool:

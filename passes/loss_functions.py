@@ -79,10 +79,11 @@ def reduction_of(graph: Graph, op: Op) -> Reduction | None:
 
     The means of all but those of class numbers divide by what goes with the number of samples.
     """
-    return _REDUCTIONS.get(_reduction_option(graph, op))
+    return _REDUCTIONS.get(reduction_option(graph, op))
 
 
-def _reduction_option(graph: Graph, op: Op) -> str | None:
+def reduction_option(graph: Graph, op: Op) -> str | None:
+    """The `reduction` of one of torch's losses; None for any other op."""
     match op.call:
         case FunctionCall(function=function, args=args, kwargs=kwargs) if _is_loss(function):
             bound = inspect.signature(function).bind(*args, **kwargs)

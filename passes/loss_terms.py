@@ -44,6 +44,9 @@ _OPERATORS: Mapping[Callable[..., object], str] = {
     operator.pos: "clone",
     operator.pow: "pow",
     operator.getitem: "getitem",
+    operator.matmul: "matmul",
+    torch.linalg.norm: "norm",
+    torch.linalg.vector_norm: "norm",
 }
 
 _SAME = frozenset(
@@ -53,6 +56,9 @@ _SAME = frozenset(
     }
 )
 """Ops that change only the type and the shape of a scalar."""
+
+MOVES = _SAME | {"expand", "permute", "transpose", "t", "getitem", "select", "stack", "cat"}
+"""What moves elements, or changes their type."""
 
 
 def verb(op: Op) -> str:

@@ -57,9 +57,6 @@ def weigh_loss(graph: Graph) -> Graph:
 
     Args:
         graph: annotated by `passes.shapes`.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     if graph.loss is None:
         return graph

@@ -230,9 +230,6 @@ def costs_by_kind(graph: Graph, kinds: Sequence[Device], *, measured: bool) -> l
     Args:
         measured: time every distinct op on this machine. On other kinds of devices it is then
             taken to need as much more or less than here as its roofline says.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     if not measured:
         return rooflines(graph, kinds)

@@ -21,9 +21,6 @@ def random_ops(graph: Graph, *, training: bool | None = None) -> Mapping[str, in
 
     Args:
         training: whether the forward is that of training; by default where the graph has a loss.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     ops = observed(graph, training=training).ops
     return {name: len(op.drawn) for name, op in ops.items() if op.drawn}
@@ -37,9 +34,6 @@ def shared_draws(graph: Graph, *, training: bool | None = None) -> Mapping[str, 
 
     Args:
         training: as in `random_ops`.
-
-    Raises:
-        ModelError: naming the op that cannot run.
     """
     ops = observed(graph, training=training).ops
     once = {name: op.drawn for name, op in ops.items() if op.drawn}

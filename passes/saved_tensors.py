@@ -48,11 +48,7 @@ class SavedTensors:
 
 
 def saved_tensors(graph: Graph) -> SavedTensors:
-    """What autograd keeps in one training forward; an empty table for inference.
-
-    Raises:
-        ModelError: naming the op that cannot run.
-    """
+    """What autograd keeps in one training forward; an empty table for inference."""
     if graph.loss is None:
         return SavedTensors()
     return graph.once("saved tensors", lambda: _saved_tensors(graph))
@@ -112,11 +108,7 @@ class OpRun:
 
 
 def runs_of(graph: Graph) -> Mapping[str, OpRun]:
-    """Every op that runs in the graph's own mode, by name: training where there is a loss.
-
-    Raises:
-        ModelError: naming the op that cannot run.
-    """
+    """Every op that runs in the graph's own mode, by name: training where there is a loss."""
     run = observed(graph)
 
     def size(value: SeenValue) -> int:
