@@ -18,9 +18,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.blocks import shortest
-from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
+from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.repeats import shortest
 
 _aten = torch.ops.aten
 
@@ -126,8 +126,8 @@ def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
     """
     run = DryRun.of(shortest(graph), training=graph.loss is not None)
     tables = [{op.name: OpCost() for op in graph.ops} for _ in devices]
-    for lone, names in distinct(graph, run):
-        work = work_of(lone)
+    for isolated, names in distinct(graph, run):
+        work = work_of(isolated)
         for costs, device in zip(tables, devices, strict=True):
             cost = work.on(device)
             costs.update((name, cost) for name in names)
@@ -182,16 +182,16 @@ class OpKernels:
         )
 
 
-def work_of(lone: Lone) -> OpKernels:
+def work_of(isolated: IsolatedOp) -> OpKernels:
     """The kernels that one op runs."""
-    run = lone.run
+    run = isolated.run
     forward, backward, of_inputs = (KernelCount() for _ in range(3))
     with run.mode, torch.set_grad_enabled(run.training):
-        arguments = copies(lone.inputs, _like)
+        arguments = copies(isolated.inputs, _like)
         with run.autocast(), forward:
-            returned = run.interpreter.call(lone.op.call, arguments.environment)
+            returned = run.interpreter.call(isolated.op.call, arguments.environment)
         results = differentiable(returned)
-        trained = [state for state in lone.states.values() if state.requires_grad]
+        trained = [state for state in isolated.states.values() if state.requires_grad]
         leaves = (*arguments.leaves, *trained)
         if results and leaves:
             gradients = [torch.empty_like(result) for result in results]

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.forms import OpForms
-from gpipe_compiler.passes.blocks import ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.repeats import ShortenedGraph
 
 
 @dataclass(frozen=True, slots=True)
-class Lone:
-    """An op with what it reads in a dry run, ready to run alone.
+class IsolatedOp:
+    """An op with what it reads in a dry run.
 
     Attributes:
         inputs: fake values that it reads, by name, as the dry run left them.
@@ -34,11 +34,11 @@ class Lone:
     states: Mapping[str, torch.Tensor]
 
 
-def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]]:
+def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[IsolatedOp, tuple[str, ...]]]:
     """Each distinct op of the mode that `run` has, with the names of all that are the same.
 
     Args:
-        run: of the graph, or of its short form (`passes.blocks`).
+        run: of the graph, or of its short form (`passes.repeats`).
     """
     environment = run.run(graph.batch_size)
     forms = OpForms(run.graph)
@@ -56,7 +56,7 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[Lone, tuple[str, ...]]
         inputs = {name: environment[name] for name in first.inputs if name in environment}
         states = {name: run.states[name] for name in first.states(run.graph.modules)}
         names = tuple(name for op in ops for name in told.get(op.name, (op.name,)))
-        yield Lone(run, first, inputs, states), names
+        yield IsolatedOp(run, first, inputs, states), names
 
 
 @dataclass(frozen=True, slots=True)

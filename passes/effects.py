@@ -14,9 +14,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import choices
-from gpipe_compiler.passes.blocks import NameKind
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.observe import ObservedRun, Storage, in_all_modes, observed
+from gpipe_compiler.passes.repeats import NameKind
 
 _NOTHING: frozenset[str] = frozenset()
 

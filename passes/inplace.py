@@ -16,7 +16,6 @@ import torch
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.blocks import NameKind, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import Effects, written_memory
 from gpipe_compiler.passes.inplace_variants import (
@@ -28,6 +27,7 @@ from gpipe_compiler.passes.inplace_variants import (
     variants,
 )
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
+from gpipe_compiler.passes.repeats import NameKind, shortest
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.quiet import quiet
 

@@ -18,10 +18,10 @@ from torch import nn
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
-from gpipe_compiler.passes.blocks import shortest
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
-from gpipe_compiler.passes.distinct import Lone, copies, differentiable, distinct
+from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, map_op
+from gpipe_compiler.passes.repeats import shortest
 from gpipe_compiler.runtime.core.devices import gpu_count
 
 REPEATS = 5
@@ -58,10 +58,10 @@ def measure(
     costs = {op.name: OpCost() for op in graph.ops}
     estimated: set[str] = set()
     with _own_random_state(on):
-        for lone, names in distinct(graph, run):
-            cost = work_of(lone).on(device)
+        for isolated, names in distinct(graph, run):
+            cost = work_of(isolated).on(device)
             try:
-                times = _time(lone, on, budget_s, backward=cost.backward_bytes > 0)
+                times = _time(isolated, on, budget_s, backward=cost.backward_bytes > 0)
                 cost = replace(cost, **dataclasses.asdict(times))
             except _RAISED_BY_OPS:
                 estimated.update(names)
@@ -79,9 +79,9 @@ class _Times:
     weight_s: float
 
 
-def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> _Times:
+def _time(isolated: IsolatedOp, on: torch.device, budget_s: float, *, backward: bool) -> _Times:
     """Median seconds of the forward and of the backward of one op, and of a part of that."""
-    bound = _index_bound(lone)
+    bound = _index_bound(isolated)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         return _random_like(tensor, on, bound)
@@ -89,20 +89,20 @@ def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> _
     def there(value: Any) -> Any:
         return on if isinstance(value, torch.device) else value
 
-    lone = replace(
-        lone,
-        op=map_op(lone.op, there),
-        inputs={name: there(value) for name, value in lone.inputs.items()},
+    isolated = replace(
+        isolated,
+        op=map_op(isolated.op, there),
+        inputs={name: there(value) for name, value in isolated.inputs.items()},
     )
-    call, trained = _ready(lone, make)
-    originals = copies(lone.inputs, make).environment
-    training = lone.run.training
+    call, trained = _ready(isolated, make)
+    originals = copies(isolated.inputs, make).environment
+    training = isolated.run.training
     forwards, backwards, of_inputs = list[float](), list[float](), list[float]()
     started = time.perf_counter()
     while len(forwards) <= REPEATS:
         # Anew every time, as the op may write in place.
         arguments = copies(originals, lambda tensor: tensor.detach().clone())
-        with torch.set_grad_enabled(training), lone.run.autocast(on):
+        with torch.set_grad_enabled(training), isolated.run.autocast(on):
             seconds, returned = _clocked(partial(call, arguments.environment), on)
         forwards.append(seconds)
         results = differentiable(returned)
@@ -123,20 +123,20 @@ def _time(lone: Lone, on: torch.device, budget_s: float, *, backward: bool) -> _
 
 
 def _ready(
-    lone: Lone, make: Callable[[torch.Tensor], torch.Tensor]
+    isolated: IsolatedOp, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Callable[[Mapping[str, Any]], Any], list[torch.Tensor]]:
     """The op as a function of what it reads, and the parameters that it trains.
 
     A module is called directly, as an emitted stage does, with its parameters in place: what
     `torch.func.functional_call` adds would show in small ops.
     """
-    graph, training = lone.run.graph, lone.run.training
+    graph, training = isolated.run.graph, isolated.run.training
     states: dict[str, torch.Tensor] = {
         name: nn.Parameter(make(state)) if state.requires_grad else make(state)
-        for name, state in lone.states.items()
+        for name, state in isolated.states.items()
     }
     interpreter = Interpreter(graph, states, training)
-    call = lone.op.call
+    call = isolated.op.call
     trained = [state for state in states.values() if state.requires_grad]
     if not isinstance(call, ModuleCall):
         return partial(interpreter.call, call), trained
@@ -187,14 +187,14 @@ def _random_like(tensor: torch.Tensor, on: torch.device, bound: int) -> torch.Te
     return flat.as_strided(tuple(tensor.shape), tensor.stride()).detach()
 
 
-def _index_bound(lone: Lone) -> int:
+def _index_bound(isolated: IsolatedOp) -> int:
     """The number of rows or classes that the op's integers choose from; 2 where not known."""
-    call = lone.op.call
+    call = isolated.op.call
     match call:
         case ModuleCall():
-            module = lone.run.graph.modules[call.module].cls.__name__
+            module = isolated.run.graph.modules[call.module].cls.__name__
             if module in ("Embedding", "EmbeddingBag"):
-                return max(state.shape[0] for state in lone.states.values())
+                return max(state.shape[0] for state in isolated.states.values())
             name = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss"}.get(module, "")
         case FunctionCall():
             name = getattr(call.function, "__name__", "").split(".")[0]
@@ -202,7 +202,7 @@ def _index_bound(lone: Lone) -> int:
             name = call.method
         case _:
             name = ""
-    tensors = [*lone.inputs.values(), *lone.states.values()]
+    tensors = [*isolated.inputs.values(), *isolated.states.values()]
     floats = [t for t in tensors if isinstance(t, torch.Tensor) and t.dtype.is_floating_point]
     if name in ("embedding", "embedding_bag") and floats:
         return int(floats[-1].shape[0])

@@ -2,7 +2,7 @@
 
 What an op reads and makes, writes in place, keeps for its backward, draws and allocates is seen in
 one forward, not guessed. Whatever asks for a run of so many samples raises a ModelError that names
-the op which cannot run on them. Of a block that repeats five calls are run (`passes.blocks`), and
+the op which cannot run on them. Of a block that repeats five calls are run (`passes.repeats`), and
 what is observed of them is carried over to all others.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.passes.blocks import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
 from gpipe_compiler.passes.op_watch import KernelRun, OpNotes, OpWatch
+from gpipe_compiler.passes.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 
 
 class Storage(NamedTuple):

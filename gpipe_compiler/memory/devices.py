@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.action_delta import ActionDeltas
 from gpipe_compiler.memory.holders import grown, holders_at
 from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
+from gpipe_compiler.memory.storages import ActionDeltas
 from gpipe_compiler.options import (
     AnyOptimizer,
     OwnOptimizer,

@@ -6,8 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.memory.action_delta import ActionDelta, ActionDeltas
-from gpipe_compiler.memory.ref_counts import RefCounts, SharedBuffer
+from gpipe_compiler.memory.storages import ActionDelta, ActionDeltas, RefCounts, SharedBuffer
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.core.wiring import ActionStep, StageWiring

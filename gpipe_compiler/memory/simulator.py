@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpipe_compiler.memory.action_delta import ActionDelta, ActionDeltas, Move
 from gpipe_compiler.memory.job import (
     DeviceJob,
     InFlight,
@@ -22,7 +21,16 @@ from gpipe_compiler.memory.job import (
     is_counted,
     posted,
 )
-from gpipe_compiler.memory.ref_counts import Listener, Own, RefCounts, SharedBuffer, gradient_of
+from gpipe_compiler.memory.storages import (
+    ActionDelta,
+    ActionDeltas,
+    Listener,
+    Move,
+    Own,
+    RefCounts,
+    SharedBuffer,
+    gradient_of,
+)
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind
 from gpipe_compiler.plan.memory_curve import Category, Curve
 from gpipe_compiler.runtime.core.wiring import ActionStep, GradientPart, Need

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gpipe_compiler.memory.action_delta import ActionDeltas
 from gpipe_compiler.memory.job import DeviceJob, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
+from gpipe_compiler.memory.storages import ActionDeltas
 from gpipe_compiler.passes.allocation_trace import (
     AllocationTrace,
     BlockKind,

@@ -10,8 +10,8 @@ import pytest
 from hand_traces import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
 from gpipe_compiler.memory.job import MemoryRun
-from gpipe_compiler.memory.ref_counts import Own, SharedBuffer
 from gpipe_compiler.memory.simulator import MemorySimulator
+from gpipe_compiler.memory.storages import Own, SharedBuffer
 from gpipe_compiler.plan.memory_curve import (
     CATEGORIES,
     Category,

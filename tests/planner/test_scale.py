@@ -97,7 +97,7 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
         return run_all(self, *args)  # type: ignore[arg-type]  # as given
 
     def pricing(lone: object) -> object:
-        priced.append(lone.op.name)  # type: ignore[attr-defined]  # a Lone
+        priced.append(lone.op.name)  # type: ignore[attr-defined]  # a IsolatedOp
         return work_of(lone)  # type: ignore[arg-type]  # as above
 
     with (
