@@ -60,31 +60,20 @@ def _described(
 ) -> dict[str, Value]:
     """All values, those that are made in one mode alone after the others."""
     values: dict[str, Value] = {}
-    numbers = _StorageNumbers()
+    numbers: dict[str, int] = {}  # of storages, by value: the same in all runs
+    count = 0
     for one, other in zip(once, twice, strict=True):
-        numbers.add(one)
+        of_storage = {storage: numbers[n] for n, _, storage in one.tensors if n in numbers}
+        for name, _, storage in one.tensors:
+            if storage not in of_storage:
+                of_storage[storage] = count
+                count += 1
+            numbers.setdefault(name, of_storage[storage])
         for name, seen in one.values.items():
             if name not in values:
-                number = numbers.of.get(name, -1)
+                number = numbers.get(name, -1)
                 values[name] = _describe(name, seen, other.values[name], batch_size, number)
     return values
-
-
-class _StorageNumbers:
-    """Numbers the storages of all runs, so that values which share memory share a number."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, int] = {}
-        self._count = 0
-
-    def add(self, run: ObservedRun) -> None:
-        """Numbers the values of one run; those that are known keep the numbers they have."""
-        number = {storage: self.of[name] for name, _, storage in run.tensors if name in self.of}
-        for name, _, storage in run.tensors:
-            if storage not in number:
-                number[storage] = self._count
-                self._count += 1
-            self.of.setdefault(name, number[storage])
 
 
 def _describe(name: str, once: SeenValue, twice: SeenValue, batch_size: int, storage: int) -> Value:

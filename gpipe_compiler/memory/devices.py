@@ -183,7 +183,7 @@ class SimulatedPipeline:
         found: Sequence[PeakHolder] = ()
         update = 0
         if self.graph.loss is not None:
-            update = gradients + self._update(device).temporary
+            update = gradients + self._update(list(self.jobs[device].stages)).temporary
             further = (MemoryPoint(UPDATE, update + fixed, gradients + fixed),)
         if update > peak:
             peak, action = update, UPDATE
@@ -207,7 +207,6 @@ class SimulatedPipeline:
             PeakHolder("the batch", Category.BOUNDARY, "", base.get(Category.BOUNDARY, 0), 1, -1),
         ]
         everything = [*found, *(lump for lump in lumps if lump.bytes)]
-        state = self._state_bytes(device)
         return DeviceMemory(
             peak=peak + fixed,
             action=action,
@@ -216,7 +215,8 @@ class SimulatedPipeline:
             holders=tuple(sorted(everything, key=lambda holder: -holder.bytes)),
             stages=tuple(self.jobs[device].stages),
             stage_peaks=tuple(
-                run.stage_peaks[stage] + state[stage] for stage in self.jobs[device].stages
+                run.stage_peaks[stage] + self._state_bytes(stage)
+                for stage in self.jobs[device].stages
             )
             if len(self.jobs[device].stages) > 1
             else (peak + fixed,),
@@ -228,7 +228,7 @@ class SimulatedPipeline:
         names = {name for stage in own for name in self.layout.stages[stage].state}
         found = {Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)}
         if self.graph.loss is not None:
-            found[Category.OPTIMIZER] = self._update(device).remembered
+            found[Category.OPTIMIZER] = self._update(own).remembered
         if device == 0:
             found[Category.BOUNDARY] = sum(
                 self.graph.values[source.name].bytes
@@ -237,26 +237,15 @@ class SimulatedPipeline:
             )
         return found
 
-    def _update(self, device: int) -> UpdateBytes:
-        own = list(self.jobs[device].stages)
-        trained = _trained(self.graph, self.layout, own)
+    def _update(self, stages: Sequence[int]) -> UpdateBytes:
         layout = self.layout
+        trained = _trained(self.graph, layout, stages)
         return update_bytes(layout.optimizer, trained, on_host=layout.on_host)
 
-    def _state_bytes(self, device: int) -> dict[int, int]:
-        """For every stage of a device, its weights and what the optimizer remembers of them."""
-        found = {}
-        for stage in self.jobs[device].stages:
-            trained = _trained(self.graph, self.layout, [stage])
-            weights = sum(self.graph.state[n].bytes for n in self.layout.stages[stage].state)
-            remembered = 0
-            if self.graph.loss is not None:
-                optimizer = self.layout.optimizer
-                remembered = update_bytes(
-                    optimizer, trained, on_host=self.layout.on_host
-                ).remembered
-            found[stage] = weights + remembered
-        return found
+    def _state_bytes(self, stage: int) -> int:
+        """The weights of a stage and what the optimizer remembers of them."""
+        weights = sum(self.graph.state[name].bytes for name in self.layout.stages[stage].state)
+        return weights + (self._update([stage]).remembered if self.graph.loss is not None else 0)
 
 
 def _stage_memory(

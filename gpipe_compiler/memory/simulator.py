@@ -25,13 +25,12 @@ from gpipe_compiler.memory.storages import (
     ActionDelta,
     ActionDeltas,
     Listener,
-    Move,
     Own,
     RefCounts,
     SharedBuffer,
     gradient_of,
 )
-from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StorageEvent
 from gpipe_compiler.plan.memory_curve import Category, Curve
 from gpipe_compiler.runtime.core.wiring import ActionStep, GradientPart, Need
 from gpipe_compiler.runtime.schedule.actions import (
@@ -332,7 +331,7 @@ class MemorySimulator:
                 self._move(deltas, flight, move)
         return left
 
-    def _move(self, deltas: ActionDeltas, flight: InFlight, move: Move) -> None:
+    def _move(self, deltas: ActionDeltas, flight: InFlight, move: StorageEvent) -> None:
         """Allocates or frees a shared block, whose bytes are counted with its delta."""
         if not move.alive:
             self.counts.end_in(flight.stage, flight.blocks.pop(move.block, None))

@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTraces
+from gpipe_compiler.passes.allocation_trace import (
+    AllocationTrace,
+    BlockKind,
+    StageTraces,
+    StorageEvent,
+)
 from gpipe_compiler.plan.memory_curve import CATEGORIES, NOTHING, Category, Sizes
 
 
@@ -135,14 +140,6 @@ def gradient_of(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Move:
-    """A block is allocated (`alive`) or freed."""
-
-    block: int
-    alive: bool
-
-
-@dataclass(frozen=True)
 class ActionDelta:
     """What one action of a stage allocates and frees, relative to its beginning.
 
@@ -155,12 +152,12 @@ class ActionDelta:
         shared: those of `moves` that are of shared blocks.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[StorageEvent, ...]
     peak: int
     at_peak: Sizes
     net: tuple[tuple[int, int], ...]
     place: int
-    shared: tuple[Move, ...]
+    shared: tuple[StorageEvent, ...]
 
 
 class ActionDeltas:
@@ -263,15 +260,15 @@ class ActionDeltas:
 
     def _moves(
         self, trace: AllocationTrace, held: Collection[int], without: Collection[BlockKind]
-    ) -> list[Move]:
+    ) -> list[StorageEvent]:
         blocks = self.traces.blocks
         return [
-            Move(event.block, event.alive)
+            event
             for event in trace.events
             if blocks[event.block].kind not in without and (event.alive or event.block not in held)
         ]
 
-    def _delta(self, moves: Sequence[Move]) -> ActionDelta:
+    def _delta(self, moves: Sequence[StorageEvent]) -> ActionDelta:
         blocks, category = self.traces.blocks, self.category
         now = list(NOTHING)
         total = peak = place = 0

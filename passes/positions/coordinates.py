@@ -249,17 +249,13 @@ class Reading:
         """The number of dimensions of the result."""
         return len(self.shape)
 
-    def own(self, argument: Argument) -> Content:
-        """The elements of an argument, in coordinates of its own."""
-        return self.content(argument)
-
     def wide(self, argument: Argument) -> Element:
         """The elements of an argument that is broadcast to the result, in coordinates of that."""
         if isinstance(argument, bool):
             return argument
         if isinstance(argument, int | float):
             return Cases(((True, number(argument, self.rank)),))
-        content = self.own(argument)
+        content = self.content(argument)
         return moved(content.element, self.broadcast(content.shape), self.rank)
 
     def broadcast(self, shape: Sequence[int]) -> list[Affine]:

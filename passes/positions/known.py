@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch._subclasses import FakeTensor
@@ -22,6 +21,7 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
+from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.positions.coordinates import (
     Cases,
     Content,
@@ -46,27 +46,12 @@ _LARGEST_TABLE = 2**24
 _RULES = {**MOVING, **COMPUTING}
 
 
-class Mutations(Protocol):
-    """What ops write and which values share memory: `passes.effects`, which builds on this room."""
-
-    @property
-    def written_values(self) -> frozenset[str]:
-        """The values that an op other than their maker writes."""
-
-    @property
-    def written_states(self) -> frozenset[str]:
-        """The states that any op writes."""
-
-    def alias_set(self, value: str) -> frozenset[str]:
-        """The values that share memory with this one, itself included."""
-
-
 @dataclass
 class Positions:
     """The values of an annotated graph whose elements follow from their coordinates."""
 
     graph: Graph
-    effects: Mutations
+    effects: Effects
     _known: dict[str, Content] = field(default_factory=dict)
     _states: dict[str, Content | None] = field(default_factory=dict)
 

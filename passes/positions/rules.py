@@ -66,14 +66,14 @@ def _diff(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Elem
     tensor, times, dim, before, after = arguments(
         "input n dim prepend append", args, kwargs, n=1, dim=-1, prepend=None, append=None
     )
-    content = reading.own(tensor)
+    content = reading.content(tensor)
     if times != 1 or after is not None:
         raise UnknownError
     rank = len(content.shape)
     row = as_cases(content.element, rank).only
     dim %= rank
     if before is not None:
-        first = reading.own(before)
+        first = reading.content(before)
         if len(first.shape) != rank or first.shape[dim] != 1 or not _is_fixed(reading, before, dim):
             raise UnknownError
         places = [coordinate(d, rank) for d in range(rank)]
@@ -94,7 +94,7 @@ def _is_fixed(reading: Reading, argument: Argument, dim: int) -> bool:
 def _cumsum(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
     tensor, dim = arguments("self dim", args, kwargs)
     rank = reading.rank
-    each = as_cases(reading.own(tensor).element, rank).only
+    each = as_cases(reading.content(tensor).element, rank).only
     if not each.constant or not isinstance(each.offset, int):
         raise UnknownError
     place = coordinate(dim % rank, rank).plus(number(1, rank))
@@ -249,7 +249,7 @@ def _same(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Elem
 
 def _reshape(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
     """Dimensions of size 1 come and go; the batch is never one of them."""
-    name, content = args[0], reading.own(args[0])
+    name, content = args[0], reading.content(args[0])
     if not isinstance(name, Ref) or any(isinstance(item, torch.dtype) for item in args):
         raise UnknownError
     graph = reading.graph
@@ -269,7 +269,7 @@ def _unsqueeze(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) ->
     tensor, dim = arguments("self dim", args, kwargs)
     new = dim % reading.rank
     places = [coordinate(d, reading.rank) for d in range(reading.rank) if d != new]
-    return moved(reading.own(tensor).element, places, reading.rank)
+    return moved(reading.content(tensor).element, places, reading.rank)
 
 
 def _permuted(order: Callable[[list[int], Given], Sequence[int]]) -> Rule:
@@ -279,7 +279,7 @@ def _permuted(order: Callable[[list[int], Given], Sequence[int]]) -> Rule:
         places = [number(0, reading.rank)] * reading.rank
         for new, old in enumerate(order(list(range(reading.rank)), args[1:])):
             places[old] = coordinate(new, reading.rank)
-        return moved(reading.own(args[0]).element, places, reading.rank)
+        return moved(reading.content(args[0]).element, places, reading.rank)
 
     return rule
 
@@ -296,7 +296,7 @@ def _in_order(dims: list[int], given: Given) -> list[int]:
 
 
 def _item(reading: Reading, args: Given, kwargs: Mapping[str, Argument]) -> Element:
-    content, index = reading.own(args[0]), args[1]
+    content, index = reading.content(args[0]), args[1]
     entries = list(index) if isinstance(index, tuple) else [index]
     if entries and all(isinstance(entry, Ref) for entry in entries):
         return _gathered(reading, content, entries)
