@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import RematChoice
-from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.runtime.spec import OptimizerKind
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live_memory import Case, count
@@ -83,7 +83,7 @@ def test_the_peak_is_that_of_the_package(
     torch.manual_seed(0)
     batch = torch.randn(24, width), torch.randn(24, 48)
     subject = Subject("peaks", model(), (batch[0],), target=batch[1], loss_fn=F.mse_loss)
-    options = CompileOptions(1, 4, ScheduleKind.GPIPE, remat, optimizer=optimizer, validate=False)
+    options = CompileOptions(1, 4, remat=remat, optimizer=optimizer, validate=False)
     package = tmp_path / f"peaks_{model.__name__}_{remat.value}_{optimizer.value}".lower()
     made = compile(subject, options, package)
 

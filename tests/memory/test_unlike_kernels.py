@@ -18,7 +18,6 @@ from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its 
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.passes.fakes import lstm_workspace_bytes
-from gpipe_compiler.runtime.spec import ScheduleKind
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live_memory import Case, count
@@ -62,7 +61,7 @@ def peaks(
     """The predicted peak of a package of one stage, and the measured one."""
     batch = x, torch.randn(len(x), 8)
     subject = Subject("unlike", model, (x,), target=batch[1], loss_fn=F.mse_loss)
-    options = CompileOptions(1, microbatches, ScheduleKind.GPIPE, remat, validate=False)
+    options = CompileOptions(1, microbatches, remat=remat, validate=False)
     package = folder / f"unlike_{folder.name}"
     made = compile(subject, options, package)
     live, _ = count(Case(str(package), batch, options.counted_optimizer.value))
