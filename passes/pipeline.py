@@ -7,7 +7,6 @@ verified after every transformation.
 from __future__ import annotations
 
 import dataclasses
-import pprint
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +149,7 @@ class PassPipeline:
             yield step.name, graph
         for analysis in self.analyses:
             if analysis.name in self.printed:
-                table = pprint.pformat(analysis.run(graph), width=100)
+                table = "\n".join(_lines(analysis.run(graph)))
                 self.write(f"{self._title(analysis.name, at)}\n{table}\n")
 
     def _title(self, name: str, at: PassSetting) -> str:
@@ -204,3 +203,30 @@ def _with_value(
             hint=f"such as {step.name}.{option}={str(before).lower()}",
         ) from None
     return dataclasses.replace(step.run, **{option: found})  # type: ignore[type-var]  # a dataclass, as it has options
+
+
+def _lines(table: object, indent: str = "") -> Iterator[str]:
+    """A table for people: a row a line, what lies inside further in."""
+    rows: Mapping[object, object]
+    if dataclasses.is_dataclass(table) and not isinstance(table, type):
+        rows = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    elif isinstance(table, Mapping):
+        rows = table
+    else:
+        yield f"{indent}{_short(table)}"
+        return
+    for name, row in rows.items():
+        if isinstance(row, Mapping):
+            yield f"{indent}{name}:"
+            yield from _lines(row, f"{indent}  ")
+        else:
+            yield f"{indent}{name}: {_short(row)}"
+
+
+def _short(cell: object) -> str:
+    """A cell on one line, sets in order."""
+    if isinstance(cell, frozenset):
+        return "{" + ", ".join(sorted(map(_short, cell))) + "}"
+    if isinstance(cell, tuple):
+        return f"({', '.join(map(_short, cell))})"
+    return str(cell)

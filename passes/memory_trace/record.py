@@ -30,8 +30,8 @@ class PartInputs:
     """What a part reads of others.
 
     Attributes:
-        tensors: meta tensors like those it receives, by name.
-        sizes: values that are no tensors.
+        tensors: fake tensors like those it receives, by name.
+        sizes: values that it does not receive, and asks for their sizes alone; numbers.
     """
 
     tensors: Mapping[str, torch.Tensor]

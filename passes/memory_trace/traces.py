@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.memory_trace.expand import expanded
 from gpipe_compiler.passes.memory_trace.part import GraphPart
 from gpipe_compiler.passes.memory_trace.record import PartInputs, record
@@ -37,6 +39,7 @@ class MemoryTraces:
         self.graph = graph
         self.batch_size = graph.batch_size if batch_size is None else batch_size
         self._forms = OpForms(graph)
+        self._mode = HostFakes()
         self._known: dict[Hashable, tuple[GraphPart, StageTraces]] = {}
         self._shortening = Shortening(graph)
 
@@ -130,7 +133,10 @@ class MemoryTraces:
         states = {name: index for index, name in enumerate(part.states)}
 
         def read(name: str) -> Hashable:
-            return number[name] if name in number else repr(self._observed.values[name].plain)
+            if name in number:
+                return number[name]
+            seen = self._observed.values[name]
+            return repr(seen.form or seen.plain)
 
         ops = tuple(
             (
@@ -163,13 +169,17 @@ class MemoryTraces:
         read = {name for op in part.ops for name in op.inputs}.union(part.outputs)
         missing = read.difference(made, part.inputs)
         return PartInputs(
-            {name: self._tensor(name) for name in part.inputs},
-            {name: self._observed.values[name].plain for name in missing},
+            {name: self._value(name) for name in part.inputs},
+            {name: self._value(name) for name in missing},
         )
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        form = self._form_of(name)
-        made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+    def _value(self, name: str) -> Any:
+        seen = self._observed.values[name]
+        form = seen.form
+        if form is None:
+            return seen.plain
+        with self._mode:
+            made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
         return made.requires_grad_(self._trains(name))
 
     def _form_of(self, name: str) -> Form:
