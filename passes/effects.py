@@ -58,6 +58,12 @@ class Effects:
         """The values that share memory with this one, itself included."""
         return self.aliases.get(value, frozenset((value,)))
 
+    def unwritten(self, source: str, result: str) -> bool:
+        """Whether nobody writes into what an op reads or makes, so that the two can be one."""
+        shared = {*self.alias_set(source), *self.alias_set(result)}
+        states = self.state_aliases.get(source, _NOTHING)
+        return shared.isdisjoint(self.written_values) and states.isdisjoint(self.written_states)
+
     def states_of(self, graph: Graph, op: Op) -> frozenset[str]:
         """The states an op touches: named in its arguments, or through a value that views one."""
         viewed = (self.state_aliases.get(name, _NOTHING) for name in (*op.inputs, *op.outputs))

@@ -25,7 +25,6 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.simplify import without_unread
 
 _ANY_STRIDES = frozenset({"scaled_dot_product_attention", "matmul", "reshape", "contiguous"})
@@ -58,12 +57,12 @@ def without_empty_parts(graph: Graph, kept: Collection[str] = ()) -> Graph:
     if not changed:
         return graph
     ops = [changed.get(op.name, op) for op in graph.ops]
-    read = [reading(op, names) if names.keys() & set(op.inputs) else op for op in ops if op]
-    made = graph.replace(
-        ops=without_unread(graph, read, lambda op: op.name not in kept and _is_free(graph, op)),
-        values={},
-    )
-    return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))
+
+    def is_idle(op: Op) -> bool:
+        return op.name not in kept and _is_free(graph, op)
+
+    read = [reading(op, names) for op in ops if op]
+    return graph.replace(ops=without_unread(graph, read, is_idle), values={})
 
 
 def _is_empty(op: Op) -> bool:

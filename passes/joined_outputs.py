@@ -96,12 +96,8 @@ def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
         for name in graph.output_values
         if graph.values[name].kind is ValueKind.TENSOR and graph.values[name].batch_dim is None
     ]
-    varying = {source.name for source in graph.inputs if source.batched}
-    for op in graph.ops:
-        if not varying.isdisjoint(op.inputs):
-            varying.update(op.outputs)
     written = effects(graph).writes if names else {}
-    if varying.isdisjoint(names) and not any(written.values()):
+    if graph.batched.isdisjoint(names) and not any(written.values()):
         return dict.fromkeys(names, Joined.SAME)
     found = _Walk(graph, written).ways()
     return {name: way if isinstance(way := found[name], Joined) else Joined.APART for name in names}

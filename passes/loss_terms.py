@@ -154,15 +154,6 @@ class Terms:
         return tuple(self._summands(self.graph.loss.value))
 
     @cached_property
-    def batched(self) -> frozenset[str]:
-        """The values that depend on an input with a batch dimension, be it on its shape alone."""
-        found = {source.name for source in self.graph.inputs if source.batched}
-        for op in self.graph.ops:
-            if not found.isdisjoint(op.inputs):
-                found.update(op.outputs)
-        return frozenset(found)
-
-    @cached_property
     def _shapes(self) -> Mapping[str, Argument]:
         return shape_values(self.graph)
 
@@ -171,7 +162,7 @@ class Terms:
         match argument:
             case bool() | int() | float() | StateRef():
                 return True
-            case Ref(name=name) if name not in self.batched:
+            case Ref(name=name) if name not in self.graph.batched:
                 return True
             case Ref(name=name):
                 return isinstance(self._number(name), int | float)
@@ -242,7 +233,7 @@ class Terms:
         return None if kind is None else turned.get((name, kind))
 
     def _summands(self, value: str) -> Iterator[Summand]:
-        if value not in self.batched:
+        if value not in self.graph.batched:
             yield Summand(ConstantTerm(), value)
             return
         op = self.graph.producer.get(value)

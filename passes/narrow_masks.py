@@ -41,7 +41,7 @@ def narrow_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
         graph: annotated.
         kept: names of ops that are to stay.
     """
-    if not any(map(_is_attention, graph.ops)):
+    if not any(map(is_attention, graph.ops)):
         return graph
     narrow = _narrow(graph, kept)
     ops = tuple(
@@ -114,7 +114,8 @@ def _is_of_one(graph: Graph, item: Ref | StateRef, rank: int) -> bool:
     return len(described.shape) < rank or described.shape[0] == 1
 
 
-def _is_attention(op: Op) -> bool:
+def is_attention(op: Op) -> bool:
+    """Whether an op is torch's attention."""
     call = op.call
     return isinstance(call, FunctionCall) and call.function is F.scaled_dot_product_attention
 
@@ -122,7 +123,7 @@ def _is_attention(op: Op) -> bool:
 def _is_mask(graph: Graph, op: Op, name: str) -> bool:
     """Whether an op is attention under this mask, with as many dimensions as the query."""
     call = op.call
-    if not isinstance(call, FunctionCall) or not _is_attention(op) or len(call.args) != 3:
+    if not isinstance(call, FunctionCall) or not is_attention(op) or len(call.args) != 3:
         return False
     operands = [item.name for item in call.args if isinstance(item, Ref)]
     if len(operands) != 3 or name in operands or call.kwargs.get("attn_mask") != Ref(name):

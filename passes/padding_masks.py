@@ -11,14 +11,13 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 import torch
-from torch.nn import functional as F
 
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, Value, called
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.narrow_masks import is_attention
 from gpipe_compiler.passes.positions import Cases, Positions
 from gpipe_compiler.passes.positions.coordinates import UnknownError
-from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.simplify import without_unread
 
 _AND = frozenset({"and_", "logical_and", "bitwise_and", "__and__"})
@@ -31,7 +30,7 @@ def simplify_padding_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
         graph: annotated.
         kept: names of ops that are to stay.
     """
-    if not any(map(_is_attention, graph.ops)):
+    if not any(map(is_attention, graph.ops)):
         return graph
     found = effects(graph)
     positions = Positions(graph, found)
@@ -45,21 +44,12 @@ def simplify_padding_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
     if not names and not views:
         return graph
     left = (views.get(op.name, op) for op in graph.ops if names.keys().isdisjoint(op.outputs))
-    ops = [reading(op, names) if names.keys() & set(op.inputs) else op for op in left]
-    made = graph.replace(
-        ops=without_unread(
-            graph,
-            ops,
-            lambda op: op.name not in kept and all(name in positions for name in op.outputs),
-        ),
-        values={},
-    )
-    return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))
 
+    def is_idle(op: Op) -> bool:
+        return op.name not in kept and all(name in positions for name in op.outputs)
 
-def _is_attention(op: Op) -> bool:
-    call = op.call
-    return isinstance(call, FunctionCall) and call.function is F.scaled_dot_product_attention
+    ops = [reading(op, names) for op in left]
+    return graph.replace(ops=without_unread(graph, ops, is_idle), values={})
 
 
 def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterator[str]:
@@ -80,7 +70,7 @@ def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterato
             continue
         same = (value.shape, value.batch_dim) == (result.shape, result.batch_dim)
         fits = same or (len(value.shape) == len(result.shape) and _only_masks(graph, result.name))
-        if fits and _unwritten(found, mask.name, result.name):
+        if fits and found.unwritten(mask.name, result.name):
             yield mask.name
             return
 
@@ -94,7 +84,7 @@ def _expanded(graph: Graph, found: Effects, op: Op) -> Iterator[str]:
             value = graph.values[mask.name]
             alike = len(value.shape) == len(result.shape) and value.shape[-1:] == result.shape[-1:]
             fits = alike and _only_masks(graph, result.name)
-            if fits and _unwritten(found, mask.name, result.name):
+            if fits and found.unwritten(mask.name, result.name):
                 yield mask.name
 
 
@@ -103,7 +93,7 @@ def _only_masks(graph: Graph, name: str) -> bool:
     if name in graph.ends:
         return False
     for op in graph.consumers.get(name, ()):
-        if _is_attention(op) and op.call.kwargs.get("attn_mask") == Ref(name):
+        if is_attention(op) and op.call.kwargs.get("attn_mask") == Ref(name):
             continue
         expands = isinstance(op.call, MethodCall) and op.call.method == "expand"
         if not expands or not all(_only_masks(graph, made) for made in op.outputs):
@@ -128,7 +118,7 @@ def _whole(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterat
     if None in dims or len(first) != len(index):
         return
     places = [start + dim for start, dim in zip(first, dims, strict=True) if dim is not None]
-    if _keeps_all(before, after, places) and _unwritten(found, source.name, after.name):
+    if _keeps_all(before, after, places) and found.unwritten(source.name, after.name):
         parts = tuple(slice(None) if dim in places else None for dim in range(rank))
         yield dataclasses.replace(op, call=dataclasses.replace(call, args=(source, parts)))
 
@@ -156,10 +146,3 @@ def _keeps_all(before: Value, after: Value, places: list[int]) -> bool:
     return after.batch_dim == own and all(
         size == sizes.get(dim, 1) for dim, size in enumerate(after.shape)
     )
-
-
-def _unwritten(found: Effects, source: str, result: str) -> bool:
-    """Whether nobody writes into either, so that the two can share memory."""
-    shared = {*found.alias_set(source), *found.alias_set(result)}
-    states = found.state_aliases.get(source, frozenset())
-    return shared.isdisjoint(found.written_values) and states.isdisjoint(found.written_states)

@@ -79,7 +79,7 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
             continue
         alone = reads[source] == 1 and source not in names
         if not (alone and _is_private(graph, found, source)) and not (
-            _unwritten(found, source, op.outputs[0])
+            found.unwritten(source, op.outputs[0])
         ):
             continue
         (result,), source = op.outputs, names.get(source, source)
@@ -95,13 +95,6 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
 def _reads(op: Op) -> list[str]:
     """The values that an op reads, as often as it does; for a region, often."""
     return op.reads * (3 if isinstance(op.call, RegionCall) else 1)
-
-
-def _unwritten(found: Effects, source: str, result: str) -> bool:
-    """Whether nobody writes into what an op reads or makes, so that the two can be one."""
-    shared = {*found.alias_set(source), *found.alias_set(result)}
-    states = found.state_aliases.get(source, frozenset())
-    return shared.isdisjoint(found.written_values) and states.isdisjoint(found.written_states)
 
 
 def _is_private(graph: Graph, found: Effects, source: str) -> bool:

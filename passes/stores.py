@@ -22,7 +22,6 @@ from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref, ca
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import without_unread
 from gpipe_compiler.runtime.spec import Precision
@@ -264,8 +263,10 @@ def without_unread_stores(graph: Graph, kept: Collection[str] = ()) -> Graph:
         return graph
     views = {op.name for op in graph.ops if op.name not in kept and _is_view(found, op)}
     ops = [op for op in graph.ops if op.name not in dead]
-    made = graph.replace(ops=without_unread(graph, ops, lambda op: op.name in views), values={})
-    return made.replace(held=graph.held & made.op_of.keys(), repeats=repeats(made))
+    return graph.replace(
+        ops=without_unread(graph, ops, lambda op: op.name in views),
+        values={},
+    )
 
 
 def _only_written(graph: Graph, found: Effects, value: str) -> set[str]:

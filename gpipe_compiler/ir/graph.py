@@ -272,6 +272,15 @@ class Graph:
         return {name: tuple(ops) for name, ops in table.items()}
 
     @cached_property
+    def batched(self) -> frozenset[str]:
+        """The values that depend on an input with a batch dimension, be it on its shape alone."""
+        found = {source.name for source in self.inputs if source.batched}
+        for op in self.ops:
+            if not found.isdisjoint(op.inputs):
+                found.update(op.outputs)
+        return frozenset(found)
+
+    @cached_property
     def output_values(self) -> tuple[str, ...]:
         """The values the model returns, each once; the loss is not among them."""
         return tuple(dict.fromkeys(value_names(self.outputs)))
