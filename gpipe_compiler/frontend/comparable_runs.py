@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import PlainDispatchMode
-from gpipe_compiler.frontend.probing import normal_numbers
+from gpipe_compiler.frontend.probing import DISTINCT, repeated
 from gpipe_compiler.frontend.state import isolated
 
 _CHANCES = ("p", "dropout_p")
@@ -91,8 +91,14 @@ def with_other_weights(model: nn.Module) -> nn.Module | None:
     random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in filter(_is_trained, copied.parameters()):
-            noise = normal_numbers(parameter.shape, torch.float32, random)
-            parameter.add_(noise.to(parameter), alpha=_step(parameter))
+            count, step = parameter.numel(), _step(parameter)
+            noise = torch.randn(min(count, DISTINCT), generator=random).to(parameter)
+            if parameter.is_contiguous():
+                # Noise for all of it at once would take as much memory as it does.
+                for piece in torch.split(parameter.view(-1), DISTINCT):
+                    piece.add_(noise[: len(piece)], alpha=step)
+            else:
+                parameter.add_(repeated(noise, parameter.shape), alpha=step)
     return copied
 
 
@@ -102,10 +108,11 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 def _step(parameter: torch.Tensor) -> float:
     """How far an entry moves: with a matrix of zeros as with one that has begun at random."""
-    entries = parameter.abs()
-    norm = torch.linalg.vector_norm(entries, dtype=torch.float64)
+    narrow = parameter.itemsize < torch.float32.itemsize
+    norm = torch.linalg.vector_norm(parameter, dtype=torch.float32 if narrow else None)
     if not norm.isfinite():
-        norm = torch.linalg.vector_norm(entries.nan_to_num(0, 0, 0), dtype=torch.float64)
+        entries = parameter.abs().nan_to_num(0, 0, 0)
+        norm = torch.linalg.vector_norm(entries, dtype=torch.float64)
     size = float(norm) / math.sqrt(max(parameter.numel(), 1))
     inputs = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else 1
     return _SHARE * max(size, 1 / math.sqrt(max(inputs, 1)))

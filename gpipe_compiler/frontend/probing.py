@@ -18,17 +18,9 @@ from gpipe_compiler.runtime.wording import text_of
 Dims: TypeAlias = Sequence[int | None]
 """The batch dimension of every tensor in a nest."""
 
-_DISTINCT = 999_983
-"""Numbers that are drawn one by one: a prime, which divides no size of a sample."""
-
-
-def normal_numbers(
-    shape: torch.Size, dtype: torch.dtype, random: torch.Generator | None = None
-) -> torch.Tensor:
-    """Normally distributed numbers; many are the same ones over and over, which takes less time."""
-    count = shape.numel()
-    numbers = torch.randn(min(count, _DISTINCT), dtype=dtype, generator=random)
-    return numbers.repeat(-(-count // max(1, len(numbers))))[:count].reshape(shape)
+DISTINCT = 999_983
+"""Numbers that are drawn one by one, and repeated, which takes less time; a prime, which divides no
+size of a sample."""
 
 
 def only_first(tensor: torch.Tensor, count: int) -> bool:
@@ -65,7 +57,14 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return normal_numbers(tensor.shape, tensor.dtype)
+    drawn = torch.randn(min(tensor.numel(), DISTINCT), dtype=tensor.dtype)
+    return repeated(drawn, tensor.shape)
+
+
+def repeated(numbers: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A tensor of this shape with the same numbers over and over."""
+    count = shape.numel()
+    return numbers.repeat(-(-count // max(1, len(numbers))))[:count].reshape(shape)
 
 
 def reduction_of(loss: Callable[[int, int], torch.Tensor], count: int) -> Reduction:

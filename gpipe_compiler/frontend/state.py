@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -154,8 +155,18 @@ def put_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
                 table[name] = other(item)
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, which takes memory of its own once it or the tensor is written."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    real = tensor.device.type == "cpu" and not (tensor.is_quantized or tensor.is_complex())
+    if plain and real and tensor.is_contiguous():
+        with contextlib.suppress(RuntimeError):  # memory that is not torch's own, such as a file's
+            return torch._lazy_clone(tensor.detach())
+    return tensor.detach().clone()
+
+
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    clone = tensor.detach().clone()
+    clone = copied(tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(clone, requires_grad=tensor.requires_grad)
     return clone.requires_grad_(tensor.requires_grad and tensor.is_leaf)

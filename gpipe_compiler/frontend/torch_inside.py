@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from gpipe_compiler.errors import GPipeCompilerError
 
 USED: Mapping[str, tuple[str, ...]] = {
-    "torch": ("_assert", "_check", "_foreach_copy_", "_foreach_norm", "_safe_softmax"),
+    "torch": (
+        *("_assert", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
+        "_safe_softmax",
+    ),
     "torch.Tensor": ("_use_count",),
     "torch.UntypedStorage": ("_cdata",),
     "torch._C": (
         "DisableTorchFunction",
         "_DisableAutocast",
+        "_DisableTorchDispatch",
         "_current_autograd_node",
         "_current_graph_task_id",
         "_storage_Use_Count",
