@@ -29,8 +29,9 @@ from gpipe_compiler.frontend.exported import (
 )
 from gpipe_compiler.frontend.locate import line_of, line_of_trace
 from gpipe_compiler.frontend.lower import lower
-from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
+from gpipe_compiler.frontend.precisions import in_others
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision

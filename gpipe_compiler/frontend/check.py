@@ -26,11 +26,11 @@ import torch
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
-from gpipe_compiler.frontend.precisions import ambient, kind_of
 from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.state import copied, isolated
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.runtime.core.nest import tensors_of
@@ -260,7 +260,7 @@ def _run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) 
 
 
 def _copy(tensor: torch.Tensor, *, double: bool) -> torch.Tensor:
-    copy = tensor.detach().clone()
+    copy = copied(tensor)
     return copy.double() if double and copy.is_floating_point() else copy
 
 

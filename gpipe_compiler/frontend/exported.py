@@ -31,18 +31,11 @@ from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes,
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
-from gpipe_compiler.frontend.precisions import (
-    SAME,
-    Account,
-    account,
-    ambient,
-    follow,
-    kind_of,
-    only_in,
-)
+from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
 from gpipe_compiler.quiet import quiet

@@ -1,17 +1,17 @@
 """Holds a graph against a model by the kernels that they run, on tensors that hold no numbers.
 
-Both run forward on meta, wherever they stand, in train and in eval mode. They are the same program
-where the kernels are the same ones in the same order, called with the same constants, on the same
-tensors: each parameter is known by its name, each result by the kernel that made it. Kernels that
-have no effect, and whose results nothing needs, are left out. What a kernel returns is worked out
-once for every kind of arguments. Hooks in the backward are no kernels here: gradients are compared
-in numbers besides.
+Both run forward in train and in eval mode: in fp32 on meta, wherever they stand, and in each other
+precision that the graph is for on fake tensors, which alone are cast as real ones are. They are the
+same program where the kernels are the same ones in the same order, called with the same constants,
+on the same tensors: each parameter is known by its name, each result by the kernel that made it.
+Kernels that have no effect, and whose results nothing needs, are left out. What a kernel returns on
+meta is worked out once for every kind of arguments. Hooks in the backward are no kernels here:
+gradients are compared in numbers besides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,20 +22,22 @@ from torch import nn
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.precisions import as_exported
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.simplify_graph import writes
-from gpipe_compiler.frontend.state import isolated, named_state, put_tensors, state_table
+from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.surroundings import META, Place, ambient, as_exported, kind_of
 from gpipe_compiler.frontend.untraced import own_function
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.nest import tensors_of
+from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.core.random import draws
+from gpipe_compiler.runtime.spec import Precision
 
 _SAMPLES = 2
 _COPIES = (
@@ -50,7 +52,7 @@ _WHERE_MADE = frozenset({"device", "pin_memory"})
 
 @uncollected()
 def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool = False) -> bool:
-    """Whether a graph runs the kernels of a model.
+    """Whether a graph runs the kernels of a model, in every precision that it is for.
 
     A model whose Python code asks for the numbers in a tensor cannot be run so: False.
 
@@ -62,41 +64,49 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool
     Raises:
         ModelError: when the short model raises.
     """
-    where = contextlib.nullcontext if state_table(whole.model).on_meta else _new_on_meta
-    if where is _new_on_meta:
-        whole = _on_meta(whole)
-        tensors = {name: tensor.to("meta") for name, tensor in graph.tensors.items()}
-        graph = graph.replace(tensors=tensors)
-    model = isolated(whole.model)
-    canonical = state_table(whole.model).canonical
+    modes = (True, False) if whole.training else (False,)
+    entries = [make_entry(short, mode, reduces=False) for mode in modes]
+    precisions = [precision for precision in Precision if precision not in graph.unlike]
+    return all(
+        _same_in(precision, graph, whole.model, entries, exported=exported)
+        for precision in precisions
+    )
+
+
+def _same_in(
+    precision: Precision,
+    graph: Graph,
+    model: nn.Module,
+    entries: Sequence[Entry],
+    *,
+    exported: bool,
+) -> bool:
+    """Whether graph and model run the same kernels in one precision, in the modes of entries."""
+    lower, kind = lower_dtype(precision), kind_of(entries[0])
+    place = META if lower is None else Place.fakes(kind)
+    # Code that names no device makes its tensors where a model with numbers is.
+    elsewhere = lower is None and not entries[0].states.on_meta
+    default = META.device if elsewhere else contextlib.nullcontext()
+    canonical = state_table(model).canonical
+    model = place.moved(model)
+    graph = graph.replace(tensors={n: place.to(tensor) for n, tensor in graph.tensors.items()})
     names = {id(tensor): canonical[name] for name, tensor in named_state(model)}
     names |= {id(tensor): name for name, tensor in graph.tensors.items()}
     known: dict[Any, Any] = {}
-    modes = (True, False) if whole.training else (False,)
-    entries = [make_entry(short, mode, reduces=False) for mode in modes]
     for entry in entries:
         entry.model = model.train(entry.training)
         outputs = entry.structure == entries[-1].structure
+        around = as_exported() if exported else contextlib.nullcontext()
         try:
-            with where(), as_exported() if exported else contextlib.nullcontext():
-                expected = _run_model(entry, KernelLog(names, known), outputs)
-            if _run_graph(graph, entry, KernelLog(names, known), outputs) != expected:
-                return False
-        except Exception:  # whatever the model raises on meta, and a graph may call anything
+            with default, place.around(), ambient(lower, kind), around:
+                expected = _run_model(entry, KernelLog(names, known, place), outputs)
+            with place.device, place.around(), ambient(lower, kind):
+                actual = _run_graph(graph, entry, KernelLog(names, known, place), outputs)
+        except Exception:  # whatever the model raises there, and a graph may call anything
+            return False
+        if actual != expected:
             return False
     return True
-
-
-def _new_on_meta() -> contextlib.AbstractContextManager[Any]:
-    """Where code that names no device makes its tensors."""
-    return torch.device("meta")
-
-
-def _on_meta(subject: Subject) -> Subject:
-    """The subject with a copy of its model on meta."""
-    model = isolated(subject.model)
-    put_tensors(model, lambda tensor: tensor.to("meta"))
-    return dataclasses.replace(subject, model=model)
 
 
 def runs_on_meta(subject: Subject) -> bool:
@@ -107,9 +117,9 @@ def runs_on_meta(subject: Subject) -> bool:
     signature = read_signature(subject, on_meta=True)
     args, kwargs, _ = signature.rebuild(signature.samples(_SAMPLES))
     for around in (contextlib.nullcontext, as_exported):
-        with torch.random.fork_rng(), quiet(), torch.no_grad(), _new_on_meta(), around():
+        with torch.random.fork_rng(), quiet(), torch.no_grad(), META.device, around():
             try:
-                _on_meta(subject).model(*args, **kwargs)
+                META.moved(subject.model)(*args, **kwargs)
             except Exception:  # whatever the model raises on meta
                 continue
             return True
@@ -144,13 +154,15 @@ class _Called:
 class KernelLog(PlainDispatchMode):
     """Writes down every kernel that runs in it."""
 
-    def __init__(self, names: Mapping[int, str], known: dict[Any, Any]) -> None:
+    def __init__(self, names: Mapping[int, str], known: dict[Any, Any], place: Place) -> None:
         """
         Args:
             names: of tensors, by id.
             known: what kernels return, by what they are given: filled in, and shared by runs.
+            place: where they run.
         """
         super().__init__()
+        self._place = place
         self._calls: list[_Called] = []
         self._writes = False
         self._numbers: dict[int, Number] = dict(names)
@@ -158,8 +170,8 @@ class KernelLog(PlainDispatchMode):
         self._known = known
 
     def take(self, inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What the model is called with, on meta, and named."""
-        taken = [tensor.to("meta") for tensor in inputs]
+        """What the model is called with, where it runs, and named."""
+        taken = list(map(self._place.to, inputs))
         self._alive.extend(taken)
         self._numbers.update((id(tensor), f"input {n}") for n, tensor in enumerate(taken))
         return taken
@@ -214,8 +226,10 @@ class KernelLog(PlainDispatchMode):
     ) -> Any:
         """Notes one kernel and returns what it returns."""
         kwargs = dict(kwargs or {})
+        if func is torch.ops.prim.device.default:  # no kernel: how a fake tensor tells its device
+            return func(*args, **kwargs)
         if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
+            kwargs["device"] = self._place.device
         given: list[torch.Tensor] = []
         call: Hashable = (
             func,
@@ -248,9 +262,9 @@ class KernelLog(PlainDispatchMode):
     ) -> Any:
         if not given or not _is_functional(func):
             return func(*args, **kwargs)
-        for tensor in given:
-            if not tensor.is_meta:
-                return func(*args, **kwargs)
+        place = self._place
+        if not all(map(place.holds, given)):
+            return func(*args, **kwargs)
         # Calls are compared with types, as 1 and True and 1.0 are equal.
         key = (
             call,
@@ -260,15 +274,15 @@ class KernelLog(PlainDispatchMode):
         form = self._known.get(key)
         if form is None:
             returned = func(*args, **kwargs)
-            self._known[key] = _form(returned) or (returned,)
+            self._known[key] = _form(returned, place) or (returned,)
             return returned
-        return _made(form) if form[0] in (_ONE, _SEVERAL) else func(*args, **kwargs)
+        return _made(form, place) if form[0] in (_ONE, _SEVERAL) else func(*args, **kwargs)
 
 
 def _autocast() -> Hashable:
-    """Whether each kind of device casts, and to what: meta tensors are never cast."""
+    """What each kind of device casts to, None where it does not: meta tensors are never cast."""
     return tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
     )
 
@@ -283,22 +297,21 @@ def _is_functional(func: Any) -> bool:
 _ONE, _SEVERAL = "one", "several"
 
 
-def _form(returned: Any) -> tuple[Any, ...] | None:
-    """How to make what a kernel returned anew; None for anything but tensors on meta."""
-    if isinstance(returned, torch.Tensor) and returned.is_meta:
+def _form(returned: Any, place: Place) -> tuple[Any, ...] | None:
+    """How to make what a kernel returned anew; None for anything but tensors without numbers."""
+    if isinstance(returned, torch.Tensor) and place.holds(returned):
         return (_ONE, tuple(returned.shape), returned.stride(), returned.dtype)
     if type(returned) is tuple:
-        parts = tuple(_form(item) for item in returned)
+        parts = tuple(_form(item, place) for item in returned)
         if all(part is not None and part[0] == _ONE for part in parts):
             return (_SEVERAL, *parts)
     return None
 
 
-def _made(form: tuple[Any, ...]) -> Any:
+def _made(form: tuple[Any, ...], place: Place) -> Any:
     if form[0] == _SEVERAL:
-        return tuple(map(_made, form[1:]))
-    _, shape, stride, dtype = form
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return tuple(_made(part, place) for part in form[1:])
+    return place.empty(*form[1:])
 
 
 def _frozen(item: Any, tensors: list[torch.Tensor]) -> Any:
@@ -347,7 +360,7 @@ def _run_graph(graph: Graph, entry: Entry, log: KernelLog, outputs: bool) -> Has
     inputs = log.take(entry.signature.samples(_SAMPLES))
     interpreter = Interpreter(graph, graph.tensors, entry.training).prepare()
     given = {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
-    with _running(entry), torch.device("meta"), log:
+    with _running(entry), log:
         values = interpreter.run(given)
     loss = None if graph.loss is None else values[graph.loss.value]
     return log.program(interpreter.resolve(graph.outputs, values) if outputs else None, loss)

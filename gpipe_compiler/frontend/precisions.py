@@ -11,22 +11,20 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, TorchCall
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.state import isolated, put_tensors
+from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
@@ -78,41 +76,6 @@ SAME = Account({})
 _BAKED = dict.fromkeys(_LOWER, "its trace holds types of fp32")
 
 
-@contextlib.contextmanager
-def ambient(dtype: torch.dtype | None, kind: str) -> Iterator[None]:
-    """Autocast to a type, fp32 included, on a kind of device that need not be there."""
-    if dtype is None:
-        yield
-        return
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    torch.set_autocast_enabled(kind, True)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(kind, before[0])
-        torch.set_autocast_dtype(kind, before[1])
-
-
-@contextlib.contextmanager
-def as_exported() -> Iterator[None]:
-    """Tells models that look that they are being exported."""
-    with contextlib.ExitStack() as around:
-        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
-            if hasattr(torch.compiler, flag):
-                around.enter_context(mock.patch.object(torch.compiler, flag, True))
-        yield
-
-
-def kind_of(entry: Entry) -> str:
-    """The kind of device that a model computes on; the host for one on meta."""
-    device = next((tensor.device.type for tensor in entry.states.tensors.values()), "cpu")
-    return "cpu" if device == "meta" else device
-
-
 def account(entry: Entry, *, gradients: bool = True) -> Account:
     """Holds the runs of an entry's model in all precisions against the one in fp32.
 
@@ -160,24 +123,21 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Torch
     own, signature = entry.model, entry.signature
     samples = signature.samples(max(signature.batch_size, 2))
     kind = kind_of(entry)
+    fakes = Place.fakes(kind)
     try:
-        for real in (False, True):
-            if real and entry.states.on_meta:
-                return None
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+        for place in (fakes,) if entry.states.on_meta else (fakes, None):
             with contextlib.ExitStack() as around:
                 around.enter_context(quiet())
                 around.enter_context(torch.random.fork_rng())
                 around.enter_context(torch.set_grad_enabled(gradients))
                 around.enter_context(as_exported())
                 try:
-                    entry.model = isolated(own)
+                    entry.model = isolated(own) if place is None else place.moved(own)
                     watch = CastWatch(entry, traced=False)
                     inputs = [tensor.clone() for tensor in samples]
-                    if not real:
-                        put_tensors(entry.model, partial(_faked, mode=mode, kind=kind))
-                        inputs = [_faked(tensor, mode, kind) for tensor in inputs]
-                        around.enter_context(mode)
+                    if place is not None:
+                        inputs = list(map(place.to, inputs))
+                        around.enter_context(place.around())
                     around.enter_context(ambient(dtype, kind))
                     around.enter_context(watch.watching())
                     around.enter_context(activations_kept())
@@ -188,14 +148,6 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Torch
     finally:
         entry.model = own
     return None
-
-
-def _faked(tensor: torch.Tensor, mode: FakeTensorMode, kind: str) -> torch.Tensor:
-    if not tensor.is_meta:
-        return mode.from_tensor(tensor.detach(), static_shapes=True)
-    with mode:
-        size, stride = tensor.shape, tensor.stride()
-        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=kind)
 
 
 def _effective(events: Sequence[TorchCall]) -> list[tuple[object, ...]]:

@@ -22,9 +22,10 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, line_of
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
-from gpipe_compiler.frontend.precisions import ambient, in_others, kind_of
+from gpipe_compiler.frontend.precisions import in_others
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision

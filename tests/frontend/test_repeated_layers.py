@@ -23,7 +23,10 @@ from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options import Frontend
+from gpipe_compiler.runtime.core.precision import autocast
+from gpipe_compiler.runtime.spec import Precision
 
 WIDTH = 4
 MANY = 13
@@ -435,6 +438,106 @@ def test_a_cast_around_one_layer_is_seen(lengths: list[int]) -> None:
 
     assert lengths[-1] == sum(1 for _ in subject.model.modules())
     assert text_of(graph) == text_of(trace_with(subject, frontend))
+
+
+class Differing(Stack):
+    """One layer in the middle differs from the others in other precisions than fp32 alone."""
+
+    where: int | None = 7
+    """None for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place, layer in enumerate(self.layers):
+            x = self.call(layer, x, self.where in (place, None))
+        return self.last(x)
+
+    def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        """A layer, called as the others are or as one is."""
+        raise NotImplementedError
+
+
+class Island(Differing):
+    """Runs outside of autocast."""
+
+    def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        if not other:
+            return layer(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return layer(x.float())
+
+
+class Upcast(Differing):
+    """Is given fp32."""
+
+    def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        return layer(x.float() if other else x)
+
+
+class CastAlike(Differing):
+    """Is given the type of the weights, and the others that of the input."""
+
+    def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        return layer(x).to(layer.gain.dtype if other else x.dtype)
+
+
+class Asking(Differing):
+    """Asks in which precision it runs; all of them do, and one does otherwise then."""
+
+    def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        return layer(x) * 2 if torch.is_autocast_enabled("cpu") and other else layer(x)
+
+
+class Overflowing(Differing):
+    """Clamps in fp16."""
+
+    def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        x = layer(x)
+        return x.clamp(-1, 1) if self.wide(x).dtype == torch.float16 and other else x
+
+    def wide(self, x: Tensor) -> Tensor:
+        """In the type that is computed in."""
+        return torch.nn.functional.linear(x, x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "precision"),
+    [
+        (Island, Precision.FP32),
+        (Upcast, Precision.FP32),
+        (CastAlike, Precision.FP32),
+        (Asking, Precision.BF16),
+        (Overflowing, Precision.FP32),
+    ],
+)
+def test_what_one_layer_does_in_another_precision_is_seen(
+    cls: type[Differing], precision: Precision
+) -> None:
+    """The graph computes what the model does in every precision that it is for."""
+    subject = subject_of(cls(layers()))
+    inputs, target = subject.args[0], subject.target
+
+    graph, _ = choose(subject, Frontend.EXPORT, precision)
+
+    assert precision not in graph.unlike
+    assert graph.loss is not None
+    for other in [known for known in Precision if known not in graph.unlike]:
+        with autocast(other, torch.device("cpu")):
+            expected = loss_fn(copy.deepcopy(subject.model).eval()(inputs), target)
+            values = Interpreter(graph, graph.tensors, training=False).run(
+                {source.name: graph.example[source.name] for source in graph.inputs}
+            )
+        torch.testing.assert_close(values[graph.loss.value], expected, rtol=0, atol=0)
+
+
+def test_layers_that_are_cast_alike_are_traced_as_few(lengths: list[int]) -> None:
+    model = Island(layers())
+    model.where = None
+
+    choose(subject_of(model), Frontend.EXPORT, Precision.BF16)
+
+    assert len(lengths) == 1
+    assert lengths[0] < sum(1 for _ in model.modules()) / 2
 
 
 class Doubling(Stack):
