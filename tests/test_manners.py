@@ -25,8 +25,8 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Frontend, LossChoice, RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
-from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.package import Validation, validate
+from gpipe_compiler.validate.plain_run import MiniBatchStatistics
 
 OPTIONS = CompileOptions(
     stages=2,

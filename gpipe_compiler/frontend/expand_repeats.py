@@ -26,12 +26,11 @@ from gpipe_compiler.ir import (
     Op,
     Ref,
     RegionCall,
-    Result,
     StateRef,
 )
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import called, ops_within, with_arguments
+from gpipe_compiler.ir.ops import called, map_result, ops_within, with_arguments
 
 ToName = Callable[[str], str]
 
@@ -227,12 +226,5 @@ class _Writer:
             state = {local: path(name) for local, name in spec.state.items()}
             new = dataclasses.replace(new, module=path(new.module))
             self.modules[new.module] = dataclasses.replace(spec, path=new.module, state=state)
-        return dataclasses.replace(
-            op, call=new, result=_result(op.result, value), module=path(op.module)
-        )
-
-
-def _result(result: Result, value: ToName) -> Result:
-    if isinstance(result, str):
-        return value(result)
-    return tuple(_result(item, value) for item in result) if isinstance(result, tuple) else None
+        result = map_result(value, op.result)
+        return dataclasses.replace(op, call=new, result=result, module=path(op.module))

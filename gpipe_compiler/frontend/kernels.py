@@ -87,7 +87,10 @@ def _same_in(
     # Code that names no device makes its tensors where a model with numbers is.
     elsewhere = lower is None and not entries[0].states.on_meta
     default = META.device if elsewhere else contextlib.nullcontext()
-    canonical = state_table(model).canonical
+    table, own = state_table(model), {id(t): name for name, t in graph.tensors.items()}
+    canonical = {
+        name: own.get(id(tensor), table.canonical[name]) for name, tensor in named_state(model)
+    }
     model = place.moved(model)
     graph = graph.replace(tensors={n: place.to(tensor) for n, tensor in graph.tensors.items()})
     names = {id(tensor): canonical[name] for name, tensor in named_state(model)}

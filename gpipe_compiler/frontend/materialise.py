@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -95,8 +94,3 @@ def known(subject: Subject) -> bool:
     """Whether it is known of every tensor on meta how it begins."""
     names = (name for name, _ in tensors_of_model(subject.model))
     return all(subject.initial.get(name, ()) not in ((), UNKNOWN) for name in names)
-
-
-def weights_of(subject: Subject) -> Mapping[str, torch.Tensor]:
-    """What `state_dict()` of the subject's model holds."""
-    return subject.model.state_dict()

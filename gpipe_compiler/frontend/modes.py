@@ -42,7 +42,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import with_arguments
+from gpipe_compiler.ir.ops import map_result, with_arguments
 
 
 def merge(train: Graph, evaluation: Graph) -> Graph:
@@ -167,12 +167,12 @@ class _Merging:
 
     def _renamed(self, result: Result) -> Result:
         """The result of an op of the eval graph, under names that are free."""
-        if isinstance(result, str):
-            self._values[result] = self._free(result)
-            return self._values[result]
-        if isinstance(result, tuple):
-            return tuple(self._renamed(item) for item in result)
-        return None
+
+        def free(old: str) -> str:
+            self._values[old] = self._free(old)
+            return self._values[old]
+
+        return map_result(free, result)
 
     def _both(self, one: Op, other: Op) -> Iterator[Op]:
         """Aligned ops as one, or as two where their arguments cannot be told apart by mode."""

@@ -27,7 +27,7 @@ from gpipe_compiler.ir import (
     Result,
 )
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.ops import with_arguments
+from gpipe_compiler.ir.ops import map_result, with_arguments
 
 _TAKEN = frozenset(
     {
@@ -110,18 +110,12 @@ class _Renaming:
         if len(op.outputs) == 1:
             name = self._unique.unique(_targets(op) or base)
             self.names[op.outputs[0]] = name
-            return dataclasses.replace(op, name=name, call=call, result=self._result(op.result))
-        name = self._unique.unique(base)
-        wishes = _wishes(op, base)
-        self.names.update((old, self._unique.unique(wishes[old])) for old in op.outputs)
-        return dataclasses.replace(op, name=name, call=call, result=self._result(op.result))
-
-    def _result(self, result: Result) -> Result:
-        if isinstance(result, str):
-            return self.names[result]
-        if isinstance(result, tuple):
-            return tuple(self._result(item) for item in result)
-        return None
+        else:
+            name = self._unique.unique(base)
+            wishes = _wishes(op, base)
+            self.names.update((old, self._unique.unique(wishes[old])) for old in op.outputs)
+        result = map_result(self.names.__getitem__, op.result)
+        return dataclasses.replace(op, name=name, call=call, result=result)
 
     def _block(self, block: RegionBody) -> RegionBody:
         self.names.update((old, self._unique.unique("value")) for old in block.inputs)

@@ -155,11 +155,18 @@ def put_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
                 table[name] = other(item)
 
 
+_LARGE = 1 << 20
+"""Bytes of parameters from which on their copies take memory when they are written only."""
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, which takes memory of its own once it or the tensor is written."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    real = tensor.device.type == "cpu" and not (tensor.is_quantized or tensor.is_complex())
-    if plain and real and tensor.is_contiguous():
+    """A copy; of a large parameter one that takes memory of its own once either is written.
+
+    Not of buffers: torch cannot resize such a copy, as models do with theirs.
+    """
+    host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    plain = type(tensor) is nn.Parameter and not (tensor.is_quantized or tensor.is_complex())
+    if host and plain and tensor.is_contiguous() and tensor.nbytes >= _LARGE:
         with contextlib.suppress(RuntimeError):  # memory that is not torch's own, such as a file's
             return torch._lazy_clone(tensor.detach())
     return tensor.detach().clone()

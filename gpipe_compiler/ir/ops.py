@@ -136,6 +136,13 @@ def with_arguments(call: Call, change: Callable[[Argument], Argument]) -> Call:
     return dataclasses.replace(call, args=args, kwargs=kwargs)
 
 
+def map_result(function: Callable[[str], str], result: Result) -> Result:
+    """The same result with other names."""
+    if isinstance(result, tuple):
+        return tuple(map_result(function, item) for item in result)
+    return None if result is None else function(result)
+
+
 def result_names(result: Result) -> Iterator[str]:
     """The value names in a result, in order."""
     if isinstance(result, str):

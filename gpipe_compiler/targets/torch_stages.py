@@ -33,11 +33,10 @@ from gpipe_compiler.validate.loss_splitting import refuse_unsplit
 from gpipe_compiler.validate.package import (
     Validation,
     validate,
-    validate_materialised,
+    validate_shortened,
     why_not_materialised,
 )
 from gpipe_compiler.validate.reference import reference_of
-from gpipe_compiler.validate.shortened import validate_shortened
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +114,7 @@ class TorchStages:
         seed, accepted = options.seed, options.per_microbatch
         too_large = why_not_materialised(plan) if self._on_meta else ""
         if not too_large:
-            hold = validate_materialised if self._on_meta else validate
-            return hold(
+            return validate(
                 subject, plan, folder, seed=seed, per_microbatch=accepted, launch=self.launch
             )
         held = validate_shortened(

@@ -8,19 +8,25 @@ How close is close enough stands in `runtime/train/comparison.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from gpipe_compiler.errors import ValidationError, summary
+from gpipe_compiler.errors import GPipeCompilerError, ValidationError, summary
 from gpipe_compiler.frontend.entry import make_entry
-from gpipe_compiler.frontend.materialise import known, materialised, weights_of
-from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.materialise import known, materialised, with_real_example
+from gpipe_compiler.frontend.shorten import shortened
+from gpipe_compiler.frontend.signature import read_signature
+from gpipe_compiler.frontend.state import state_table
+from gpipe_compiler.frontend.subject import Example, Subject
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
 from gpipe_compiler.runtime.core.weights import save_file as save_weights
@@ -61,17 +67,15 @@ def validate(
     directory: Path,
     *,
     seed: int = 0,
-    weights: Mapping[str, torch.Tensor] | None = None,
     per_microbatch: bool = False,
     launch: Launch = fresh,
 ) -> Validation:
-    """Runs the package in `directory` against the subject's model.
+    """Runs the package in `directory` against the subject's model, or a copy that has numbers.
 
     The package is called on the example inputs, and on a second batch where plain PyTorch takes
     one. The model stays as it is.
 
     Args:
-        weights: what the package is to load first, by the model's names.
         per_microbatch: take a loss that micro-batches cannot give for that of each by itself.
         launch: runs the package; one on a GPU is always run in a new process.
 
@@ -79,6 +83,7 @@ def validate(
         ValidationError: when the package cannot be run, or micro-batches cannot give the loss of
             the mini-batch. Other differences are reported, not raised.
     """
+    subject, weights = _with_numbers(subject, plan, seed)
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
         expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
@@ -152,39 +157,24 @@ LARGEST_MATERIALISED = 1 << 30
 """Bytes of parameters up to which a model on meta is given numbers, to be validated."""
 
 
-def validate_materialised(
-    subject: Subject,
-    plan: Plan,
-    directory: Path,
-    *,
-    seed: int = 0,
-    per_microbatch: bool = False,
-    launch: Launch = fresh,
-) -> Validation:
-    """Runs the package of a model on meta against a copy of the model that has numbers.
+def _with_numbers(
+    subject: Subject, plan: Plan, seed: int
+) -> tuple[Subject, Mapping[str, torch.Tensor] | None]:
+    """The subject, a model on meta given numbers; and the weights that its package is to load.
 
     Where it is known how every tensor begins, the package begins by itself, so that this is
-    compared too; otherwise it is given the copy's weights.
-
-    Raises:
-        ValidationError: as `validate` does.
+    compared too: None.
     """
+    if not state_table(subject.model).on_meta:
+        return subject, None
     real = materialised(subject, seed)
-    weights = None
-    if not known(subject):
-        assert plan.graph is not None
-        graph = plan.graph
-        used = {name for op in graph.ops for name in op.states(graph.modules)}
-        weights = {name: tensor for name, tensor in weights_of(real).items() if name in used}
-    return validate(
-        real,
-        plan,
-        directory,
-        seed=seed,
-        weights=weights,
-        per_microbatch=per_microbatch,
-        launch=launch,
-    )
+    if known(subject):
+        return real, None
+    assert plan.graph is not None
+    graph = plan.graph
+    used = {name for op in graph.ops for name in op.states(graph.modules)}
+    weights = real.model.state_dict()
+    return real, {name: tensor for name, tensor in weights.items() if name in used}
 
 
 def why_not_materialised(plan: Plan) -> str:
@@ -216,3 +206,106 @@ def run_check(
         raise ValidationError(
             f"the package does not run: exit code {ended.code}\n{ended.errors.strip()}"
         )
+
+
+# --- models too large to be given numbers: as many stages of one with fewer layers ----------------
+
+_KEPT = (8, 4, 3, 2)
+"""Repetitions that are left of a block, the first number whose model is small enough."""
+
+_MICROBATCHES = 4
+"""Micro-batches that are compared at most."""
+
+_SLOW_S = 3.0
+"""Processor seconds of a forward of one sample from which on nothing is compared: a step of all
+micro-batches, forward and backward, on two batches, here and in the package, takes minutes."""
+
+
+Repackage = Callable[[Subject, int, Path], Plan]
+"""Writes the package of a subject, with a number of micro-batches, to a folder; gives its plan."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shorter:
+    """A subject with fewer repetitions, and a description of how many."""
+
+    subject: Subject
+    what: str
+
+
+def shorter(subject: Subject) -> Shorter | None:
+    """The subject with as many repetitions as can be filled with numbers; None where none can."""
+    for kept in _KEPT:
+        short = shortened(subject, least=kept + 1, kept=kept)
+        if short is not None and _bytes(short.subject.model) <= LARGEST_MATERIALISED:
+            runs = (
+                f"{run.kept} of the {run.count} repetitions in {run.path}" for run in short.runs
+            )
+            return Shorter(short.subject, " and ".join(runs))
+    return None
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def validate_shortened(
+    subject: Subject,
+    plan: Plan,
+    package: Repackage,
+    *,
+    seed: int,
+    per_microbatch: bool,
+    launch: Launch,
+) -> Validation | str:
+    """What was compared of a shortened model; or why nothing was.
+
+    Args:
+        plan: of the whole model.
+        package: compiles the shortened model as the whole one was.
+
+    Raises:
+        ValidationError: when the package of the shortened model does not run.
+    """
+    short = shorter(subject)
+    if short is None:
+        return "it has no blocks that repeat, to be compared with fewer of them"
+    least = least_samples(plan)
+    microbatches = min(plan.microbatches, _MICROBATCHES)
+    few = _with_samples(short.subject, microbatches * least)
+    if _is_slow(few, seed):
+        return f"even with {short.what}, one sample takes over {_SLOW_S:g} seconds here"
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+            folder = Path(scratch, "package")
+            made = package(few, microbatches, folder)
+            found = validate(
+                few, made, folder, seed=seed, per_microbatch=per_microbatch, launch=launch
+            )
+    except ValidationError:
+        raise
+    except GPipeCompilerError as error:
+        return f"with {short.what} it cannot be compiled: {error.problem}"
+    note = (
+        f"the whole model is too large to be filled with numbers here: compared was the same model "
+        f"with {short.what}, on {microbatches * least} samples"
+    )
+    return dataclasses.replace(found, notes=(note, *found.notes))
+
+
+def _with_samples(subject: Subject, count: int) -> Subject:
+    """The subject with this number of samples in its example."""
+    real = with_real_example(subject)
+    signature = read_signature(real, on_meta=False)
+    args, kwargs, target = signature.rebuild(signature.samples(count))
+    given = Example(args, kwargs, target)
+    called = dataclasses.replace(subject, args=args, kwargs=kwargs, target=target, example=given)
+    return called.with_example(lambda tensor: tensor.to("meta"))
+
+
+def _is_slow(subject: Subject, seed: int) -> bool:
+    entry = make_entry(materialised(subject, seed), training=False)
+    started = time.process_time()
+    with torch.no_grad():
+        entry(*entry.signature.samples(1))
+    return time.process_time() - started > _SLOW_S

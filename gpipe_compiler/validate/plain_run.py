@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -21,13 +24,11 @@ from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
+from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.check import LOSS_SCALE
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, flat_tensors
-from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
 from gpipe_compiler.validate.draws import Draws, DrawsOfAll, DrawsOfOne
-
-_LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +166,6 @@ def flattened(call: ModelCall) -> bool:
     return isinstance(call.around, DrawsOfAll) and call.around.flattened
 
 
-def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Around one call of the model, its loss included."""
-    if precision is Precision.FP32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, _LOWER[precision])
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Where the model stands."""
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -263,3 +257,78 @@ def _gradients(
         for name, gradient in zip(parameters, found, strict=True)
         if gradient is not None
     }
+
+
+# --- deferred BatchNorm: running statistics of the mini-batch, once a step ------------------------
+
+_SIGNATURE = inspect.signature(F.batch_norm)
+_COUNTER = "num_batches_tracked"
+
+
+class MiniBatchStatistics:
+    """Running statistics that change once, by those of all micro-batches put together.
+
+    While micro-batches run, what every BatchNorm is given is kept, and its running statistics stay
+    as they are. At the end torch's own BatchNorm runs once on all that was kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        buffers = dict(model.named_buffers())
+        self._buffers = {id(buffer) for buffer in buffers.values()}
+        self._counters = [b for name, b in buffers.items() if name.split(".")[-1] == _COUNTER]
+        self._seen: list[list[Mapping[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Around the model's call on one micro-batch; the first of them alone is counted."""
+        before = [counter.clone() for counter in self._counters]
+        watch = _Inputs(self._buffers)
+        with watch:
+            yield
+        if self._seen:
+            for counter, value in zip(self._counters, before, strict=True):
+                counter.copy_(value)
+        self._seen.append(watch.calls)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """After the last micro-batch: every BatchNorm takes the mini-batch's statistics."""
+        for calls in zip(*self._seen, strict=True):
+            first = calls[0]
+            F.batch_norm(
+                torch.cat([call["input"] for call in calls]),
+                first["running_mean"],
+                first["running_var"],
+                training=True,
+                momentum=first["momentum"],
+                eps=first["eps"],
+            )
+
+
+class _Inputs(TorchFunctionMode):
+    """Keeps what every BatchNorm with running statistics is called with."""
+
+    def __init__(self, buffers: set[int]) -> None:
+        super().__init__()
+        self._buffers = buffers
+        self.calls: list[Mapping[str, Any]] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs one function of torch; a BatchNorm on copies of its running statistics."""
+        kwargs = kwargs or {}
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if not given["training"] or id(given["running_mean"]) not in self._buffers:
+            return func(*args, **kwargs)
+        self.calls.append({**given, "input": given["input"].detach().clone()})
+        copies = {name: given[name].clone() for name in ("running_mean", "running_var")}
+        return func(**{**given, **copies})

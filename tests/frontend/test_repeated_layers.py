@@ -463,7 +463,7 @@ class Island(Differing):
     def call(self, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
         if not other:
             return layer(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast("cpu", enabled=False):
             return layer(x.float())
 
 

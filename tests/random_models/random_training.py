@@ -36,7 +36,7 @@ from gpipe_compiler.runtime.spec import (
     ScheduleKind,
 )
 from gpipe_compiler.runtime.train.comparison import flat_tensors
-from gpipe_compiler.validate.batch_statistics import MiniBatchStatistics
+from gpipe_compiler.validate.plain_run import MiniBatchStatistics
 
 SEED = 5
 RANDOM = frozenset({"dropout", "functional_dropout", "drop_path"})
