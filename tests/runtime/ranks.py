@@ -125,6 +125,10 @@ def die(directory: Path) -> None:
             pipe.step(data_for("norm", 8)[0])
         except PipelineError as error:
             (directory / f"lost-{pipe.rank}").write_text(str(error))
+            try:
+                pipe.step(data_for("norm", 8)[0])
+            except PipelineError as again:
+                (directory / f"again-{pipe.rank}").write_text(str(again))
             raise
 
 

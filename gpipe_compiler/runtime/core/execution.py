@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from ..errors import UsageError
+from ..errors import AgreedError, TransportError, UsageError
 from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
@@ -82,6 +83,7 @@ class Execution:
         threads = max(1, torch.get_num_threads() // on_cpu) if on_cpu > 1 else None
         self.threads = threads or torch.get_num_threads()
         self._workers: Workers[DeviceResult] = Workers(topology.devices, threads)
+        self._interrupted = False
 
     def run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
         """The terms of the loss, where one is made, and the outputs, where inputs are passed.
@@ -90,9 +92,24 @@ class Execution:
             AgreedError: when replicas have read other data.
             UsageError: for inputs that do not fit.
             StageError: when the model's code raises.
-            TransportError: when another process is gone.
+            TransportError: when another process is gone, or an earlier call ended in the middle.
         """
         self._check(args.work)
+        with self._in_step():
+            return self._run(args)
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Notes a call that ends in the middle: what ranks have sent one another is on its way."""
+        try:
+            yield
+        except (AgreedError, UsageError):  # every rank comes to it alike
+            raise
+        except BaseException:
+            self._interrupted = self._topology.world.size > 1
+            raise
+
+    def _run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
         call, bound, parts = Call(args.work, args.training), Values(), list[Values]()
         if self._topology.feeds:
             call, bound, parts = self._offered(args)
@@ -139,6 +156,12 @@ class Execution:
         self._topology.close()
 
     def _check(self, work: RunRequest) -> None:
+        if self._interrupted:
+            raise TransportError(
+                "an earlier call of this pipeline ended in the middle, so its ranks would take "
+                "what was left of it for what comes next",
+                hint="start all processes again; training goes on from its last checkpoint",
+            )
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise UsageError(
                 "autocast around a pipeline does not reach its stages",

@@ -63,3 +63,6 @@ def test_a_lost_rank_is_noticed(fault, tmp_path):
     sent = r"|gave up at send .* to rank 1|has lost the way (to|from) rank 1"
     noticed = r"gave up at receive h'\[3\] 1>0 from rank 1" + (sent if fault == "die" else "")
     assert re.search(f"rank 0 ({noticed})", lost.read_text())
+    if fault == "die":
+        # Nor does it go on, with messages of a step that ended in the middle.
+        assert "an earlier call of this pipeline ended" in (tmp_path / "again-0").read_text()
