@@ -88,7 +88,7 @@ class _Peer:
         self.gone = False
         self._arrived: dict[int, deque[torch.Tensor]] = defaultdict(deque)
         self._expected: dict[int, deque[Coming]] = defaultdict(deque)
-        self._pieces = b""
+        self._pieces = bytearray()
         self._free: list[int] = []
 
     def memory(self, size: int) -> int | None:
@@ -139,6 +139,9 @@ class _Peer:
             )
         except BlockingIOError:
             return False
+        except ConnectionResetError:
+            # The other end has left without hearing all. What it had sent comes after this.
+            return self.hear()
         except OSError:
             packet, descriptors, flags = b"", [], 0
         if not packet:
@@ -157,7 +160,7 @@ class _Peer:
         self._pieces += packet[_HEADER.size :]
         if len(self._pieces) == size:
             _memory_of(self._place(tag, size))[:] = self._pieces
-            self._pieces = b""
+            self._pieces = bytearray()
         return True
 
     def _place(self, tag: int, size: int) -> torch.Tensor:
@@ -297,7 +300,7 @@ class Peers:
                 poll.register(peer.connection, select.POLLIN | wanted)
         left = end - time.monotonic()
         ready = poll.poll(max(left, 0.0) * 1e3)
-        if not ready and left <= 0:
+        if left <= 0 and not any(events & ~select.POLLOUT for _, events in ready):
             raise RuntimeError("timed out waiting for the other end")
         for descriptor, _ in ready:
             while self._peers[self._ranks[descriptor]].hear():

@@ -160,6 +160,29 @@ def test_what_was_sent_before_the_end_is_read(ends):
         ends[1].send(bytes_of(5000), 0, 0, 20.0)
 
 
+def test_what_was_sent_before_the_end_is_read_by_who_has_given_memory_back(ends):
+    """Whoever leaves need not have heard all that came: memory of messages that were read."""
+    one, other = ends
+    for seed in range(2):
+        one.send(bytes_of(5000, seed), 1, 0, 20.0)
+    assert torch.equal(received(other, 0, 0, 5000), bytes_of(5000, 0))
+    one.close()
+    assert torch.equal(received(other, 0, 0, 5000), bytes_of(5000, 1))
+    with pytest.raises(RuntimeError, match="closed by the other end"):
+        received(other, 0, 0, 5000)
+
+
+def test_who_may_have_no_more_descriptors_under_way_gives_up_in_time(ends, monkeypatch):
+    """Though there is room in the socket."""
+
+    def refused(*_):
+        raise OSError(errno.ETOOMANYREFS, "too many references: cannot splice")
+
+    monkeypatch.setattr(socket, "send_fds", refused)
+    with pytest.raises(RuntimeError, match="timed out"):
+        ends[0].send(bytes_of(5000), 1, 0, 0.05)
+
+
 def test_who_looks_whether_a_message_has_come_does_not_take_it(ends):
     one, other = ends
     coming, later = (other.receive(torch.zeros(3, dtype=torch.uint8), 0, 7) for _ in range(2))
