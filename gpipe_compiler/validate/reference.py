@@ -93,6 +93,8 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
     if not plan.training or len(batch.sizes) == 1:
         return
     work = _Work(subject, plan, batch, _shares(entry, plan, batch), seed, accepted=False)
+    if batchnorm_ops(work.graph, subject.model):  # which the user has over each micro-batch
+        return
     if not work._trains_alike() and not work._in_double(_Work._trains_alike):
         draws = Draws.of(work.graph, seed, training=True)
         raise departure(work.graph, work._entry(training=True), batch, draws)
