@@ -130,8 +130,8 @@ def clusters(draw: st.DrawFn, replicas: int) -> Cluster:
 def askings(draw: st.DrawFn) -> Asked:
     replicas = draw(st.sampled_from((1, 1, 1, 2)))
     policy = Policy(
-        draw(st.sampled_from(ScheduleKind)),
-        draw(st.sampled_from(RematChoice)),
+        schedule=draw(st.sampled_from(ScheduleKind)),
+        remat=draw(st.sampled_from(RematChoice)),
         data_parallel=replicas,
         optimizer=draw(st.sampled_from(OptimizerKind)),
         prove=True,
