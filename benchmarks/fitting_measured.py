@@ -139,8 +139,8 @@ def planned(sized: Sized, stages: int, memory: int) -> Plan:
         "fitting", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
     )
     policy = Policy(
-        ScheduleKind.ONE_F_ONE_B,
-        RematChoice.AUTO,
+        schedule=ScheduleKind.ONE_F_ONE_B,
+        remat=RematChoice.AUTO,
         optimizer=OptimizerKind.MOMENTUM,
         cut_inside=0.0,
     )
