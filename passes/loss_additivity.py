@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torch import nn
+from torch.nn import functional as F
 
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Reduction, Ref, ValueKind
 from gpipe_compiler.passes.loss_functions import mean_over_targets, reduction_of
@@ -58,7 +59,7 @@ _CURVED = frozenset(
 _KINKED = frozenset(
     {
         *("clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "max", "min"),
-        *("relu", "abs", "absolute", "fabs"),
+        *("relu", "relu6", "leaky_relu", "hardtanh", "abs", "absolute", "fabs"),
     }
 )
 """Functions that are straight but for a bend."""
@@ -129,7 +130,7 @@ def _dependences(graph: Graph) -> dict[str, Dependence]:
 def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dependence | None:
     """What an op makes of what it reads; None for what is the same for all samples."""
     known = graph.values[name]
-    name_of_call = verb(op)
+    name_of_call = _function(graph, op)
     read = [found[value] for value in op.inputs if value in found]
     if known.kind is not ValueKind.TENSOR or name_of_call in _FILLED or not read:
         return None
@@ -138,6 +139,18 @@ def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dep
     if all(item is SampleUse.ROWS for item in read):
         return _reduced(graph, op, name_of_call)
     return _combined(graph, op, name_of_call, found)
+
+
+def _function(graph: Graph, op: Op) -> str:
+    """What an op does, also where it is written as `F.relu`, or as a module of torch's."""
+    match op.call:
+        case FunctionCall(function=function) if not verb(op):
+            name = getattr(function, "__name__", "")
+            return name if getattr(F, name, None) is function else ""
+        case ModuleCall(module=path):
+            cls = graph.modules[path].cls
+            return cls.__name__.lower() if getattr(nn, cls.__name__, None) is cls else ""
+    return verb(op)
 
 
 def _reduced(graph: Graph, op: Op, name: str) -> Dependence:

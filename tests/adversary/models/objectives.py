@@ -238,6 +238,10 @@ def worse_of_two(output: Tensor, target: Tensor) -> Tensor:
     return torch.maximum(one, other)  # refused: worse_of_two
 
 
+def above_a_margin(output: Tensor, _: Tensor) -> Tensor:
+    return F.relu(output.square().mean() - 1e-4)  # refused: above_a_margin
+
+
 def chosen_by_level(output: Tensor, target: Tensor) -> Tensor:
     loss = F.cross_entropy(output, target)
     return torch.where(loss > 0.05, loss, 2 * loss - 0.05)  # refused: chosen_by_level
@@ -421,5 +425,6 @@ CASES = (
     not_of_parts("free_bits", free_bits),
     not_of_parts("capped", capped),
     not_of_parts("worse_of_two", worse_of_two),
+    not_of_parts("above_a_margin", above_a_margin),
     not_of_parts("chosen_by_level", chosen_by_level),
 )
