@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gpipe_compiler.cluster import Cluster, local_cluster
+from gpipe_compiler import cluster as machines
+from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
 from gpipe_compiler.text.escaping import shell_line
@@ -220,6 +221,11 @@ class Policy:
         return self.optimizer or OptimizerKind.SGD
 
 
+def _this_machine() -> Cluster:
+    """Looked up when it is called: it needs torch."""
+    return machines.local_cluster()
+
+
 @dataclass(frozen=True, slots=True)
 class CompileOptions(Policy):
     """What a model is compiled to: a policy, and all that is asked besides.
@@ -250,7 +256,7 @@ class CompileOptions(Policy):
     training: bool = True
     frontend: Frontend = Frontend.AUTO
     measured: bool = False
-    cluster: Cluster = field(default_factory=local_cluster)
+    cluster: Cluster = field(default_factory=_this_machine)
     validate: bool = True
     force: bool = False
     seed: int = 0

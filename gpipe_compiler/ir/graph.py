@@ -19,6 +19,7 @@ import torch
 
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.ops import ModuleSpec, Op
+from gpipe_compiler.ir.printing import format_argument, format_op
 from gpipe_compiler.runtime.spec import Input, OutputClass, Precision, Reduction, Steps
 
 T = TypeVar("T")
@@ -70,6 +71,13 @@ class Value:
     splittable: bool = True
     requires_grad: bool = False
     storage: int = -1
+
+    def __str__(self) -> str:
+        """Its type, such as `8x64x56x56 float32`, with the batch dimension starred."""
+        if self.kind is not ValueKind.TENSOR:
+            return str(self.kind.value)
+        sizes = (f"{size}{'*' * (at == self.batch_dim)}" for at, size in enumerate(self.shape))
+        return f"{'x'.join(sizes) or 'scalar'} {str(self.dtype).removeprefix('torch.')}"
 
     @property
     def bytes(self) -> int:
@@ -350,6 +358,18 @@ class Graph:
         return made
 
     def __str__(self) -> str:
-        from gpipe_compiler.ir.printing import format_graph
-
-        return format_graph(self)
+        """The whole graph, one op a line, with types where they are known and source lines."""
+        lines = [f"graph {self.name} (batch {self.batch_size})"]
+        for source in self.inputs:
+            dim = f" in dimension {source.batch_dim}" if source.batch_dim else ""
+            lines.append(f"  input {source.name}{f' (batched{dim})' if source.batched else ''}")
+        for op in self.ops:
+            types = ", ".join(str(self.values[name]) for name in op.outputs if name in self.values)
+            where = f"  # {op.source}" if op.source else ""
+            lines.append(f"  {format_op(op)}{'  : ' + types if types else ''}{where}")
+        lines.append(f"  return {format_argument(self.outputs)}")
+        for term in () if self.loss is None else self.loss.summands:
+            over = f", over {term.weight.what}" if term.weight is not None else ""
+            what = "term of the loss" if self.loss is not None and self.loss.terms else "loss"
+            lines.append(f"  {what} {term.value} ({term.reduction.value} of micro-batches{over})")
+        return "\n".join(lines)

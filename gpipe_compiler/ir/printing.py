@@ -1,11 +1,10 @@
-"""How a graph prints: one line per op, as close to Python as names allow."""
+"""How ops print: a line each, as close to Python as names allow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
-from gpipe_compiler.ir.graph import Graph, Value, ValueKind
 from gpipe_compiler.ir.ops import (
     Call,
     FunctionCall,
@@ -16,7 +15,6 @@ from gpipe_compiler.ir.ops import (
     RegionCall,
     Result,
 )
-from gpipe_compiler.runtime.spec import Input
 
 
 def format_argument(argument: Argument) -> str:
@@ -97,41 +95,3 @@ def format_op(op: Op) -> str:
     """An op on one line, without types."""
     guard = "" if op.mode is Mode.ALWAYS else f"[{op.mode.value}] "
     return f"{guard}{format_result(op.result)} = {format_call(op.call)}"
-
-
-def format_value(value: Value) -> str:
-    """A value's type, such as `8x64x56x56 float32`; the batch dimension is starred."""
-    if value.kind is not ValueKind.TENSOR:
-        return str(value.kind.value)
-    sizes = "x".join(
-        f"{size}*" if index == value.batch_dim else str(size)
-        for index, size in enumerate(value.shape)
-    )
-    return f"{sizes or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
-
-
-def _batch(source: Input) -> str:
-    match source.batch_dim:
-        case None:
-            return ""
-        case 0:
-            return " (batched)"
-        case dim:
-            return f" (batched in dimension {dim})"
-
-
-def format_graph(graph: Graph) -> str:
-    """The whole graph, one op a line, with types where they are known and source lines."""
-    lines = [f"graph {graph.name} (batch {graph.batch_size})"]
-    lines.extend(f"  input {source.name}{_batch(source)}" for source in graph.inputs)
-    for op in graph.ops:
-        types = ", ".join(format_value(graph.values[n]) for n in op.outputs if n in graph.values)
-        where = f"  # {op.source}" if op.source else ""
-        lines.append(f"  {format_op(op)}{'  : ' + types if types else ''}{where}")
-    lines.append(f"  return {format_argument(graph.outputs)}")
-    if graph.loss is not None:
-        for term in graph.loss.summands:
-            over = f", over {term.weight.what}" if term.weight is not None else ""
-            what = "term of the loss" if graph.loss.terms else "loss"
-            lines.append(f"  {what} {term.value} ({term.reduction.value} of micro-batches{over})")
-    return "\n".join(lines)
