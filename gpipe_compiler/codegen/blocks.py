@@ -181,6 +181,7 @@ class StageBlocks:
         given = Arguments.of(parameters)
         ops = self.calls.ops(first.parts, first.outputs, first.path, file, given.names)
         method, passed = self._method(block, ops, given.names)
+        file.imports.from_torch("Tensor")
         own_name = file.names.take_numbered(wanted, "_")
         alone = not any(is_tensor(self.facts.graph, value) for value in method.arguments)
         writer = self._writer(first.path, file.imports, DEVICE if alone else "")

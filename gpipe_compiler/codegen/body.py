@@ -70,7 +70,9 @@ def write_body(
         EmitError: naming the user's line, for an op that has no spelling.
     """
     written = with_callers(method.ops)
-    ops, sizes = with_sizes_of_arguments(graph, method.arguments, method.multiples, written)
+    ops, sizes = with_sizes_of_arguments(
+        graph, method.arguments, method.multiples, written, method.returns
+    )
     functions = filter(str.isidentifier, writer.modules.values())
     names = Identifiers((*RESERVED, *reserved, *functions))
     releases = Releases.of(graph, ops, method, worth)

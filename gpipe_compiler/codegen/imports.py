@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
-from gpipe_compiler.codegen.layout import WIDTH
-
 STANDARD = ("math", "operator")
+
+_WIDTH = 88
+"""Of an import; ruff without configuration would break longer ones."""
 
 
 class Imports:
@@ -62,24 +64,26 @@ class Imports:
         )
         third.sort(key=lambda line: line.split()[1])
         if self._from_torch:
-            third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_case))}")
+            third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_order))}")
         if self._checkpoint:
             third.append("from torch.utils.checkpoint import checkpoint")
-        own = from_lines(".layers", sorted(self._layers, key=_case)) if self._layers else []
+        own = from_lines(".layers", sorted(self._layers, key=_order)) if self._layers else []
         return _blocks([f"import {module}" for module in standard], third, own)
 
 
 def from_lines(origin: str, names: Sequence[str]) -> list[str]:
     """`from origin import ...`, on a line if it fits."""
     flat = f"from {origin} import {', '.join(names)}"
-    if len(flat) <= WIDTH:
+    if len(flat) <= _WIDTH:
         return [flat]
     return [f"from {origin} import (", *(f"    {item}," for item in names), ")"]
 
 
-def _case(name: str) -> tuple[bool, str]:
-    """Classes before functions and modules, as isort has them."""
-    return (not name[0].isupper(), name)
+def _order(name: str) -> tuple[int, list[str | int], str]:
+    """As isort has it: constants, classes, functions; in each `Block2` before `block10`."""
+    kind = 0 if len(name) > 1 and name.isupper() else 1 if name[0].isupper() else 2
+    words = re.split(r"(\d+)", name.lower())
+    return kind, [int(word) if word.isdecimal() else word for word in words], name
 
 
 def _blocks(*blocks: Iterable[str]) -> list[str]:

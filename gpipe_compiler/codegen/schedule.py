@@ -61,7 +61,7 @@ def write_schedule(
     imports = Imports()
     spec = _pipeline(plan, graph, stages, weight, imports)
     modules = [loss_weight.MODULE] if weight is not None else []
-    modules += sorted(f"stage_{index}" for index in range(len(stages)))
+    modules += [f"stage_{index}" for index in range(len(stages))]
     return schedule_text(
         plan,
         spec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.constants import write_constant, write_nest
@@ -112,12 +112,17 @@ class FirstSizes:
 
 
 def with_sizes_of_arguments(
-    graph: Graph, arguments: Iterable[str], multiples: Mapping[str, int], ops: Sequence[Op]
+    graph: Graph,
+    arguments: Iterable[str],
+    multiples: Mapping[str, int],
+    ops: Sequence[Op],
+    returns: Iterable[str],
 ) -> tuple[list[Op], dict[str, FirstSizes]]:
     """The ops, views of which take their first sizes from arguments; by name, what they are.
 
     Args:
         multiples: of values that grow with the samples, how many times these they are.
+        returns: values that are read after the ops.
     """
     known = [graph.values[value] for value in arguments if value in graph.values]
     tensors = [value for value in known if tells_batch(value) and value.batch_dim == 0]
@@ -135,7 +140,19 @@ def with_sizes_of_arguments(
             found[own] = FirstSizes(argument, count)
             made = dataclasses.replace(made, args=(made.args[0], Ref(own), *sizes[count:]))
         changed.append(dataclasses.replace(op, call=made))
-    return changed, found
+    return _without_unread(changed, multiples.keys(), returns), found
+
+
+def _without_unread(ops: Sequence[Op], sizes: Collection[str], returns: Iterable[str]) -> list[Op]:
+    """The ops without those that only compute sizes which nothing reads."""
+    needed = set(returns)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if op.outputs and needed.isdisjoint(op.outputs) and all(v in sizes for v in op.outputs):
+            continue
+        kept.append(op)
+        needed.update(op.inputs)
+    return kept[::-1]
 
 
 def _sizes_asked(made: Call) -> tuple[Argument, ...]:

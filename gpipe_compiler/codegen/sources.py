@@ -259,15 +259,16 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
         place = _place(part.source) if isinstance(part, Op) else None
         if place is None or isinstance(part, BlockCall):
             continue
+        written = {
+            argument.name: node.id
+            for argument, node in aligned(part)
+            if isinstance(argument, Ref) and isinstance(node, ast.Name) and argument.name in given
+        }
         read = places.setdefault(id(place.statement), (place, set()))[1]
-        read.update(given.intersection(part.inputs))
-        for argument, written in aligned(part):
-            if not isinstance(argument, Ref) or not isinstance(written, ast.Name):
-                continue
-            if argument.name in given:
-                meant.append((argument.name, place.meant(written.id)))
+        read.update(given.intersection(part.inputs).difference(written))
+        meant.extend((value, place.meant(own)) for value, own in written.items())
     for value, names in sorted(meant, key=lambda item: len(item[1])):
-        _match(names - {*found.values()}, {value}, found)
+        _match(names, {value}, found)
     for place, values in places.values():
         _match(place.read, values, found)
     method = _method_of(graph, call)
@@ -316,8 +317,8 @@ def _match_passed(
         if isinstance(written, ast.Name) and _is_given(graph, call, value):
             _match(place.meant(written.id), {value}, found)
     own_names = (item.id for item in passed.values() if isinstance(item, ast.Name))
-    unmatched = {own for own in own_names if place.holds(own, made)} - {*found.values()}
-    values = {v for v in part.inputs if _is_given(graph, call, v)}.difference(found)
+    unmatched = {own for own in own_names if place.holds(own, made)}
+    values = {v for v in part.inputs if _is_given(graph, call, v)}
     _match(unmatched, values, found)
 
 
@@ -336,10 +337,10 @@ def _spellings(path: str) -> set[str]:
 
 
 def _match(names: set[str], values: set[str], found: dict[str, str]) -> None:
+    """Adds the name of a value, where one of each is left."""
+    names, values = names - {*found.values()}, values - found.keys()
     if len(names) == len(values) == 1:
-        (own,) = names
-        if own not in found.values():
-            found.setdefault(next(iter(values)), own)
+        found[values.pop()] = names.pop()
 
 
 def _is_tensor(graph: Graph, value: str) -> bool:

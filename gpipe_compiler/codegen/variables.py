@@ -278,8 +278,11 @@ def _of_region(op: Op, made: RegionCall, value: str) -> str:
 
 
 def name_of_module(path: str) -> str:
-    """`gate_proj_out` for what `layers.1.mlp.gate_proj` makes, `layers_1` for `layers.1`."""
-    around, _, last = path.rpartition(".")
+    """`gate_proj_out` for what `layers.1.mlp.gate_proj` makes, `layers_1` for `layers.1`.
+
+    What a call of the user's function makes, `layers.1.rotate()mul_1`, is `rotate_out`.
+    """
+    around, _, last = path.partition("()")[0].rpartition(".")
     if not last.isdecimal():
         return f"{last}_out" if last and not f"_{last}".endswith("_out") else last
     outer = around.rpartition(".")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.stage import write_stages
+from gpipe_compiler.codegen.variables import name_of_module
 from gpipe_compiler.plan import Plan
 
 
@@ -110,6 +113,86 @@ def test_what_several_stages_call_is_written_in_one_file(planned: Callable[..., 
 
     assert sources.layers.count("def swap(") == 1
     assert not any("def swap(" in stage.text for stage in sources.stages)
+
+
+def gate(x: Tensor, y: Tensor) -> Tensor:
+    share = torch.sigmoid(x)
+    return share * y + (1 - share) * x
+
+
+class Gates(nn.Module):
+    """Stages of which have functions in common, and no class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = gate(self.first(x), x) + gate(x, x.sin())
+        y = gate(self.last(x), x)
+        return gate(x, y) + gate(y, x.cos())
+
+
+def test_functions_alone_in_the_common_file_have_their_imports_and_names(
+    planned: Callable[..., Plan],
+) -> None:
+    plan = planned(Gates(), torch.rand(4, 4), count=2)
+    assert plan.graph is not None
+
+    layers = write_stages(plan, CodeFacts.of(plan.graph)).layers
+
+    assert "class " not in layers
+    assert "def gate(x: Tensor, y: Tensor) -> Tensor:" in layers, layers
+    namespace: dict[str, Any] = {}
+    exec(layers, namespace)
+    x, y = torch.rand(2, 4, 4)
+    assert torch.equal(namespace["gate"](x, y), gate(x, y))
+
+
+def test_what_a_call_makes_is_named_after_the_function() -> None:
+    """Not after the op that tells the call from others."""
+    assert name_of_module("layers.1.gate()mul_1") == "gate_out"
+    assert name_of_module("gate()") == "gate_out"
+
+
+def fold(x: Tensor, heads: int) -> Tensor:
+    batch, length, dim = x.shape
+    split = x.view(batch, length, heads, dim // heads)
+    return split.transpose(1, 2).reshape(batch * heads, length, dim // heads)
+
+
+class Folds(nn.Module):
+    """A stage of which folds one of two factors, the other of which tells the rows by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = fold(self.first(x), 2)
+        right = fold(self.last(x), 2)
+        return torch.bmm(left, right.transpose(1, 2))
+
+
+def test_no_size_is_computed_that_nothing_reads(planned: Callable[..., Plan]) -> None:
+    plan = planned(Folds(), torch.rand(4, 3, 4), count=2)
+    assert plan.graph is not None
+
+    for stage in write_stages(plan, CodeFacts.of(plan.graph)).stages:
+        bare = [node for node in ast.walk(ast.parse(stage.text)) if isinstance(node, ast.Expr)]
+        assert not any(isinstance(node.value, ast.BinOp) for node in bare), stage.text
+
+
+def test_imports_are_as_ruff_sorts_and_breaks_them() -> None:
+    names = ("B", "F_2", "Block10", "Block2", "BERTop", "BertLayer", "fold_10", "fold_2", "call")
+    for count in range(1, len(names) + 1):
+        imports = Imports()
+        for name in names[:count]:
+            imports.layer(name)
+        text = "\n".join([*imports.lines(), ""])
+        command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=I", "-"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
 
 
 class Parts(nn.Module):
