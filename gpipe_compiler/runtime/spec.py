@@ -10,14 +10,34 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .schedule import actions, choosing
+from .schedule.actions import Crossing
+from .schedule.choosing import ScheduleKind
 
 if TYPE_CHECKING:
     import torch
 
-
-Crossing = actions.Crossing
-ScheduleKind = choosing.ScheduleKind
+__all__ = [
+    "BatchNorm",
+    "Crossing",
+    "Input",
+    "Joined",
+    "Leaf",
+    "LossSpec",
+    "LossTerm",
+    "OptimizerKind",
+    "OutputClass",
+    "PipelineSpec",
+    "Precision",
+    "Reduction",
+    "Remat",
+    "Samples",
+    "ScheduleKind",
+    "StageSpec",
+    "Steps",
+    "Structure",
+    "covers",
+    "layer_name",
+]
 
 
 class Reduction(Enum):

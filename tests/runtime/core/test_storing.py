@@ -17,6 +17,7 @@ import torch
 
 from gpipe_compiler.codegen.package import place as place_package
 from gpipe_compiler.errors import EmitError
+from gpipe_compiler.runtime.core.distributed import Network
 from gpipe_compiler.runtime.core.storing import HeldError, locked, place
 from gpipe_compiler.runtime.core.weights import load_file, save_file
 from gpipe_compiler.runtime.errors import UsageError
@@ -131,7 +132,7 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
     class Alone:
-        world = None
+        world = Network.alone(torch.device("cpu"))
         rank = 0
 
     manager = CheckpointManager(Alone(), None, None, CheckpointOptions(tmp_path / "kept"))  # type: ignore[arg-type]
