@@ -268,7 +268,7 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
         read.update(given.intersection(part.inputs).difference(written))
         meant.extend((value, place.meant(own)) for value, own in written.items())
     for value, names in sorted(meant, key=lambda item: len(item[1])):
-        _match(names, {value}, found)
+        _match(names - {*found.values()}, {value}, found)
     for place, values in places.values():
         _match(place.read, values, found)
     method = _method_of(graph, call)
@@ -318,6 +318,7 @@ def _match_passed(
             _match(place.meant(written.id), {value}, found)
     own_names = (item.id for item in passed.values() if isinstance(item, ast.Name))
     unmatched = {own for own in own_names if place.holds(own, made)}
+    unmatched -= {*found.values()}
     values = {v for v in part.inputs if _is_given(graph, call, v)}
     _match(unmatched, values, found)
 
@@ -337,9 +338,9 @@ def _spellings(path: str) -> set[str]:
 
 
 def _match(names: set[str], values: set[str], found: dict[str, str]) -> None:
-    """Adds the name of a value, where one of each is left."""
-    names, values = names - {*found.values()}, values - found.keys()
-    if len(names) == len(values) == 1:
+    """Adds the name of a value, where one of each is left but for those that belong together."""
+    names, values = names - {found.get(value) for value in values}, values - found.keys()
+    if len(names) == len(values) == 1 and names.isdisjoint(found.values()):
         found[values.pop()] = names.pop()
 
 

@@ -155,6 +155,33 @@ def test_what_a_call_makes_is_named_after_the_function() -> None:
     assert name_of_module("gate()") == "gate_out"
 
 
+def scale(x: Tensor, kind: str, keep: bool = True) -> Tensor:
+    if kind == "max":
+        return x / (x.abs().amax(-1, keepdim=keep) + 1)
+    size = x.pow(2).sum(-1, keepdim=keep)
+    return x / (size + 1)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return scale(y, "max") + scale(x, "sum")
+
+
+def test_no_tensor_is_named_after_an_argument_that_is_none(planned: Callable[..., Plan]) -> None:
+    plan = planned(Scales(), torch.rand(4, 4), count=1)
+    assert plan.graph is not None
+
+    (source,) = write_stages(plan, CodeFacts.of(plan.graph)).stages
+
+    assert "keep: Tensor" not in source.text, source.text
+    assert "kind: Tensor" not in source.text
+
+
 def fold(x: Tensor, heads: int) -> Tensor:
     batch, length, dim = x.shape
     split = x.view(batch, length, heads, dim // heads)
