@@ -26,12 +26,9 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.simplify import without_unread
+from gpipe_compiler.passes.strides import VIEWS, takes_any_strides
 
-_ANY_STRIDES = frozenset({"scaled_dot_product_attention", "matmul", "reshape", "contiguous"})
-_VIEWS = frozenset({"transpose", "permute", "unsqueeze", "expand", "getitem", "size", "getattr"})
-"""Functions and methods that take any strides, and those that hand them on."""
-
-_SAME_TYPE = _VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous", "squeeze"}
+_SAME_TYPE = VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous", "squeeze"}
 
 
 def without_empty_parts(graph: Graph, kept: Collection[str] = ()) -> Graph:
@@ -156,15 +153,4 @@ def _can_be_one(graph: Graph, found: Effects, source: str, result: str) -> bool:
     others = [op for op in graph.consumers.get(source, ()) if result not in op.outputs]
     # With three summands of a gradient, others would be added up first.
     alone = all(_is_free(graph, op) for op in others)
-    return alone and _takes_any_strides(graph, result)
-
-
-def _takes_any_strides(graph: Graph, name: str) -> bool:
-    """Whether all who read a tensor give the same whatever its strides are."""
-    if name in graph.ends:
-        return False
-    return all(
-        called(op.call) in _ANY_STRIDES
-        or (called(op.call) in _VIEWS and all(_takes_any_strides(graph, n) for n in op.outputs))
-        for op in graph.consumers.get(name, ())
-    )
+    return alone and takes_any_strides(graph, found, result)

@@ -19,8 +19,16 @@ from gpipe_compiler.passes.narrow_masks import is_attention
 from gpipe_compiler.passes.positions import Cases, Positions
 from gpipe_compiler.passes.positions.coordinates import UnknownError
 from gpipe_compiler.passes.simplify import without_unread
+from gpipe_compiler.passes.strides import takes_any_strides
 
 _AND = frozenset({"and_", "logical_and", "bitwise_and", "__and__"})
+
+_ELEMENTWISE = _AND | {
+    *("or_", "logical_or", "bitwise_or", "__or__", "invert", "logical_not", "bitwise_not"),
+    *("where", "masked_fill", "to", "float", "bool", "type", "type_as"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "rsub", "mul", "neg"),
+}
+"""What is made of masks, whose results have the strides of what they are made of."""
 
 
 def simplify_padding_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
@@ -70,7 +78,7 @@ def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterato
             continue
         same = (value.shape, value.batch_dim) == (result.shape, result.batch_dim)
         fits = same or (len(value.shape) == len(result.shape) and _only_masks(graph, result.name))
-        if fits and found.unwritten(mask.name, result.name):
+        if fits and _can_be_one(graph, found, mask.name, result.name):
             yield mask.name
             return
 
@@ -84,7 +92,7 @@ def _expanded(graph: Graph, found: Effects, op: Op) -> Iterator[str]:
             value = graph.values[mask.name]
             alike = len(value.shape) == len(result.shape) and value.shape[-1:] == result.shape[-1:]
             fits = alike and _only_masks(graph, result.name)
-            if fits and found.unwritten(mask.name, result.name):
+            if fits and _can_be_one(graph, found, mask.name, result.name):
                 yield mask.name
 
 
@@ -118,7 +126,7 @@ def _whole(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterat
     if None in dims or len(first) != len(index):
         return
     places = [start + dim for start, dim in zip(first, dims, strict=True) if dim is not None]
-    if _keeps_all(before, after, places) and found.unwritten(source.name, after.name):
+    if _keeps_all(before, after, places) and _can_be_one(graph, found, source.name, after.name):
         parts = tuple(slice(None) if dim in places else None for dim in range(rank))
         yield dataclasses.replace(op, call=dataclasses.replace(call, args=(source, parts)))
 
@@ -146,3 +154,8 @@ def _keeps_all(before: Value, after: Value, places: list[int]) -> bool:
     return after.batch_dim == own and all(
         size == sizes.get(dim, 1) for dim, size in enumerate(after.shape)
     )
+
+
+def _can_be_one(graph: Graph, found: Effects, source: str, result: str) -> bool:
+    """Whether the two can share memory: nobody writes into either, nor asks for its strides."""
+    return found.unwritten(source, result) and takes_any_strides(graph, found, result, _ELEMENTWISE)

@@ -30,6 +30,10 @@ class Cached(nn.Module):
             v = v.view(-1, 10, 4).view(-1, 2, 5, 4)
         if self.reads == "write":
             v.mul_(2.0)
+        if self.reads == "reshape":  # what has x's strides is viewed in another way
+            v = v.reshape(-1, 2, 5, 4).view(-1, 10, 4).view(-1, 2, 5, 4)
+        if self.reads == "copy":  # of what has x's strides, that would be none
+            q = v.transpose(1, 2).contiguous().mul_(2.0).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v)
         return out + v if self.reads == "twice" else out
 
@@ -44,7 +48,10 @@ def joined(graph: Graph) -> int:
 
 @pytest.mark.parametrize(
     ("fixed", "reads", "left"),
-    [(False, "", 0), (True, "", 0), (False, "view", 1), (False, "write", 1), (False, "twice", 1)],
+    [
+        *((False, "", 0), (True, "", 0), (False, "view", 1), (False, "write", 1)),
+        *((False, "twice", 1), (False, "reshape", 1), (False, "copy", 1)),
+    ],
 )
 def test_what_is_left_is_the_part_in_the_type_that_it_had(fixed, reads, left):
     torch.manual_seed(0)

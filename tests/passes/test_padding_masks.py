@@ -98,6 +98,31 @@ def test_what_the_model_returns_stays():
     torch.testing.assert_close([ran[name] for name in found.ends], list(model(x, padding)))
 
 
+class Written(nn.Module):
+    """Writes to a copy of all rows and columns of a mask, whose strides a view would not have."""
+
+    def forward(self, x: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
+        seen = padding.bool().t().contiguous().t()
+        mask = seen[torch.arange(x.shape[0])[:, None], torch.arange(5)[None]]
+        other = mask.t().contiguous()
+        other[0] = False
+        return F.scaled_dot_product_attention(x, x, x, mask[:, None]), other.t(), seen * 1.0
+
+
+def test_indices_are_copies_where_these_are_written_to():
+    torch.manual_seed(0)
+    model, x, padding = Written(), torch.randn(4, 5, 8), torch.ones(4, 5)
+    graph = trace(model, (x, padding), training=False)
+
+    found = annotate(simplify_padding_masks(graph), graph.batch_size)
+
+    given = dict(zip((source.name for source in found.inputs), (x, padding), strict=True))
+    ran = Interpreter(found, {}).run(given)
+    expected = dict(zip(found.output_values, model(x, padding), strict=True))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ran[name], tensor)
+
+
 def test_ops_that_a_user_names_stay():
     model, x = Encoder(""), torch.randn(4, 5, 8)
     graph = trace(model, (x, torch.ones(4, 5)), loss=LossChoice.SUM_OF_SQUARES)
