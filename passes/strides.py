@@ -1,4 +1,4 @@
-"""Whether a tensor may have other strides: who reads it gives the same numbers all the same."""
+"""Whether a tensor may have other strides, as who reads it gives the same all the same."""
 
 from __future__ import annotations
 

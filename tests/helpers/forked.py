@@ -3,8 +3,8 @@
 What `python` or torchrun starts imports torch anew in every process, which takes longer than most
 of the scripts here. Ranks find here what torchrun (without restarts) gives them: its variables,
 its store, and SIGTERM where another one fails. Torchrun itself is started in `tests/faults`,
-`tests/exactness/test_two_hosts.py`, `tests/runtime/train/test_train_ranks.py`, and by the commands of
-the documentation.
+`tests/exactness/test_two_hosts.py`, `tests/runtime/train/test_train_ranks.py`, and by the commands
+of the documentation.
 """
 
 from __future__ import annotations
