@@ -4,7 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from .layers import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 
 class LlamaDecoderLayerPart(nn.Module):

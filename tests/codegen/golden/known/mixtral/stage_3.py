@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import MixtralAttention, MixtralRMSNorm, MixtralRotaryEmbedding, MixtralSparseMoeBlock
+from .layers import (
+    MixtralAttention,
+    MixtralRMSNorm,
+    MixtralRotaryEmbedding,
+    MixtralSparseMoeBlock,
+)
 
 
 class MixtralDecoderLayerPart(nn.Module):

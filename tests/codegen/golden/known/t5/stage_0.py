@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import T5Block, T5BlockPart, T5LayerFF, T5LayerNorm, create_bidirectional_mask
+from .layers import (
+    T5Block,
+    T5BlockPart,
+    T5LayerFF,
+    T5LayerNorm,
+    create_bidirectional_mask,
+)
 
 
 def _relative_position_bucket(relative_position: Tensor) -> Tensor:

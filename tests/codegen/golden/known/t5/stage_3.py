@@ -3,7 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5LayerCrossAttention, T5LayerFF, T5LayerNorm, create_causal_mask
+from .layers import (
+    T5Block2,
+    T5LayerCrossAttention,
+    T5LayerFF,
+    T5LayerNorm,
+    create_causal_mask,
+)
 
 
 class T5BlockPart2(nn.Module):
