@@ -146,9 +146,7 @@ def _first(op: Op) -> Argument:
 
 def _can_be_one(graph: Graph, found: Effects, source: str, result: str) -> bool:
     """Whether a copy of a value may be the value itself."""
-    shared = {*found.alias_set(source), *found.alias_set(result)}
-    states = found.state_aliases.get(source, frozenset())
-    if shared & found.written_values or states & found.written_states:
+    if not found.unwritten(source, result):
         return False
     others = [op for op in graph.consumers.get(source, ()) if result not in op.outputs]
     # With three summands of a gradient, others would be added up first.

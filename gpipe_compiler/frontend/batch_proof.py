@@ -18,7 +18,7 @@ from torch import nn
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import EvenDraws, generator_states, with_other_weights
 from gpipe_compiler.frontend.signature import Signature
-from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.state import buffers_restored, isolated
 from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
@@ -213,21 +213,16 @@ class Proof:
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the model returns; its buffers are afterwards what they were."""
         args, kwargs, _ = self.signature.rebuild(inputs)
-        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        try:
-            with torch.no_grad(), torch.random.fork_rng(), quiet():
-                torch.manual_seed(_SEED)
-                if not self._draws:
-                    states = generator_states()
+        with buffers_restored(self._model), torch.no_grad(), torch.random.fork_rng(), quiet():
+            torch.manual_seed(_SEED)
+            if not self._draws:
+                states = generator_states()
+                returned = self._model(*args, **kwargs)
+                self._draws = not all(map(torch.equal, states, generator_states()))
+            if self._draws:
+                with EvenDraws():
                     returned = self._model(*args, **kwargs)
-                    self._draws = not all(map(torch.equal, states, generator_states()))
-                if self._draws:
-                    with EvenDraws():
-                        returned = self._model(*args, **kwargs)
-                return returned
-        finally:
-            for buffer, content in before:
-                buffer.copy_(content)
+            return returned
 
 
 def _picked(

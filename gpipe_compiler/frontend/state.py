@@ -159,6 +159,18 @@ _LARGE = 1 << 20
 """Bytes of parameters from which on their copies take memory when they are written only."""
 
 
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Around runs of a model whose buffers are to be afterwards what they were."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, content in before:
+                buffer.copy_(content)
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy; of a large parameter one that takes memory of its own once either is written.
 

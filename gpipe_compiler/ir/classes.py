@@ -12,7 +12,6 @@ from torch import nn
 from gpipe_compiler.ir.arguments import (
     Argument,
     BatchMultiple,
-    ByMode,
     Ref,
     choices,
     leaves,
@@ -152,7 +151,7 @@ class _Check:
             and bool(call.outputs)
             and paths <= self._contents.functions.keys()
             and not any(isinstance(op.call, ModuleCall) for op in inner)
-            and all(op.mode is Mode.ALWAYS and not any(_choices(op)) for op in inner)
+            and all(op.mode is Mode.ALWAYS and not any(choices(op.arguments)) for op in inner)
             and all(v in values and values[v].kind is ValueKind.TENSOR for v in call.outputs)
         )
 
@@ -179,14 +178,9 @@ class _Check:
 def _needs_device(op: Op) -> bool:
     """Whether an op makes a tensor of numbers alone, or names a device."""
     inner = [*ops_within(op)]
-    arguments = leaves([(item.call.args, dict(item.call.kwargs)) for item in inner])
+    arguments = leaves([item.arguments for item in inner])
     reads = any(True for item in inner for _ in (*item.inputs, *states_read(item)))
     return not reads or any(isinstance(leaf, torch.device) for leaf in arguments)
-
-
-def _choices(op: Op) -> Iterator[ByMode]:
-    """The arguments of an op that are not the same in both modes."""
-    return choices((op.call.args, dict(op.call.kwargs)))
 
 
 def _modules_called(op: Op) -> Iterator[str]:

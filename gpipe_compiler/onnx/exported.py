@@ -15,6 +15,7 @@ from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summa
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.state import buffers_restored
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.ir.arguments import value_names
@@ -183,16 +184,12 @@ class _TorchWhole:
     fixed: ClassVar[bool] = False
 
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
-        model = self.entry.model
-        before = [buffer.clone() for buffer in model.buffers()]
         tensors = [tensor_of(inputs[item.name], item.dtype).clone() for item in self.graph.inputs]
         try:
-            with torch.no_grad():
+            with buffers_restored(self.entry.model), torch.no_grad():
                 leaves = self.entry(*tensors)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(summary(error), hint="--no-validate") from error
-        for buffer, content in zip(model.buffers(), before, strict=True):
-            buffer.copy_(content)
         found = list(flat_tensors(self.entry.outputs(leaves)).values())
         names = list(value_names(self.graph.outputs))
         if len(names) != len(found):

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import EvenDraws, with_other_weights
-from gpipe_compiler.ir import ByMode, Graph, Input, Mode, Op
+from gpipe_compiler.ir import Graph, Input, Mode, Op
+from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -83,8 +83,7 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
 
 
 def _differs_in_training(op: Op) -> bool:
-    given = tree_leaves((op.call.args, dict(op.call.kwargs)))
-    return op.mode is Mode.TRAIN or any(isinstance(item, ByMode) for item in given)
+    return op.mode is Mode.TRAIN or any(choices(op.arguments))
 
 
 def _first_in_training(graph: Graph) -> Op | None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.frontend.state import buffers_restored
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -183,19 +184,18 @@ class Outputs:
 @torch.no_grad()
 def evaluate(entry: Entry, calls: Sequence[ModelCall], precision: Precision) -> list[Outputs]:
     """What each call gives, without gradients; the buffers are afterwards what they were."""
-    before = [buffer.clone() for buffer in entry.model.buffers()]
-    found = []
-    for call in calls:
-        with call.around, autocast(precision, device_of(entry.model)):
-            leaves = entry(*call.inputs)
-        loss = leaves.pop(0).clone() if entry.has_loss else None
-        tensors = flat_tensors(entry.outputs(leaves))
-        outputs = {name: tensor.clone() for name, tensor in tensors.items()}
-        terms = () if loss is None else (loss,)
-        found.append(Outputs(loss, call.terms(entry, precision) if call.terms else terms, outputs))
-    for buffer, content in zip(entry.model.buffers(), before, strict=True):
-        buffer.copy_(content)
-    return found
+    with buffers_restored(entry.model):
+        return [_evaluated(entry, call, precision) for call in calls]
+
+
+def _evaluated(entry: Entry, call: ModelCall, precision: Precision) -> Outputs:
+    with call.around, autocast(precision, device_of(entry.model)):
+        leaves = entry(*call.inputs)
+    loss = leaves.pop(0).clone() if entry.has_loss else None
+    tensors = flat_tensors(entry.outputs(leaves))
+    outputs = {name: tensor.clone() for name, tensor in tensors.items()}
+    terms = () if loss is None else (loss,)
+    return Outputs(loss, call.terms(entry, precision) if call.terms else terms, outputs)
 
 
 def train_step(
