@@ -296,7 +296,7 @@ class Entry(nn.Module):
         """The way out for a target whose samples lie in one dimension with something else."""
         size = self.signature.batch_size
         for source in self.signature.inputs:
-            rows = [n for n in source.shape or () if n > size and n % size == 0]
+            rows = [n for n in source.example_shape or () if n > size and n % size == 0]
             if source.path[0] == "target" and source.batch_dim is None and rows:
                 return (
                     f"give a target with a row for each of the {size} samples, and flatten it in "

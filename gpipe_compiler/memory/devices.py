@@ -143,7 +143,7 @@ class SimulatedPipeline:
             _stage_memory(graph, layout, stage, hung, memory_traces)
             for stage, hung in zip(layout.stages, wiring, strict=True)
         ]
-        sizes = {c.value: torch.Size(c.shape).numel() * c.dtype.itemsize for c in crossings}
+        sizes = {c.value: torch.Size(c.example_shape).numel() * c.dtype.itemsize for c in crossings}
         training = graph.loss is not None
         jobs = []
         for device, program in enumerate(programs):

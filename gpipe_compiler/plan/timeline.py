@@ -50,4 +50,4 @@ def recomputing(stage: Stage, times: StageTimes) -> StageTimes:
 
 def crossing_bytes(crossing: Crossing) -> int:
     """Bytes of one micro-batch of a boundary value."""
-    return torch.Size(crossing.shape).numel() * crossing.dtype.itemsize
+    return torch.Size(crossing.example_shape).numel() * crossing.dtype.itemsize

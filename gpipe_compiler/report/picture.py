@@ -206,7 +206,7 @@ def _stage_box(plan: Plan, stage: Stage) -> Box:
 
 def _boundary_box(boundary: Boundary) -> Box:
     crossing = boundary.crossing
-    size = f"{format_type(crossing.shape, crossing.dtype)}, {format_bytes(boundary.bytes)}"
+    size = f"{format_type(crossing.example_shape, crossing.dtype)}, {format_bytes(boundary.bytes)}"
     return Box("boundary", (_shortened(crossing.value), size), _tip(boundary))
 
 

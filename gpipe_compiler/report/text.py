@@ -127,7 +127,7 @@ def boundary_table(plan: Plan) -> Table:
         cells = {
             "value": crossing.value,
             "stages": f"{crossing.source} → {_several(crossing.targets)}",
-            "type": format_type(crossing.shape, crossing.dtype),
+            "type": format_type(crossing.example_shape, crossing.dtype),
             "bytes": format_bytes(boundary.bytes),
         }
         if plan.training:

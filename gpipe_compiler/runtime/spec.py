@@ -7,11 +7,22 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .schedule.actions import Crossing
 from .schedule.choosing import ScheduleKind
+from .sizes import (
+    Dim,
+    Relation,
+    Requirement,
+    Shape,
+    Size,
+    example_shape,
+    larger,
+    sizes_in,
+    smaller,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,14 +40,19 @@ __all__ = [
     "PipelineSpec",
     "Precision",
     "Reduction",
+    "Relation",
     "Remat",
+    "Requirement",
     "Samples",
     "ScheduleKind",
+    "Size",
     "StageSpec",
     "Steps",
     "Structure",
     "covers",
+    "larger",
     "layer_name",
+    "smaller",
 ]
 
 
@@ -101,19 +117,25 @@ class Input:
             keys and indices lead into nested tuples, lists and dicts.
         batch_dim: the dimension that is the batch, so that it is split into micro-batches along
             it; None where all samples share the tensor.
-        shape, dtype: what is accepted, where known; the batch dimension may differ.
+        shape, dtype: what is accepted, where known; the batch dimension may differ, and so may
+            what stands there as a `Size`.
     """
 
     name: str
     path: tuple[str | int, ...]
     batch_dim: int | None = 0
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     dtype: torch.dtype | None = None
 
     @property
     def batched(self) -> bool:
         """Whether the tensor is split into micro-batches."""
         return self.batch_dim is not None
+
+    @property
+    def example_shape(self) -> tuple[int, ...] | None:
+        """The shape of the example that the package was compiled with, where known."""
+        return None if self.shape is None else example_shape(self.shape)
 
     def samples(self, tensor: torch.Tensor) -> int:
         """The samples in a tensor for this input, which is batched."""
@@ -174,14 +196,14 @@ class Leaf:
 class Samples:
     """The place of a number in that structure: so many for each sample of the mini-batch."""
 
-    factor: int
+    factor: Dim
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
 """How a tensor of a model without weights gets its first numbers; see `initial.py`."""
 
 Structure: TypeAlias = Any
-"""Tuples, lists and dicts (nested) of `Leaf`, `Samples` and constants."""
+"""Tuples, lists and dicts (nested) of `Leaf`, `Samples`, expressions of sizes, and constants."""
 
 
 def layer_name(name: str) -> str:
@@ -279,12 +301,14 @@ class LossTerm:
         counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
             samples, or a sum.
         floor, offset: where it is counted, as in `LossSpec`.
+        per_sample: as in `LossSpec`.
     """
 
     reduction: Reduction
     counted: bool = False
     floor: float = -math.inf
     offset: float = 0.0
+    per_sample: Dim | None = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +324,9 @@ class LossSpec:
             model writes it where nothing may count.
         terms: for a loss that adds up means over different things: each of them. `loss` then
             returns them as a tuple, and `weight` a tuple of what it counts for those `counted`.
+        per_sample: without a weight, of how many things per sample the loss is the mean: as
+            `tokens` of one over all tokens. It matters where micro-batches differ in sizes, which
+            are refused where it is None: not known.
     """
 
     value: str
@@ -309,11 +336,13 @@ class LossSpec:
     floor: float = -math.inf
     offset: float = 0.0
     terms: tuple[LossTerm, ...] = ()
+    per_sample: Dim | None = 1
 
     @property
     def summands(self) -> tuple[LossTerm, ...]:
         """The terms; a loss that has none is the only one."""
-        only = LossTerm(self.reduction, self.weight is not None, self.floor, self.offset)
+        counted = self.weight is not None
+        only = LossTerm(self.reduction, counted, self.floor, self.offset, self.per_sample)
         return self.terms or (only,)
 
 
@@ -334,6 +363,7 @@ class PipelineSpec:
         unlike: the precisions in which the model is another program than this one, and why.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
+        requires: what the model demands of the sizes of a call.
     """
 
     name: str
@@ -355,6 +385,13 @@ class PipelineSpec:
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()
+    requires: tuple[Requirement, ...] = ()
+
+    @cached_property
+    def sizes(self) -> tuple[Size, ...]:
+        """Those that may vary from call to call, each once, in the order of the inputs."""
+        dims = [dim for source in self.inputs for dim in source.shape or ()]
+        return tuple(dict.fromkeys(sizes_in(dims)))
 
     def __post_init__(self) -> None:
         """Tells the stages the further names of tied parameters."""

@@ -120,7 +120,7 @@ def _is_processor(name_: str) -> bool:
 
 def _input(source: Input, traits: Traits) -> ArrayInput:
     free = traits.free.get(source.name, ())
-    sizes: list[int | None] = [*(source.shape or ())]
+    sizes: list[int | None] = [*(source.example_shape or ())]
     if source.batched and not traits.fixed:
         sizes[0] = None
     return ArrayInput(source.name, _numpy(source.dtype), tuple(sizes), source.batched, free)

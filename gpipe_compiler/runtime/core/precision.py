@@ -130,18 +130,19 @@ class _FakeRun:
         known = {}
         for source in self.spec.inputs:
             crossing = self.crossings.get(source.name)
-            if source.shape is not None and source.dtype is not None:
-                shape, dtype = list(source.shape), source.dtype
+            shape, dtype = source.example_shape, source.dtype
+            if shape is not None and dtype is not None:
+                sizes = list(shape)
                 if source.batch_dim is not None:
-                    shape[source.batch_dim] = self.spec.microbatch_size
-                known[source.name] = torch.empty(shape, dtype=dtype, device=self.device)
+                    sizes[source.batch_dim] = self.spec.microbatch_size
+                known[source.name] = torch.empty(sizes, dtype=dtype, device=self.device)
             elif crossing is not None:
                 known[source.name] = self._planned(source.name)
         return known
 
     def _planned(self, name: str) -> torch.Tensor:
         crossing = self.crossings[name]
-        return torch.empty(crossing.shape, dtype=crossing.dtype, device=self.device)
+        return torch.empty(crossing.example_shape, dtype=crossing.dtype, device=self.device)
 
     def _made(
         self, number: int, stage: StageSpec, values: Mapping[str, torch.Tensor]

@@ -305,7 +305,7 @@ class DistributedEndpoint:
 
     def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
         crossing = self.crossings[transfer.value]
-        shape = crossing.shape_for(self.sizes[transfer.microbatch], self.microbatch_size)
+        shape = crossing.shape_for(self.sizes[transfer.microbatch], self.microbatch_size, {})
         return shape, crossing.dtype
 
     def _tag(self, source: int, target: int) -> int:

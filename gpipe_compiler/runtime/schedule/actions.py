@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from ..sizes import Shape, example_shape, shape_at
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +63,7 @@ class Crossing:
     An input of the pipeline that later stages use is a crossing from stage 0.
 
     Attributes:
-        shape: sizes for one micro-batch of `PipelineSpec.microbatch_size` samples.
+        shape: that of one micro-batch of `PipelineSpec.microbatch_size` samples.
         batch_dim: the dimension that grows in proportion to the micro-batch, None if none does.
         gradient: whether a gradient comes back from every target.
     """
@@ -69,18 +71,30 @@ class Crossing:
     value: str
     source: int
     targets: tuple[int, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     batch_dim: int | None = 0
     gradient: bool = True
 
-    def shape_for(self, samples: int, microbatch_size: int) -> tuple[int, ...]:
-        """Sizes for a micro-batch of `samples`, given the size that `shape` is for."""
-        if self.batch_dim is None:
-            return self.shape
-        sizes = list(self.shape)
-        sizes[self.batch_dim] = sizes[self.batch_dim] * samples // microbatch_size
-        return tuple(sizes)
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """The shape of one micro-batch as the package was compiled."""
+        return example_shape(self.shape)
+
+    def shape_for(
+        self, samples: int, microbatch_size: int, sizes: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """The shape in a micro-batch.
+
+        Args:
+            samples: in the micro-batch.
+            microbatch_size: the samples that `shape` is for.
+            sizes: of the micro-batch, by name.
+        """
+        shape = list(shape_at(self.shape, sizes))
+        if self.batch_dim is not None:
+            shape[self.batch_dim] = shape[self.batch_dim] * samples // microbatch_size
+        return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)
