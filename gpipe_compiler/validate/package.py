@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,11 +30,12 @@ from gpipe_compiler.frontend.subject import Example, Subject
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
 from gpipe_compiler.runtime.core.weights import save_file as save_weights
-from gpipe_compiler.runtime.train.check import INPUT
-from gpipe_compiler.runtime.train.comparison import Row, dense, pack
+from gpipe_compiler.runtime.train.check import INPUT, ROUNDING
+from gpipe_compiler.runtime.train.comparison import ComparedKind, Row, Tensors, dense, pack
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts
+from gpipe_compiler.validate.rounding import rounding_of
 from gpipe_compiler.validate.second_batch import other_batches, other_size
 
 
@@ -88,40 +89,95 @@ def validate(
     with intra_op_threads(threads):
         expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
         second, note = _second_reference(subject, plan, seed, per_microbatch)
-    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-        report = Path(scratch, "report.json")
-        options: list[object] = ["--report", report, "--seed", seed]
-        for number, tensors in enumerate([pack(expected), *second]):
-            reference = Path(scratch, f"reference_{number}.safetensors")
-            save_file(tensors, reference)
-            options += ["--reference", reference]
-        if weights is not None:
-            save_weights(weights, Path(scratch, "weights.safetensors"))
-            options += ["--load", Path(scratch, "weights.safetensors")]
-        # Where the model ran and with as many threads: other kernels round in another way.
-        device, count = device_of(subject.model), len(plan.orders)
-        run_check(
-            directory,
-            [*options, "--devices", ",".join([str(device)] * count)],
-            threads=threads * count,
-            launch=launch if device.type == "cpu" else fresh,
-        )
-        rows = tuple(
-            Row(**row | {"faults": tuple(row["faults"])}) for row in json.loads(report.read_text())
-        )
-    if not per_microbatch and not all(row.passed for row in rows):
-        refuse_unlike_parts(subject, plan, seed)
+    batches = [_Reference(expected), *second]
+    # Where the model ran and with as many threads: other kernels round in another way.
+    device, count = device_of(subject.model), len(plan.orders)
+
+    def rows_of(batches: Sequence[_Reference]) -> tuple[Row, ...]:
+        with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+            report = Path(scratch, "report.json")
+            options = [*_files(batches, weights, Path(scratch)), "--report", report, "--seed", seed]
+            run_check(
+                directory,
+                [*options, "--devices", ",".join([str(device)] * count)],
+                threads=threads * count,
+                launch=launch if device.type == "cpu" else fresh,
+            )
+            rows = json.loads(report.read_text())
+        return tuple(Row(**row | {"faults": tuple(row["faults"])}) for row in rows)
+
+    rows = rows_of(batches)
+    if not all(row.passed for row in rows):
+        if not per_microbatch:
+            refuse_unlike_parts(subject, plan, seed)
+        with intra_op_threads(threads):
+            rows = rows_of([_with_rounding(batch, subject, plan, seed) for batch in batches])
     return Validation(rows, (*notes, note))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Reference:
+    """What the model comes to on a batch.
+
+    Attributes:
+        inputs: the batch, a tensor for each input of the signature; None for the example.
+        names: of these inputs.
+        rounding: how far rounding alone moves entries of each tensor, where that was measured.
+    """
+
+    expected: Tensors
+    inputs: Sequence[torch.Tensor] | None = None
+    names: tuple[str, ...] = ()
+    rounding: Mapping[ComparedKind, Mapping[str, float]] = field(default_factory=dict)
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """The tensors under the names that a reference file gives them."""
+        given = zip(self.names, self.inputs or (), strict=True)
+        return {
+            **pack(self.expected),
+            **{f"{INPUT}{name}": tensor.clone().contiguous() for name, tensor in given},
+            **{
+                f"{ROUNDING}{kind.value}/{name}": torch.tensor(size, dtype=torch.float64)
+                for kind, group in self.rounding.items()
+                for name, size in group.items()
+            },
+        }
+
+
+def _files(
+    batches: Sequence[_Reference], weights: Mapping[str, torch.Tensor] | None, folder: Path
+) -> list[object]:
+    """The options of `run.py check` for references and weights, which are written to a folder."""
+    options: list[object] = []
+    for number, batch in enumerate(batches):
+        reference = folder / f"reference_{number}.safetensors"
+        save_file(batch.packed(), reference)
+        options += ["--reference", reference]
+    if weights is not None:
+        save_weights(weights, folder / "weights.safetensors")
+        options += ["--load", folder / "weights.safetensors"]
+    return options
+
+
+def _with_rounding(batch: _Reference, subject: Subject, plan: Plan, seed: int) -> _Reference:
+    """The reference with what rounding alone moves its entries by."""
+
+    def results(model: nn.Module) -> Tensors:
+        moved = dataclasses.replace(subject, model=model)
+        return reference_of(moved, plan, seed, inputs=batch.inputs, per_microbatch=True)[0]
+
+    rounding = rounding_of(subject.model, batch.expected, results)
+    return dataclasses.replace(batch, rounding=rounding)
 
 
 def _second_reference(
     subject: Subject, plan: Plan, seed: int, per_microbatch: bool
-) -> tuple[list[dict[str, torch.Tensor]], str]:
-    """The model's results on the batch most unlike the example that it takes, with its inputs.
+) -> tuple[list[_Reference], str]:
+    """The model's results on the batch most unlike the example that it takes.
 
     Returns:
-        One reference as `run.py check` reads it, or none where plain PyTorch takes no such batch;
-        and what is compared, or why nothing is.
+        One reference, or none where plain PyTorch takes no such batch; and what is compared, or why
+        nothing is.
 
     Raises:
         ValidationError: when micro-batches cannot give the loss of that batch.
@@ -144,11 +200,10 @@ def _second_reference(
         if not all(bool(dense(tensor).isfinite().all()) for tensor in found):
             met = met or f"of {batch.what}: it gives numbers that are not finite"
             continue
-        names = (f"{INPUT}{source.name}" for source in entry.signature.inputs)
-        given = {n: t.clone().contiguous() for n, t in zip(names, batch.inputs, strict=True)}
+        names = tuple(source.name for source in entry.signature.inputs)
         instead = f" (the model rejects one {met})" if met else ""
         note = f"compared on a second batch too: {batch.what}{instead}"
-        return [{**pack(expected), **given}], note
+        return [_Reference(expected, batch.inputs, names)], note
     why = f"the model rejects a second batch {met}" if met else "no input has a batch dimension"
     return [], f"the example alone was compared: {why}"
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -54,6 +54,9 @@ from .data import call_of
 INPUT = "input/"
 """What stands before the name of an input in a reference file."""
 
+ROUNDING = "rounding/"
+"""What stands before the name of a tensor, for how far rounding alone moves its entries."""
+
 LEARNING_RATE = 1.0
 """Of the optimizer step in a check: the weights move by their gradients."""
 
@@ -61,13 +64,22 @@ LOSS_SCALE = 1024.0
 """In a check of fp16: a power of two rounds nothing, and this one is far from overflow."""
 
 
+Shares: TypeAlias = Mapping[ComparedKind, Mapping[str, float]]
+"""How far off tensors may be: most often as a share of what they are measured by."""
+
+
 @dataclass(frozen=True)
 class Expected:
-    """A batch, and the results that a pipeline should have on it."""
+    """A batch, and the results that a pipeline should have on it.
+
+    Attributes:
+        rounding: how far rounding alone moves entries of these, where that was measured.
+    """
 
     inputs: Inputs
     target: object
     results: Tensors
+    rounding: Shares = field(default_factory=dict)
 
 
 def check_pipeline(
@@ -110,9 +122,9 @@ def check_pipeline(
         actual = run_pipeline(pipe, batch.inputs, batch.target)
         actual, expected = _without_constants(actual, batch.results), _held(batch.results, pipe)
         if lower is None:
-            rows.append(compare(actual, expected))
+            rows.append(compare(actual, expected, rounding=batch.rounding))
         else:
-            pairs.append((_copied(actual), expected))
+            pairs.append((_copied(actual), expected, batch.rounding))
     return worst_of(
         rows if lower is None else _under_autocast(pairs, _summed_in(pipe, lower), lower)
     )
@@ -127,27 +139,27 @@ def _copied(tensors: Tensors) -> Tensors:
 
 
 def _under_autocast(
-    pairs: Sequence[tuple[Tensors, Tensors]], summed: Shares, lower: torch.dtype
+    pairs: Sequence[tuple[Tensors, Tensors, Shares]], summed: Shares, lower: torch.dtype
 ) -> list[tuple[Row, ...]]:
     """The rows of each batch; a gradient that is close on one may differ by a unit on the others.
 
     Args:
-        pairs: what a batch came to, and what it should.
+        pairs: what a batch came to, what it should, and how far rounding alone moves that.
         lower: the 16-bit type that is computed in.
     """
     close = {
-        kind: [close_names(kind, actual, expected) for actual, expected in pairs]
+        kind: [close_names(kind, actual, expected) for actual, expected, _ in pairs]
         for kind in (ComparedKind.GRADIENT, ComparedKind.WEIGHT)
     }
     unit = torch.finfo(lower).eps
     rows = []
-    for number, (actual, expected) in enumerate(pairs):
+    for number, (actual, expected, rounding) in enumerate(pairs):
         allowed = {kind: dict(names) for kind, names in summed.items()}
         for kind, names in close.items():
             elsewhere = frozenset().union(*names[:number], *names[number + 1 :])
             shares = allowed.setdefault(kind, {})
             shares.update((name, unit) for name in elsewhere if name not in shares)
-        rows.append(compare(actual, expected, allowed))
+        rows.append(compare(actual, expected, allowed, rounding))
     return rows
 
 
@@ -155,10 +167,6 @@ def _state(pipe: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers held here."""
     yield from pipe.named_parameters()
     yield from pipe.named_buffers()
-
-
-Shares: TypeAlias = Mapping[ComparedKind, Mapping[str, float]]
-"""How far off tensors may be, as a share of what they are measured by."""
 
 
 def _summed_in(pipe: Pipeline, lower: torch.dtype) -> Shares:
@@ -215,13 +223,19 @@ def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Ex
     try:
         packed = safetensors.torch.load_file(reference)
         given = {name: packed.pop(name) for name in sorted(packed) if name.startswith(INPUT)}
+        names = [name for name in packed if name.startswith(ROUNDING)]
+        moved = {name.removeprefix(ROUNDING): packed.pop(name) for name in names}
+        rounding = {
+            kind: {name: float(tensor) for name, tensor in group.items()}
+            for kind, group in unpack(moved).items()
+        }
         results = unpack(packed)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read the reference {reference}: {error}") from error
     if given:
         named = {name.removeprefix(INPUT): tensor for name, tensor in given.items()}
         inputs, target = call_of(pipe.spec, named)
-    return Expected(inputs, target, results)
+    return Expected(inputs, target, results, rounding)
 
 
 def _without_constants(actual: Tensors, expected: Tensors) -> Tensors:

@@ -8,7 +8,9 @@ tensor's size. A tensor passes when its largest difference is at most `RELATIVE`
 largest entry, plus `FLOOR` = 1e-6 of the largest entry of its kind (gradients that are zero but for
 rounding, such as that of a bias before a BatchNorm). A dropped term is far outside: a missing
 micro-batch of M costs 1/M of the gradient, a missing skip or a doubled tied gradient a factor of
-order one, a running mean with another momentum a hundredth.
+order one, a running mean with another momentum a hundredth. Where rounding leaves less certain what
+a tensor is, and that was measured on the plain model (`validate/rounding.py`), it passes within
+`REROUNDED` times what was measured.
 Tensors of 16 bits round coarser than that, at each of the sums: they pass within `ROUNDINGS` of
 their own units (6% for bfloat16), which still tells a missing micro-batch of eight.
 Under autocast both round to 16 bits at the same places, so fp32 tensors stay as close as without;
@@ -39,6 +41,7 @@ from ..core.nest import Path, tensors_of
 RELATIVE = 1e-4
 FLOOR = 1e-6
 ROUNDINGS = 8
+REROUNDED = 4
 
 
 class ComparedKind(Enum):
@@ -86,6 +89,7 @@ def compare(
     actual: Tensors,
     expected: Tensors,
     coarse: Mapping[ComparedKind, Mapping[str, float]] | None = None,
+    rounding: Mapping[ComparedKind, Mapping[str, float]] | None = None,
 ) -> tuple[Row, ...]:
     """A row for every kind of tensor in the reference.
 
@@ -93,6 +97,7 @@ def compare(
         coarse: under autocast, how far off tensors may be that are rounded in other places, as a
             share of what they are measured by, where that is more than their own type allows; None
             without autocast.
+        rounding: how far rounding alone moves entries of the reference, where that was measured.
     """
     actual, expected = _all_dense(actual), _all_dense(expected)
     sizes = {
@@ -104,7 +109,7 @@ def compare(
             kind,
             actual.get(kind, {}),
             expected[kind],
-            _scales(kind, expected[kind], sizes),
+            _scales(kind, expected[kind], sizes, (rounding or {}).get(kind, {})),
             (coarse or {}).get(kind, {}),
             may_widen=coarse is not None,
         )
@@ -122,13 +127,12 @@ def close_names(kind: ComparedKind, actual: Tensors, expected: Tensors) -> froze
         if group in (kind, ComparedKind.GRADIENT)
     }
     known = other.get(kind, {})
-    scales = _scales(kind, known, sizes) if known else {}
+    scales = _scales(kind, known, sizes, {}) if known else {}
     return frozenset(
         name
         for name in known.keys() & one.keys()
         if one[name].shape == known[name].shape
-        and _share(_difference(one[name], known[name]), scales[name])
-        <= tolerance(known[name].dtype)
+        and _share(distance(one[name], known[name]), scales[name]) <= tolerance(known[name].dtype)
     )
 
 
@@ -203,6 +207,7 @@ def _scales(
     kind: ComparedKind,
     expected: Mapping[str, torch.Tensor],
     sizes: Mapping[ComparedKind, Mapping[str, float]],
+    rounding: Mapping[str, float],
 ) -> dict[str, float]:
     """What each tensor's difference is measured by.
 
@@ -212,6 +217,7 @@ def _scales(
 
     Args:
         sizes: the largest entry of every expected tensor.
+        rounding: how far rounding alone moves entries of each, where that was measured.
     """
     measured_by = (
         sizes.get(ComparedKind.GRADIENT, {}) if kind is ComparedKind.WEIGHT else sizes[kind]
@@ -221,8 +227,10 @@ def _scales(
     for name, tensor in expected.items():
         scales[name] = measured_by.get(name, 0.0) + floor
         if kind is ComparedKind.WEIGHT:
-            rounding = 4 * max(_eps(tensor.dtype), _eps(torch.float32))
-            scales[name] += rounding / tolerance(tensor.dtype) * sizes[kind][name]
+            bits = 4 * max(_eps(tensor.dtype), _eps(torch.float32))
+            scales[name] += bits / tolerance(tensor.dtype) * sizes[kind][name]
+        uncertain = REROUNDED * rounding.get(name, 0.0) / tolerance(tensor.dtype)
+        scales[name] = max(scales[name], uncertain)
     return scales
 
 
@@ -279,7 +287,7 @@ def _row(
             continue
         if kind is not ComparedKind.LOSS and _retyped(actual[name], expected[name], may_widen):
             faults.append(f"{name} is of {actual[name].dtype}, not {expected[name].dtype}")
-        difference = _difference(actual[name], expected[name])
+        difference = distance(actual[name], expected[name])
         share = _share(difference, scales[name])
         largest = max(largest, difference)
         if share >= relative:
@@ -325,7 +333,7 @@ def _retyped(actual: torch.Tensor, expected: torch.Tensor, may_widen: bool) -> b
     return actual.dtype != expected.dtype and not (may_widen and fractions)
 
 
-def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest absolute difference; infinite where one is not finite and the other differs."""
     left, right = actual.detach().cpu(), expected.detach().cpu()
     if left.dtype == right.dtype and torch.equal(left, right):

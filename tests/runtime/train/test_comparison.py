@@ -142,7 +142,7 @@ def test_under_autocast_one_batch_proves_where_gradients_round(far: float, passe
     other = {ComparedKind.GRADIENT: {"bias": torch.full((3,), 1 + far)}}
 
     def passed(batches):
-        found = check._under_autocast(batches, {}, torch.bfloat16)
+        found = check._under_autocast([(*pair, {}) for pair in batches], {}, torch.bfloat16)
         return all(each.passed for rows in found for each in rows)
 
     assert passed([(other, bias), (bias, bias)]) == passes

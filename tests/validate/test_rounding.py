@@ -1,0 +1,58 @@
+"""Gradients that are zero but for rounding are held to what rounding leaves of them, others not."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_compiler.compile import Compiled, CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.validate.package import validate
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+def subject(seed: int) -> Subject:
+    """BatchNorm over two samples: what comes before it has next to no gradient."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    args = (torch.randn(16, 8),)
+    return Subject("norm", model, args=args, target=torch.randn(16, 4), loss_fn=F.mse_loss)
+
+
+def compiled(seed: int, folder: Path) -> Compiled:
+    options = CompileOptions(stages=2, microbatches=8)
+    return compile_subject(subject(seed), options, folder / "norm_x2")
+
+
+@pytest.mark.parametrize("seed", [3, 4, 7])
+def test_a_bias_before_a_batchnorm_has_no_gradient(seed: int, tmp_path: Path) -> None:
+    found = compiled(seed, tmp_path).validation
+
+    assert found is not None
+    assert found.passed
+
+
+_WRONG = r"return \1 + 2e-4 * (\1 - \1.detach())\n\n    def loss"
+
+
+def test_a_wrong_gradient_is_found_beside_it(tmp_path: Path) -> None:
+    """Gradients 2e-4 too large: twice what the tolerance lets pass."""
+    made = compiled(3, tmp_path)
+    assert made.directory is not None
+    copy = tmp_path / "copy"
+    shutil.copytree(made.directory, copy)
+    stage = copy / "stage_1.py"
+    text, count = re.subn(r"return (\w+)\n\n    def loss", _WRONG, stage.read_text())
+    assert count == 1
+    stage.write_text(text)
+
+    rows = validate(subject(3), made.plan, copy).rows
+
+    faults = [fault for row in rows for fault in row.faults if row.what == "gradient"]
+    assert any("3.weight" in fault for fault in faults), rows
