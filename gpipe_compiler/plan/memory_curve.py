@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
+
+from gpipe_compiler.plan.fields import from_fields, own_fields
 
 MOST_POINTS = 160
 """Points of a curve that stand in a plan."""
@@ -60,8 +62,7 @@ class PeakHolder:
     stage: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPoint:
+class MemoryPoint(NamedTuple):
     """One action of a device.
 
     Attributes:
@@ -147,38 +148,14 @@ class DeviceMemory:
 
     def to_fields(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {
-            "peak": self.peak,
-            "action": self.action,
-            "sizes": {c.value: size for c, size in zip(CATEGORIES, self.sizes, strict=True)},
-            "points": [[point.action, point.peak, point.after] for point in self.points],
-            "holders": [
-                dataclasses.asdict(holder) | {"category": holder.category.value}
-                for holder in self.holders
-            ],
-            "stages": list(self.stages),
-            "stage_peaks": list(self.stage_peaks),
-        }
+        sizes = {c.value: size for c, size in zip(CATEGORIES, self.sizes, strict=True)}
+        return own_fields(self) | {"sizes": sizes}
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> DeviceMemory:
-        """What `to_fields` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: when it is something else.
-        """
-        return cls(
-            peak=fields["peak"],
-            action=fields["action"],
-            sizes=tuple(fields["sizes"][category.value] for category in CATEGORIES),
-            points=tuple(MemoryPoint(*point) for point in fields["points"]),
-            holders=tuple(
-                PeakHolder(**holder | {"category": Category(holder["category"])})
-                for holder in fields["holders"]
-            ),
-            stages=tuple(fields["stages"]),
-            stage_peaks=tuple(fields["stage_peaks"]),
-        )
+    def from_fields(cls, fields: Mapping[str, Any], where: str = "") -> DeviceMemory:
+        """What `to_fields` gave."""
+        sizes = [fields["sizes"][category.value] for category in CATEGORIES]
+        return from_fields(cls, {**fields, "sizes": sizes}, where)
 
 
 def _shortened(points: Sequence[MemoryPoint], most: int) -> tuple[MemoryPoint, ...]:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from gpipe_compiler.options import RematChoice
+from gpipe_compiler.plan.fields import from_fields, own_fields
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 EQUAL = 1e-3
@@ -107,6 +108,20 @@ class ParetoPoint:
         equal = (self.step_s, self.peak_bytes) == (other.step_s, other.peak_bytes)
         return not equal or self.choice.simplicity < other.choice.simplicity
 
+    def to_fields(self) -> dict[str, Any]:
+        """As JSON has it: the choice is not apart."""
+        fields = own_fields(self.choice) | own_fields(self)
+        del fields["choice"]
+        return fields
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], where: str = "") -> ParetoPoint:
+        """What `to_fields` gave."""
+        chosen = {field.name for field in dataclasses.fields(Choice)}
+        choice = {name: value for name, value in fields.items() if name in chosen}
+        rest = {name: value for name, value in fields.items() if name not in chosen}
+        return from_fields(cls, rest | {"choice": choice}, where)
+
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
@@ -157,20 +172,6 @@ class Frontier:
         omitted = self.omitted + len(self.points) - len(kept)
         return dataclasses.replace(self, points=tuple(kept), omitted=omitted)
 
-    def to_fields(self) -> dict[str, Any]:
-        """The frontier as values of JSON."""
-        return {
-            "batch_size": self.batch_size,
-            "omitted": self.omitted,
-            "points": [_point_fields(point) for point in self.points],
-        }
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Frontier:
-        """The frontier that `to_fields` gave."""
-        points = tuple(_point(point) for point in fields["points"])
-        return cls(points, fields["batch_size"], fields["omitted"])
-
 
 def _rank(point: ParetoPoint) -> tuple[object, ...]:
     if point.fits:
@@ -185,20 +186,3 @@ def _merit(point: ParetoPoint, best_s: float) -> tuple[object, ...]:
     """What decides on the choice among those that fit; `best_s` is the shortest step."""
     near = point.fits and point.step_s <= best_s * (1 + EQUAL)
     return not near, point.peak_bytes, point.step_s, point.choice.simplicity
-
-
-def _point_fields(point: ParetoPoint) -> dict[str, Any]:
-    fields = dataclasses.asdict(point.choice) | dataclasses.asdict(point)
-    del fields["choice"]
-    fields["schedule"] = point.choice.schedule.value
-    fields["remat"] = point.choice.remat.value
-    return fields | {"fate": point.fate.value}
-
-
-def _point(fields: Mapping[str, Any]) -> ParetoPoint:
-    names = {field.name for field in dataclasses.fields(Choice)}
-    chosen = {name: value for name, value in fields.items() if name in names}
-    chosen["schedule"] = ScheduleKind(chosen["schedule"])
-    chosen["remat"] = RematChoice(chosen["remat"])
-    rest = {name: value for name, value in fields.items() if name not in names}
-    return ParetoPoint(Choice(**chosen), **rest | {"fate": Fate(rest["fate"])})

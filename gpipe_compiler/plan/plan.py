@@ -13,21 +13,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from gpipe_compiler.cluster import Cluster, Device, Link
+from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.plan.checks import check_fields, check_whole
-from gpipe_compiler.plan.memory_curve import DeviceMemory
+from gpipe_compiler.plan.checks import check_whole
+from gpipe_compiler.plan.fields import own_fields, typed
 from gpipe_compiler.plan.op_table import OpNote, list_ops
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.plan.stages import Prediction, RematPoint, Stage
+from gpipe_compiler.plan.stages import Prediction, Stage
 from gpipe_compiler.plan.what_if import WhatIf
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, ScheduleKind
 
 FORMAT = 3
 """The version of the JSON; a reader refuses any other."""
@@ -144,28 +142,10 @@ class Plan:
     @uncollected()
     def to_json(self) -> str:
         """The plan as JSON text, without its graph."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = own_fields(dataclasses.replace(self, graph=None, orders=(), noted=self.ops))
         del fields["graph"]
-        fields["stages"] = [
-            dataclasses.asdict(stage)
-            | {"remat": stage.remat.value}
-            | {"frontier": [_worded(point) for point in stage.frontier]}
-            for stage in self.stages
-        ]
-        fields["crossings"] = [
-            dataclasses.asdict(crossing) | {"dtype": str(crossing.dtype).removeprefix("torch.")}
-            for crossing in self.crossings
-        ]
-        fields["schedule"] = self.schedule.value
-        fields["batchnorm"] = self.batchnorm.value
-        fields["precision"] = self.precision.value
         fields["orders"] = [format_order(order) for order in self.orders]
-        fields["cluster"] = dataclasses.asdict(self.cluster)
-        fields["prediction"] = _prediction_fields(self.prediction) | {"here_s": self.here_s}
-        fields["constraints"] = dataclasses.asdict(self.constraints)
-        fields["frontier"] = self.frontier.to_fields() if self.frontier else None
-        fields["what_if"] = self.what_if.to_fields() if self.what_if else None
-        fields["noted"] = [dataclasses.asdict(note) for note in self.ops]
+        fields["prediction"] |= {"gap": self.prediction.gap, "here_s": self.here_s}
         return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
 
     @classmethod
@@ -183,8 +163,10 @@ class Plan:
                     f"the plan has format {version}, this program reads {FORMAT}",
                     hint="compile the package again with this version",
                 )
-            plan = cls(**_typed(fields), graph=graph)
-            check_fields(plan)
+            fields["prediction"].pop("gap")
+            fields["prediction"].pop("here_s", None)
+            orders = tuple(parse_order(order) for order in fields.pop("orders"))
+            plan = cls(**typed(cls, fields), orders=orders, graph=graph)
             check_whole(plan)
         except RecursionError:
             raise ModelError("this is no plan: lists within lists without end") from None
@@ -197,86 +179,3 @@ class Plan:
             f"{self.name}: {len(self.stages)} stages, {self.microbatches} micro-batches of "
             f"{self.microbatch_size}, {self.schedule.value}"
         )
-
-
-def _typed(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON values of a plan's fields as the types of the fields; older JSON lacks some of them."""
-    return fields | {
-        "stages": tuple(map(_stage, fields["stages"])),
-        "crossings": tuple(
-            Crossing(**_tuples(crossing) | {"dtype": getattr(torch, crossing["dtype"])})
-            for crossing in fields["crossings"]
-        ),
-        "schedule": ScheduleKind(fields["schedule"]),
-        "batchnorm": BatchNorm(fields.get("batchnorm", BatchNorm.MICRO.value)),
-        "precision": Precision(fields.get("precision", Precision.FP32.value)),
-        "joint": tuple(fields.get("joint", ())),
-        "opened": tuple(fields.get("opened", ())),
-        "orders": tuple(parse_order(order) for order in fields["orders"]),
-        "cluster": _cluster(fields["cluster"]),
-        "placement": tuple(fields["placement"]),
-        "seats": tuple(fields["seats"]),
-        "prediction": _prediction(fields["prediction"]),
-        "constraints": _constraints(fields.get("constraints", {})),
-        "frontier": Frontier.from_fields(fields["frontier"]) if fields.get("frontier") else None,
-        "what_if": WhatIf.from_fields(fields["what_if"]) if fields.get("what_if") else None,
-        "noted": tuple(OpNote(**_tuples(note)) for note in fields.get("noted", ())),
-    }
-
-
-def _stage(fields: dict[str, Any]) -> Stage:
-    points = (
-        RematPoint(**point | {"remat": Remat(point["remat"])})
-        for point in fields.get("frontier", ())
-    )
-    return Stage(
-        **_tuples(fields)
-        | {
-            "remat": Remat(fields.get("remat", Remat.NONE.value)),
-            "segments": tuple(map(tuple, fields.get("segments", ()))),
-            "frontier": tuple(points),
-        }
-    )
-
-
-def _worded(point: RematPoint) -> dict[str, Any]:
-    return dataclasses.asdict(point) | {"remat": point.remat.value}
-
-
-def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
-    fields = {f.name: getattr(prediction, f.name) for f in dataclasses.fields(prediction)}
-    fields["memory"] = [device.to_fields() for device in prediction.memory]
-    return fields | {"gap": prediction.gap}
-
-
-def _prediction(fields: Mapping[str, Any]) -> Prediction:
-    known = _tuples(fields)
-    known.pop("gap")
-    known.pop("here_s", None)
-    memory = tuple(DeviceMemory.from_fields(device) for device in fields["memory"])
-    return Prediction(**known | {"memory": memory})
-
-
-def _constraints(fields: dict[str, Any]) -> Constraints:
-    pins = tuple((name, stage) for name, stage in fields.get("pins", ()))
-    return Constraints(**_tuples(fields) | {"pins": pins})
-
-
-def _cluster(fields: dict[str, Any]) -> Cluster:
-    network = fields["network"]
-    return Cluster(
-        devices=tuple(Device(**device) for device in fields["devices"]),
-        link=Link(**fields["link"]),
-        network=None if network is None else Link(**network),
-        hosts=tuple(fields["hosts"]),
-        exceptions=tuple((a, b, Link(**link)) for a, b, link in fields["exceptions"]),
-        endless=fields["endless"],
-        pooled=fields["pooled"],
-        places=fields.get("places"),
-    )
-
-
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
-    }

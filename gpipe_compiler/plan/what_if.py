@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +25,3 @@ class WhatIf:
     """What could be done about the memory of a plan."""
 
     remedies: tuple[Remedy, ...]
-
-    def to_fields(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> WhatIf:
-        """What `to_fields` gave.
-
-        Raises:
-            KeyError, TypeError: when it is something else.
-        """
-        return cls(
-            tuple(
-                Remedy(**remedy | {"device_bytes": tuple(remedy["device_bytes"])})
-                for remedy in fields["remedies"]
-            )
-        )

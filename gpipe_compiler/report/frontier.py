@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_compiler.plan.fields import own_fields
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.report.tables import cell, figure_table
 from gpipe_compiler.runtime.wording import counted
@@ -51,7 +52,7 @@ _SHORT = {
 
 def document(frontier: Frontier) -> dict[str, Any]:
     """The frontier as values of JSON, with throughputs and reasons."""
-    fields = frontier.to_fields()
+    fields = own_fields(frontier)
     for row, point in zip(fields["points"], frontier.points, strict=True):
         row["samples_per_s"] = frontier.samples_per_s(point)
         row["reason"] = reason(point, frontier)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,6 +12,7 @@ from rich.text import Text
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.options import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan, RematPoint
+from gpipe_compiler.plan.fields import to_fields
 from gpipe_compiler.plan.memory_curve import CATEGORIES, PeakHolder
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.tables import add_rows, figure_table, table_of
@@ -196,7 +196,7 @@ def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
     """
     check_memory(plan, device)
     devices = range(len(plan.prediction.memory)) if device is None else (device,)
-    remedies = [] if plan.what_if is None else plan.what_if.to_fields()["remedies"]
+    remedies = [] if plan.what_if is None else to_fields(plan.what_if.remedies)
     largest = max(plan.prediction.device_bytes)
     return {
         "name": plan.name,
@@ -204,10 +204,7 @@ def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "step_s": plan.prediction.step_s,
         "devices": [_device_fields(plan, rank) for rank in devices],
-        "frontiers": [
-            [asdict(point) | {"remat": point.remat.value} for point in stage.frontier]
-            for stage in plan.stages
-        ],
+        "frontiers": [to_fields(stage.frontier) for stage in plan.stages],
         "remedies": [
             remedy | {"saves": largest - max(remedy["device_bytes"])} for remedy in remedies
         ],

@@ -21,6 +21,7 @@ from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device, Link
 from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options import Auto, CompileOptions, Constraints, Policy, RematChoice
+from gpipe_compiler.plan.fields import from_fields, own_fields
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
 from gpipe_compiler.planner import planner
 from gpipe_compiler.planner import search as exploring
@@ -407,7 +408,7 @@ class TestFrontier:
         plan, frontier = plan_as_asked(planner_of(graph, options), options, silent)
 
         assert frontier is not None
-        assert Frontier.from_fields(json.loads(json.dumps(frontier.to_fields()))) == frontier
+        assert from_fields(Frontier, json.loads(json.dumps(own_fields(frontier)))) == frontier
         kept = gpc.Plan.from_json(plan.to_json()).frontier
         assert kept == plan.frontier
         assert kept is not None
