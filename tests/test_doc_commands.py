@@ -42,6 +42,7 @@ NOT_RUN = {
     "make demo": "downloads an environment; its commands are the session that follows it",
     "make test": "runs this test",
     "pip install .": "downloads an environment",
+    "pip install --no-deps": "downloads libraries",
     'pip install "gpipe-compiler[onnx]"': "needs a published release",
     "--nnodes 2": "needs two hosts; tests/faults/test_kills.py has network namespaces for them",
     "export GLOO_SOCKET_IFNAME": "names an interface of the reader's",
@@ -166,7 +167,7 @@ class Session:
         self.folder, bin_ = folder, folder / "bin"
         bin_.mkdir()
         python = f"exec {sys.executable}"
-        program = "from gpipe_compiler import cli; import sys; sys.exit(cli.{}_command())"
+        program = "from gpipe_compiler.cli import main; import sys; sys.exit(main.{}_command())"
         for name, what in (
             ("python", ""),
             ("torchrun", "-m torch.distributed.run"),

@@ -6,13 +6,28 @@ what imports torchvision, as transformers does, needs them.
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
+from pathlib import Path
 
 import torch
 
 
+def loads() -> bool:
+    """Whether torchvision is there, and its library of C++ operators loads beside this torch."""
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return False
+    try:
+        for library in Path(found.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(library)
+            return True
+    except OSError:
+        pass
+    return False
+
+
 def declare_operators() -> None:
-    """Declares torchvision's C++ operators where its library does not load beside a CPU torch."""
+    """Declares the operators, which are nowhere else: twice declared they would end the process."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     boxes = "Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width"
     for schema in (
@@ -39,8 +54,7 @@ def declare_operators() -> None:
         "box_iou_rotated(Tensor a, Tensor b) -> Tensor",
         "qroi_align(Tensor a, Tensor b, float c, int d, int e, int f, bool g) -> Tensor",
     ):
-        with contextlib.suppress(RuntimeError):  # it is there: the library has loaded
-            library.define(schema)
+        library.define(schema)
     KEPT.append(library)
 
 
@@ -48,4 +62,5 @@ KEPT: list[torch.library.Library] = []
 """The declarations, which end with the object that made them."""
 
 
-declare_operators()
+if not loads():
+    declare_operators()

@@ -148,8 +148,8 @@ def assert_equals_plain_training(small: Small, losses: list[float], state: State
     assert far == {}
 
 
-def written(small: Small, stages: int, schedule: ScheduleKind, folder: Path) -> Path:
-    """A package that has not been validated."""
+def written(small: Small, stages: int, schedule: ScheduleKind, folder: Path) -> tuple[Path, int]:
+    """A package that has not been validated, and how many devices it is planned for."""
     made = plan(
         graph_of(small.name),
         stages=stages,
@@ -159,7 +159,7 @@ def written(small: Small, stages: int, schedule: ScheduleKind, folder: Path) -> 
     )
     package = folder / f"{small.name}_{schedule.name.lower()}_x{stages}"
     emit(made, package)
-    return package
+    return package, len(made.orders)
 
 
 def train_in_processes(
@@ -180,7 +180,7 @@ def train_in_processes(
 def test_trains_on_threads_to_the_weights_of_the_plain_loop(
     small: Small, stages: int, schedule: ScheduleKind, tmp_path: Path
 ) -> None:
-    package = written(small, stages, schedule, tmp_path)
+    package, _ = written(small, stages, schedule, tmp_path)
     losses, state, _ = train(package, [in_fp64(small.batch())] * STEPS, LEARNING_RATE)
 
     assert_equals_plain_training(small, losses, state)
@@ -198,7 +198,7 @@ def test_trains_in_processes_to_the_weights_of_the_plain_loop(
 ) -> None:
     """Two of the combinations, one of them with two stages in each process."""
     small = small_named(name)
-    package = written(small, stages, schedule, tmp_path)
+    package, _ = written(small, stages, schedule, tmp_path)
 
     trained = train_in_processes(package, [in_fp64(small.batch())] * STEPS, ranks)
 
@@ -220,8 +220,8 @@ def test_compiles_validates_and_trains_in_processes(
     assert compiled.validation is not None
     assert compiled.validation.passed, str(compiled.validation)
 
-    fp64 = written(small, stages, schedule, tmp_path)
-    trained = train_in_processes(fp64, [in_fp64(small.batch())] * STEPS, stages)
+    fp64, ranks = written(small, stages, schedule, tmp_path)
+    trained = train_in_processes(fp64, [in_fp64(small.batch())] * STEPS, ranks)
 
     assert_equals_plain_training(small, *trained)
 
