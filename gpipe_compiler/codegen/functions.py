@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
+from gpipe_compiler.ir.own_functions import OwnFunction
 
 BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.add: ("+", Binding.SUM),
@@ -141,6 +142,8 @@ def spell(function: object, imports: Imports) -> str | None:
     """How a function or class is written, imports noted; None where it has no public name."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
+    if isinstance(function, OwnFunction):
+        return f"{imports.own(function.written.module)}.{function.cls.__name__}.apply"
     if function is checkpoint:
         imports.checkpoint()
         return "checkpoint"

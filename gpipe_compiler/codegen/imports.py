@@ -21,6 +21,7 @@ class Imports:
         self._checkpoint = False
         self._libraries: dict[str, str] = {}
         self._layers: set[str] = set()
+        self._own: set[str] = set()
 
     def torch(self) -> None:
         """`import torch`."""
@@ -50,6 +51,14 @@ class Imports:
         """`from .layers import name`, a class or function that several stages have."""
         self._layers.add(name)
 
+    def own(self, module: str) -> str:
+        """Imports a module, or `.own_model` of the package; returns how it is called."""
+        if module.startswith("."):
+            self._own.add(module[1:])
+        else:
+            self._modules.add(module)
+        return module.removeprefix(".")
+
     def lines(self) -> list[str]:
         """The import block, sorted as isort would sort it."""
         standard = sorted(module for module in self._modules if module in STANDARD)
@@ -67,7 +76,8 @@ class Imports:
             third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_order))}")
         if self._checkpoint:
             third.append("from torch.utils.checkpoint import checkpoint")
-        own = from_lines(".layers", sorted(self._layers, key=_order)) if self._layers else []
+        own = from_lines(".", sorted(self._own)) if self._own else []
+        own += from_lines(".layers", sorted(self._layers, key=_order)) if self._layers else []
         return _blocks([f"import {module}" for module in standard], third, own)
 
 

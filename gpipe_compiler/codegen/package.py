@@ -25,6 +25,7 @@ from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.own_functions import own_functions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.core.storing import HeldError, locked
@@ -139,6 +140,7 @@ def write_package(
     texts = {f"stage_{stage.index}.py": stage.text for stage in stages}
     if sources.layers:
         texts["layers.py"] = sources.layers
+    texts.update(own_files(graph))
     weight = write_loss_weight(plan, graph)
     if weight is not None:
         texts[f"{MODULE}.py"] = weight.text
@@ -156,6 +158,21 @@ def write_package(
     real = graph.example if example is None else example
     write_weights(graph, stages, folder / "weights", tell, real)
     write_report(plan, folder / "report.html")
+
+
+def own_files(graph: Graph) -> dict[str, str]:
+    """The files with the user's own functions, by their names."""
+    statements: dict[str, dict[int, str]] = {}
+    for function in own_functions(graph):
+        for file, held in function.written.files:
+            statements.setdefault(file, {}).update(held)
+    return {
+        f"{file}.py": _OWN_FILE + "\n\n".join(held[line].rstrip() for line in sorted(held)) + "\n"
+        for file, held in statements.items()
+    }
+
+
+_OWN_FILE = '"""Functions with a backward of their own, as the model has them."""\n\n# ruff: noqa\n'
 
 
 def copy_runtime(package: ModuleType, folder: Path) -> None:

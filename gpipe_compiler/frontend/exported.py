@@ -31,6 +31,7 @@ from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes,
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
+from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
@@ -158,6 +159,7 @@ def export(entry: Entry, watch: CastWatch, *, gradients: bool) -> ExportedProgra
             _user_lines(),
             torch.set_grad_enabled(gradients),
             watch.watching(),
+            own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
             activations_kept(),  # by itself a reentrant checkpoint is traced without gradients
         ):
             return torch.export.export(

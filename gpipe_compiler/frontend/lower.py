@@ -47,6 +47,7 @@ from gpipe_compiler.ir import (
     StateRef,
 )
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.ir.own_functions import OwnFunction
 
 _MODEL = "model"
 
@@ -153,7 +154,8 @@ class _Lowering:
         return Op(name, call, name, source_of(node), module_of(node), origin=node)
 
     def _call(self, node: fx.Node) -> Call:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        own = isinstance(node.target, OwnFunction)
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and not own:
             return self._region(node)
         args = tuple(self.argument(item) for item in node.args)
         kwargs = {key: self.argument(item) for key, item in node.kwargs.items()}

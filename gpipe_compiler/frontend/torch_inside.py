@@ -38,6 +38,12 @@ USED: Mapping[str, tuple[str, ...]] = {
         "in_kernel_invocation_manager",
     ),
     "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy", "_unsafe_view"),
+    "torch.autograd.function": ("_SingleLevelFunction",),
+    "torch.fx.experimental.proxy_tensor": (
+        "disable_proxy_modes_tracing",
+        "get_proxy_mode",
+        "track_tensor_tree",
+    ),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.utils": ("_device",),

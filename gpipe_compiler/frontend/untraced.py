@@ -9,6 +9,7 @@ from torch import nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.own_code import UnwritableError, written
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
 
@@ -45,12 +46,16 @@ def own_function(loss: torch.Tensor) -> TraceError | None:
     for function in _nodes(loss.grad_fn):
         own = getattr(type(function), "_forward_cls", None)
         if own is not None and not own.__module__.startswith("torch."):
+            why = "what its backward does is in no trace"
+            try:
+                written(own)
+            except UnwritableError as error:
+                why = f"it cannot be written into a package: {error}"
             return TraceError(
-                f"the model computes gradients by a torch.autograd.Function, {own.__name__}: what "
-                "its backward does is in no trace",
+                f"the model computes gradients by a torch.autograd.Function, {own.__name__}: {why}",
                 location=definition(own),
-                hint="write it without: x + (y - x).detach() has the value of y and passes its "
-                "gradient on to x",
+                hint="define it at the top of a file, with what it uses; or write it without: "
+                "x + (y - x).detach() has the value of y and passes its gradient on to x",
             )
     return None
 

@@ -1,0 +1,258 @@
+"""The source of a class of the user's, with all that it uses, for a package to hold.
+
+Statements of the user's modules are taken as they stand. What they import of installed packages is
+imported there too; what comes from other files of the user's is taken in the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import importlib.util
+import inspect
+import symtable
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gpipe_compiler.ir.own_functions import Written
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_FUTURE = -1
+"""The line of `from __future__` imports, before all others."""
+
+_ENCLOSED = 0
+"""The line of what a class took from the function around it, after these."""
+
+
+class UnwritableError(Exception):
+    """Why a class cannot stand in a package, in words."""
+
+
+def written(cls: type) -> Written:
+    """Where a class stands for whoever runs a package.
+
+    Raises:
+        UnwritableError: where its source, or that of something it uses, cannot be found.
+    """
+    module = sys.modules.get(cls.__module__)
+    if module is None or getattr(module, "__file__", None) is None:
+        raise UnwritableError(f"{cls.__name__} stands in no file")
+    if is_installed(module.__name__):
+        if getattr(module, cls.__qualname__, None) is not cls:
+            raise UnwritableError(f"{cls.__name__} is made by a function of {module.__name__}")
+        return Written(module.__name__)
+    collected = _Collected()
+    name = collected.take_class(cls, module)
+    files = ((file, tuple(sorted(held.items()))) for file, held in collected.files.items())
+    return Written(f".{name}", tuple(files))
+
+
+def is_installed(module: str) -> bool:
+    """Whether whoever runs a package can be expected to have a module: it is no file of theirs."""
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ImportError, ValueError):
+        return False
+    places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    installed = {Path(sysconfig.get_path(key)) for key in ("purelib", "platlib", "stdlib")}
+    return any(
+        "site-packages" in Path(place).parts
+        or "dist-packages" in Path(place).parts
+        or any(Path(place).is_relative_to(home) for home in installed)
+        for place in places
+    )
+
+
+def file_of(module: str) -> str:
+    """The name of the file of a package that holds what comes from a module of the user's."""
+    return f"own_{''.join(c if c.isalnum() else '_' for c in module).strip('_')}"
+
+
+@dataclass
+class _Collected:
+    """Statements by the files that they go to and the lines that they come from."""
+
+    files: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def take_class(self, cls: type, module: ModuleType) -> str:
+        """Takes a class and what it uses; returns the file that it goes to."""
+        home = _Module.of(module)
+        if "." not in cls.__qualname__:
+            file = file_of(module.__name__)
+            self._take(cls.__name__, home, file)
+            return file
+        enclosed = _enclosed(cls)
+        told = repr((cls.__qualname__, sorted(enclosed.items())))
+        file = f"{file_of(module.__name__)}_{hashlib.sha256(told.encode()).hexdigest()[:6]}"
+        try:
+            lines, line = inspect.getsourcelines(cls)
+        except (OSError, TypeError) as error:
+            raise UnwritableError(f"the source of {cls.__name__} cannot be read") from error
+        held = self._file(file, home)
+        held[_ENCLOSED] = "\n".join(f"{name} = {value!r}" for name, value in enclosed.items())
+        text = textwrap.dedent("".join(lines))
+        held[line] = text
+        self._take_all(_read(text, home.file) - enclosed.keys(), home, file)
+        return file
+
+    def _file(self, file: str, home: _Module) -> dict[int, str]:
+        first = {_FUTURE: home.future} if home.future else {}
+        return self.files.setdefault(file, first)
+
+    def _take_all(self, names: set[str], home: _Module, file: str) -> None:
+        for name in sorted(names):
+            self._take(name, home, file)
+
+    def _take(self, name: str, home: _Module, file: str) -> None:
+        held = self._file(file, home)
+        if name not in home.bound:
+            if hasattr(builtins, name) or name in ("__file__", "__name__"):
+                return
+            raise UnwritableError(f"it uses {name}, which {Path(home.file).name} does not define")
+        for statement in home.bound[name]:
+            line = statement.lineno
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                text = self._import(statement, name, home)
+                held[line] = "\n".join(dict.fromkeys([*held.get(line, "").splitlines(), text]))
+                continue
+            if line in held:
+                continue
+            home.hold_to_its_value(name, statement)
+            held[line] = text = home.text(statement)
+            self._take_all(_read(text, home.file), home, file)
+
+    def _import(self, statement: ast.Import | ast.ImportFrom, name: str, home: _Module) -> str:
+        """The import of one name."""
+        (alias,) = (a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name)
+        if isinstance(statement, ast.Import):
+            if not is_installed(alias.name):
+                raise UnwritableError(
+                    f"it uses the module {alias.name}, which is not installed: import what it uses "
+                    "of it by name"
+                )
+            return ast.unparse(ast.Import([alias]))
+        origin = importlib.util.resolve_name(
+            "." * statement.level + (statement.module or ""), home.package
+        )
+        if is_installed(origin):
+            return ast.unparse(ast.ImportFrom(origin, [alias], 0))
+        loaded = sys.modules.get(origin)
+        if loaded is None or isinstance(getattr(loaded, alias.name, None), ModuleType):
+            raise UnwritableError(f"it uses the module {alias.name}, which is not installed")
+        file = file_of(origin)
+        self._take(alias.name, _Module.of(loaded), file)
+        return ast.unparse(ast.ImportFrom(file, [alias], 1))
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A file of the user's.
+
+    Attributes:
+        bound: the statements of its top level that bind a name.
+        values: what its names stand for.
+        future: its `from __future__` imports.
+    """
+
+    file: str
+    package: str
+    lines: list[str]
+    bound: Mapping[str, list[ast.stmt]]
+    values: Mapping[str, Any]
+    future: str
+
+    @classmethod
+    def of(cls, module: ModuleType) -> _Module:
+        file = inspect.getsourcefile(module)
+        try:
+            text = Path(file or "").read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UnwritableError(f"the source of {module.__name__} cannot be read") from error
+        bound: dict[str, list[ast.stmt]] = {}
+        future = ""
+        for statement in tree.body:
+            if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+                future = ast.unparse(statement)
+                continue
+            if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+                continue
+            for name in dict.fromkeys(_bound(statement)):
+                bound.setdefault(name, []).append(statement)
+        package = module.__package__ or module.__name__.rpartition(".")[0]
+        return cls(file or "", package, text.splitlines(), bound, vars(module), future)
+
+    def text(self, statement: ast.stmt) -> str:
+        """A statement as it stands, decorators included."""
+        decorators = getattr(statement, "decorator_list", [])
+        first = min([statement.lineno, *(item.lineno for item in decorators)])
+        return "\n".join(self.lines[first - 1 : statement.end_lineno]) + "\n"
+
+    def hold_to_its_value(self, name: str, statement: ast.stmt) -> None:
+        """Refuses a constant that is another one by now."""
+        if not isinstance(statement, ast.Assign) or len(self.bound[name]) > 1:
+            return
+        try:
+            value = ast.literal_eval(statement.value)
+        except ValueError:
+            return
+        if isinstance(statement.targets[0], ast.Name) and self.values.get(name) != value:
+            raise UnwritableError(f"it uses {name}, which is not what line {statement.lineno} says")
+
+
+def _bound(statement: ast.AST) -> Iterator[str]:
+    """The names that a statement binds outside of functions and classes."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+        case ast.Name(id=name, ctx=ast.Store()):
+            yield name
+        case ast.Lambda():
+            return
+        case _:
+            for child in ast.iter_child_nodes(statement):
+                yield from _bound(child)
+
+
+def _read(text: str, file: str) -> set[str]:
+    """The names that a statement of a module takes from elsewhere in it."""
+    found: set[str] = set()
+    pending = [symtable.symtable(text, file, "exec")]
+    while pending:
+        table = pending.pop()
+        outer = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (outer or symbol.is_global()):
+                found.add(symbol.get_name())
+        pending.extend(table.get_children())
+    return found
+
+
+def _enclosed(cls: type) -> dict[str, object]:
+    """What the methods of a class take from the function that the class stands in."""
+    found: dict[str, object] = {}
+    for member in vars(cls).values():
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+        for name, cell in zip(code.co_freevars if code else (), cells or (), strict=True):
+            if name == "__class__":
+                continue
+            value = cell.cell_contents
+            if not isinstance(value, _PLAIN):
+                raise UnwritableError(
+                    f"it takes {name} from the function around it, and that is no number or text"
+                )
+            found[name] = value
+    return found

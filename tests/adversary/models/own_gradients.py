@@ -1,0 +1,286 @@
+"""Functions with a backward of the user's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case, Refused
+from torch import Tensor, nn
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x).tanh()).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x))
+
+
+LEVELS = 4.0
+
+
+def nearest(x: Tensor) -> Tensor:
+    return (x * LEVELS).round() / LEVELS
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through, clipped; uses a function and a number of its module."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, limit: float = 1.0) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        return nearest(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() <= ctx.limit), None
+
+
+class StraightThrough(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Rounded.apply(self.body(x), 0.7))
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal, as domain-adversarial training has it."""
+
+    @staticmethod
+    def forward(ctx, x, strength):
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.neg() * ctx.strength, None
+
+
+class DomainAdversarial(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.last(hidden) + self.domain(Reversed.apply(hidden, 0.3))
+
+
+class Fused(torch.autograd.Function):
+    """Two inputs that take gradients, two outputs, a parameter, setup_context."""
+
+    @staticmethod
+    def forward(x, weight, eps):
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return x * scale * weight, scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        inner = gradient * weight
+        back = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+        return back, (gradient * normed).sum(0), None
+
+
+class FusedNorm(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _scale = Fused.apply(self.body(x), self.weight, 1e-6)
+        return self.last(out)
+
+
+class InLayers(nn.Module):
+    """Layers that repeat, each with a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + Rounded.apply(layer(x).tanh())
+        return self.head(x)
+
+
+straight = Rounded.apply
+"""As many repositories call it."""
+
+
+def quantiser(bits: int) -> type[torch.autograd.Function]:
+    """A function for a number of bits, as DoReFa makes it."""
+    levels = 2**bits - 1
+
+    class Quantiser(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return (x * levels).round() / levels
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            return gradient.clone()
+
+    return Quantiser
+
+
+class Bits(Two):
+    """Two functions of one source, and one by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse = quantiser(4), quantiser(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fine.apply(self.first(x).sigmoid())
+        return self.last(straight(self.coarse.apply(self.middle(hidden).sigmoid())))
+
+
+class Scaled(torch.autograd.Function):
+    """Rounds by the largest of all samples."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        scale = x.abs().amax() / 7
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class PerTensor(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Scaled.apply(self.body(x)))  # refused: per_tensor
+
+
+class Kept(torch.autograd.Function):
+    """Keeps tensors beside save_for_backward, and writes into one in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        ctx.mask = x > 0
+        ctx.count = len(others)
+        ctx.out = x.clone()
+        return ctx.out * ctx.mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.masked_fill(~ctx.mask, 0.0) * ctx.out.abs() * ctx.count, None
+
+
+class KeepsInContext(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self.first(x).tanh())
+        return self.last(F.relu(Kept.apply(hidden, [1, None, "two"])))
+
+
+class Doubles(torch.autograd.Function):
+    """Writes in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class InPlace(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self.first(x).tanh())
+        Doubles.apply(hidden)
+        return self.last(hidden.tanh())
+
+
+class Local(Two):
+    """A function that nobody else can write down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate = nn.Linear(8, 8)
+
+        class Gated(torch.autograd.Function):  # refused: local
+            @staticmethod
+            def forward(ctx: object, x: Tensor) -> Tensor:
+                return x.round()
+
+            @staticmethod
+            def backward(ctx: object, gradient: Tensor) -> Tensor:
+                return gradient * gate.weight.mean()
+
+        self.function, self.gate = Gated, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function.apply(self.gate(self.body(x))))
+
+
+def through(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(straight(output), target)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + straight(self.fc(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def simple(name: str, model: object, **options: object) -> Case:
+    options = {"manners": FP32_ONLY, **options}  # in 16 bits what rounds rounds elsewhere
+    return Case(name, model, rows, F.cross_entropy, classes, **options)
+
+
+MIXES = Refused(1, ("together",), ("--microbatches 1",), accept="--per-microbatch")
+CASES = (
+    simple("straight_through", StraightThrough, quick=True),
+    simple("reversed", DomainAdversarial, manners=None),
+    simple("fused", FusedNorm, manners=None),
+    simple("in_layers", InLayers),
+    simple("bits", Bits),
+    simple("keeps_in_context", KeepsInContext),
+    simple("writes_in_place", InPlace),
+    simple("in_blocks", Blocks),
+    Case("in_the_loss", Two, rows, through, classes, manners=FP32_ONLY),
+    simple("per_tensor", PerTensor, sizes=(8,), expect=MIXES),
+    simple("local", Local, expect=Refused(1, ("Gated", "gate"), ("top of a file",))),
+)
