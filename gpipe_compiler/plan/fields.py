@@ -1,7 +1,8 @@
 """The parts of a plan as values of JSON, and back: by the types that their fields are declared as.
 
-Dataclasses are objects, named tuples and tuples lists, an Enum its value, a dtype its name. A class
-that is written in another way has methods `to_fields` and `from_fields` of its own.
+Dataclasses are objects, named tuples and tuples lists, an Enum its value, a dtype its name, a size
+that is free that of the example. A class that is written in another way has methods `to_fields` and
+`from_fields` of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
+
+from gpipe_compiler.runtime.sizes import Expression, example_shape
 
 T = TypeVar("T")
 
@@ -30,6 +33,8 @@ def to_fields(value: Any) -> Any:
         return value
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Expression):
+        return example_shape((value,))[0]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
@@ -74,7 +79,7 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     """A value of JSON as the type that it stands for."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        (kind,) = (option for option in args if option is not types.NoneType)
+        (kind,) = (option for option in args if option not in (types.NoneType, Expression))
         return None if value is None else _typed(kind, value, where)
     if isinstance(value, list):
         kinds = _of_items(kind, origin, args, len(value))
