@@ -13,12 +13,15 @@ from gpipe_compiler.codegen.sources import alias_of, statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.uses import Uses, is_in_place
 from gpipe_compiler.codegen.variables import (
+    END,
     StatementRun,
     Variables,
     argument_name,
+    called_for,
     cast_by,
     is_operand,
     plain_name,
+    reshaped_by,
     wishes,
 )
 from gpipe_compiler.ir import (
@@ -82,11 +85,14 @@ class Bindings:
             else dict(zip(op.outputs, wishes(op, run), strict=True))
         )
         for value in read:
-            wish = self.named(op, value, asked[value]) or self._cast(op, position)
+            wish = self.named(op, value, asked[value]) or self._changed(op, position)
             if wish is None:
                 alone = run.statement if run.last == (op.name,) and not inner else None
-                called = not here and value in self.graph.producer  # a block's value
-                wish = argument_name(self.graph, value) if called else plain_name(op, value, alone)
+                if not here and value in self.graph.producer:  # a block's value
+                    wish = argument_name(self.graph, value)
+                else:
+                    outer = called_for(self.graph, op, value) if alone else ""
+                    wish = outer or plain_name(op, value, alone)
             wish = self._other_name(op, value, wish, position)
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
@@ -133,10 +139,33 @@ class Bindings:
         if isinstance(op.call, ModuleCall) and op.name not in self.graph.op_of:
             if isinstance(reader.call, ModuleCall) and reader.call.module == op.call.module:
                 return False  # one module, two times
-            if reader is ops[position + 1] and self._is_part(value, reader, position):
+            part = reader is ops[position + 1] and self._is_part(value, reader, position)
+            if part and not self._outlived(op, position, value):
                 return True
         run = runs[op.name]
-        return run.nested and runs[reader.name] is run
+        spelled = run.nested and runs[reader.name] is run
+        if spelled or not self._ends(value, position, ops):
+            return spelled
+        return not self._outlived(op, position, value)
+
+    def _ends(self, value: str, position: int, ops: Sequence[Op]) -> bool:
+        """Whether a value worth letting go of ends with ops that read one another in a row."""
+        end = self.letting_go.releases.ends.get(value, END)
+        made = [op.result for op in ops[position:end]]
+        return end < len(ops) and all(
+            isinstance(own, str) and self.uses.count.get(own) == 1 and self.uses.last[own] == place
+            for place, own in enumerate(made, position + 1)
+        )
+
+    def _outlived(self, op: Op, position: int, value: str) -> bool:
+        """Whether variables that an op is the last to read would have to be deleted.
+
+        Args:
+            value: what the op makes, which nests in its reader.
+        """
+        done, last = self.letting_go.releases.done, self.uses.last[value]
+        held = (self.variables.holder(own) for own in op.inputs if done([own], last))
+        return any(own and self.variables.free(own, position) for own in held)
 
     def _is_part(self, value: str, reader: Op, position: int) -> bool:
         """Whether what a block makes needs no name for the next op: `x + self.block(x)`."""
@@ -168,18 +197,18 @@ class Bindings:
     def _is_read(self, result: Result) -> bool:
         return any(value in self.uses.count for value in result_names(result))
 
-    def _cast(self, op: Op, position: int) -> str | None:
-        """The name for a tensor in another type: that of the tensor, if nothing reads it again."""
-        cast = cast_by(op.call)
-        if cast is None:
+    def _changed(self, op: Op, position: int) -> str | None:
+        """The name for a tensor in another type or shape: its own, if nothing reads it again."""
+        source = cast_by(op.call) or reshaped_by(op.call)
+        if source is None:
             return None
-        variable = self.writer.variables[cast].flat
+        variable = self.writer.variables[source].flat
         if not variable.isidentifier() or not isinstance(op.result, str):
             return None
-        held = self.variables.holder(cast) == variable  # a region's own are not held here
+        held = self.variables.holder(source) == variable  # a region's own are not held here
         if held and self.variables.free(variable, position):
             return variable
-        known = self.graph.values.get(op.result)
+        known = self.graph.values.get(op.result) if cast_by(op.call) else None
         return f"{variable}_{str(known.dtype).removeprefix('torch.')}" if known else None
 
     def _variable(self, value: str, wish: str, position: int) -> str:

@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.expressions import ExpressionWriter, context_of, reads_in_order, repeat
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
-from gpipe_compiler.codegen.layout import WIDTH, Expression, call, name
+from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
 from gpipe_compiler.codegen.methods import Method, drop_dead
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
@@ -189,7 +189,7 @@ class _Scribe:
         run = self.runs[op.name]
         named = any(pending.named or self.runs[pending.op.name] is not run for pending in taken)
         longest = _LONGEST_SUM if named else _LONGEST_NESTED
-        if taken and len(expression.flat) > longest and not self._is_listed(taken, made, longest):
+        if taken and not self._fits(expression, taken, made, longest):
             self._write_out(taken)
             taken, expression, named = [], self.writer.call(made), False
         sources = tuple(source for pending in taken for source in pending.sources)
@@ -201,8 +201,19 @@ class _Scribe:
         self._flush()
         self._assign(op, expression, position, sources)
 
-    def _is_listed(self, taken: Sequence[_Pending], made: Call, longest: int) -> bool:
-        """Whether what nests are items of one list, which has a line for each."""
+    def _fits(
+        self, expression: Expression, taken: Sequence[_Pending], made: Call, longest: int
+    ) -> bool:
+        """Whether an expression with what nests in it can be read.
+
+        It fits on a line, or is a sum or product that is broken in the call at its end, or what
+        nests are items of one list, which has a line for each.
+        """
+        if len(expression.flat) <= longest:
+            return True
+        if expression.items and expression.binding in (Binding.SUM, Binding.PRODUCT):
+            inside = ", ".join(item.flat for item in expression.items)
+            return max(map(len, (expression.opening, inside))) <= longest
         items = [[*value_names(part)] for part in made.args if isinstance(part, list)]
         values = [pending.op.result for pending in taken]
         texts = (self.writer.variables[str(value)].flat for value in values)

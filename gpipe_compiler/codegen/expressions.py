@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_compiler.codegen.constants import UnwritableError, write_constant, write_nest
 from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, UNTYPED, spell
 from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.keywords import by_keyword
 from gpipe_compiler.codegen.layout import Binding, Expression, call, method_call, name
 from gpipe_compiler.ir import (
     Argument,
@@ -147,17 +148,19 @@ class ExpressionWriter:
         match made:
             case FunctionCall():
                 return self._function(made)
-            case MethodCall(method=method) if method in UNTYPED:
+            case MethodCall(method=method):
+                (receiver, *args), kwargs = by_keyword(method, None, made.args, made.kwargs)
+                if method not in UNTYPED:
+                    return method_call(
+                        self.argument(receiver), method, self.arguments(args, kwargs)
+                    )
                 self.imports.torch()
-                return call(f"torch.{method}", self.arguments(made.args, made.kwargs))
-            case MethodCall():
-                arguments = self.arguments(made.args[1:], made.kwargs)
-                return method_call(self.argument(made.args[0]), made.method, arguments)
+                return call(f"torch.{method}", self.arguments((receiver, *args), kwargs))
             case ModuleCall():
                 return call(self.modules[made.module], self.arguments(made.args, made.kwargs))
 
     def arguments(
-        self, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]
+        self, args: Iterable[Argument], kwargs: Mapping[str, Argument]
     ) -> list[Expression]:
         """The inside of a call's parentheses."""
         return [
@@ -228,11 +231,12 @@ class ExpressionWriter:
         spelling = spell(function, self.imports)
         if spelling is None:
             raise UnwritableError(f"the function {_describe(function)} is no part of torch")
-        kwargs = dict(made.kwargs)
+        own = spelling.rpartition(".")[2]
+        given, kwargs = by_keyword(own, made.function, args, made.kwargs)
         if self.device and made.function in _FACTORIES and kwargs.get("device") is None:
             # Tracing happened on one device; the stage runs on whichever it is given.
             kwargs["device"] = torch.device("cpu")
-        return call(spelling, self.arguments(args, kwargs))
+        return call(spelling, self.arguments(given, kwargs))
 
     def _binary(self, sign: str, binding: Binding, left: Argument, right: Argument) -> Expression:
         first, second = self.argument(left), self.argument(right)
@@ -242,7 +246,11 @@ class ExpressionWriter:
             return Expression(f"{base}**{exponent}" if tight else f"{base} ** {exponent}", binding)
         tighter = Binding(binding + 1)
         loosest = tighter if binding is Binding.COMPARISON else binding
-        return Expression(f"{first.within(loosest)} {sign} {second.within(tighter)}", binding)
+        start = f"{first.within(loosest)} {sign} "
+        if second.binding < tighter:
+            return Expression(f"{start}({second.flat})", binding)
+        whole = replace(second.prefixed(start), binding=binding, instead=None)
+        return whole if first.flat.isidentifier() else Expression(whole.flat, binding)
 
     def _index(self, index: Argument) -> str:
         if isinstance(index, tuple) and index:

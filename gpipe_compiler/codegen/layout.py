@@ -174,8 +174,17 @@ def lay_out(
         whole = _parenthesized(expression, prefix, suffix, indent)
         if whole is not None and _is_chain(expression.flat):
             return whole
-    if expression.instead and len(f"{margin}{prefix}{expression.opening}") > WIDTH:
-        return lay_out(expression.instead, prefix=prefix, suffix=suffix, indent=indent)
+    if len(f"{margin}{prefix}{expression.opening}") > WIDTH:
+        if expression.instead:
+            return lay_out(expression.instead, prefix=prefix, suffix=suffix, indent=indent)
+        whole = _parenthesized(expression, prefix, suffix, indent)
+        if whole is not None and len(whole[0]) <= WIDTH:
+            return whole
+        *targets, last = prefix.removesuffix(" = ").split(", ")
+        if targets and prefix.endswith(" = "):  # more targets than a line holds
+            lines = [f"{margin}{INDENT}{own}," for own in (*targets, last)]
+            rest = lay_out(expression, prefix=") = ", suffix=suffix, indent=indent)
+            return [f"{margin}(", *lines, *rest]
     inner = INDENT * (indent + 1)
     together = inner + f"{expression.comma} ".join(item.flat for item in expression.items)
     if expression.fills and not expression.exploded and len(together) <= WIDTH:

@@ -186,13 +186,14 @@ class _Place:
         if self.holds(own, self.statement):
             return {own}
         assigned = [
-            node.value
+            node
             for node in ast.walk(self.method)
             if isinstance(node, ast.Assign) and _targets(node) == (own,)
         ]
-        if len(assigned) != 1:
+        before = [node for node in assigned if node.lineno < self.statement.lineno]
+        if not before and len(assigned) != 1:
             return set()
-        match assigned[0]:
+        match max(before or assigned, key=lambda node: node.lineno).value:
             case ast.Name(id=other) | ast.IfExp(body=ast.Name(id=other), orelse=ast.Constant()):
                 return {other}.intersection(_parameters(self.method))
             case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)):
@@ -357,12 +358,11 @@ def _parameters(method: ast.FunctionDef) -> list[str]:
 
 
 def alias_of(location: SourceLocation | None, own: str) -> str:
-    """The name to which the user's function assigns another one by itself, before a line."""
-    place = _place(location)
-    if place is None:
-        return ""
+    """The name to which the user assigns another one by itself, before a line or its callers."""
+    frames = () if location is None else (location, *reversed(location.callers))
     found = [
         (node.lineno, _targets(node)[0])
+        for place in filter(None, map(_place, frames))
         for node in ast.walk(place.method)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name)

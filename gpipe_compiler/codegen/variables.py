@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.names import Identifiers
@@ -31,6 +31,11 @@ _LISTS = (None, "ModuleList", "ModuleDict")
 
 _CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "int", "long"})
 """Methods of a tensor that make the same numbers in another type."""
+
+_SHAPES = frozenset(
+    {"contiguous", "expand", "flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze"}
+)
+"""Methods of a tensor that make the same numbers in another shape."""
 
 END = 1 << 60
 """The position after the last statement: what is returned is used there."""
@@ -299,8 +304,17 @@ def name_of_result(graph: Graph, value: str, path: str) -> str:
 
 def cast_by(call: Call) -> str | None:
     """The value of which a call makes the same numbers in another type."""
+    return _receiver(call, _CASTS)
+
+
+def reshaped_by(call: Call) -> str | None:
+    """The value of which a call makes the same numbers in another shape."""
+    return _receiver(call, _SHAPES)
+
+
+def _receiver(call: Call, methods: Collection[str]) -> str | None:
     match call:
-        case MethodCall(method=method, args=(Ref(name=value), *_)) if method in _CASTS:
+        case MethodCall(method=method, args=(Ref(name=value), *_)) if method in methods:
             return value
         case _:
             return None
@@ -320,14 +334,17 @@ def is_operand(graph: Graph, op: Op, value: str) -> bool:
     )
 
 
-def _called_for(graph: Graph, op: Op, value: str) -> str:
+def called_for(graph: Graph, op: Op, value: str) -> str:
     """The user's name for what a function returns; "" where a value is no result of one."""
-    sites = op.source.callers[:1] if op.source is not None else ()
-    readers = (reader.source for reader in graph.consumers.get(value, ()))
-    if not sites or any(source and source.callers[:1] == sites for source in readers):
-        return ""
-    statement = statement_at(sites[0])
-    return statement.targets[0] if statement and len(statement.targets) == 1 else ""
+    callers = op.source.callers if op.source is not None else ()
+    readers = [reader.source for reader in graph.consumers.get(value, ()) if reader.source]
+    for depth, site in enumerate(callers, 1):
+        if any(source.callers[:depth] == callers[:depth] for source in readers):
+            continue
+        statement = statement_at(site)
+        done = all(statement_at(source) != statement for source in readers)
+        return statement.targets[0] if statement and len(statement.targets) == 1 and done else ""
+    return ""
 
 
 def argument_name(graph: Graph, value: str) -> str:
@@ -335,9 +352,12 @@ def argument_name(graph: Graph, value: str) -> str:
     op = graph.producer.get(value)
     if op is None:  # an input, or a state from outside
         return value.rpartition(".")[2] or value
-    outer = _called_for(graph, op, value)
+    outer = called_for(graph, op, value)
     if outer:
         return outer
+    cast = cast_by(op.call)
+    if cast is not None and is_operand(graph, op, value):
+        return argument_name(graph, cast)
     statement = statement_at(op.source)
     inside = isinstance(op.call, RegionCall)
     if statement is None or inside or is_operand(graph, op, value):

@@ -201,7 +201,7 @@ def dropout(*args: Any) -> FunctionCall:
         (FunctionCall(operator.pow, (Ref("x"), 2)), "x**2"),
         (FunctionCall(operator.pow, (Ref("s"), -0.5)), "y.shape[0] ** -0.5"),
         (FunctionCall(operator.iadd, (Ref("n"), 1)), "n + 1"),
-        (dropout(0.1, ByMode(True, False)), "F.dropout(x, 0.1, self.training)"),
+        (dropout(0.1, ByMode(True, False)), "F.dropout(x, 0.1, training=self.training)"),
         (dropout(ByMode(0.1, 0.0)), "F.dropout(x, 0.1 if self.training else 0.0)"),
         (MethodCall("view", (Ref("x"), Ref("n"), -1)), "x.view(n, -1)"),
         (MethodCall("sum", (Ref("z"),), {"dim": 1}), "(x + y).sum(dim=1)"),
@@ -227,6 +227,60 @@ def test_calls_as_a_person_writes_them(made: FunctionCall | MethodCall, expected
     )
 
     assert writer.call(made).flat == expected
+
+
+IMAGE, WEIGHT = torch.arange(96.0).view(2, 3, 4, 4), torch.ones(3, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (MethodCall("mean", (Ref("x"), -1, True)), "x.mean(-1, keepdim=True)"),
+        (MethodCall("sum", (Ref("x"), [1], False)), "x.sum(1)"),
+        (MethodCall("var", (Ref("x"), [2, 3], False)), "x.var([2, 3], unbiased=False)"),
+        (MethodCall("transpose", (Ref("x"), 1, 2)), "x.transpose(1, 2)"),
+        (MethodCall("roll", (Ref("x"), [1], [2])), "x.roll(1, dims=2)"),
+        (MethodCall("chunk", (Ref("x"), 2, -1)), "x.chunk(2, dim=-1)"),
+        (FunctionCall(torch.cat, ([Ref("x"), Ref("x")], 1)), "torch.cat([x, x], dim=1)"),
+        (FunctionCall(torch.where, (Ref("m"), Ref("x"), 0.0)), "torch.where(m, x, 0.0)"),
+        (FunctionCall(torch.histc, (Ref("x"), 4, 1, 3)), "torch.histc(x, 4, min=1, max=3)"),
+        (
+            FunctionCall(F.pad, (Ref("x"), [0, 1], "constant", -1.0)),
+            "F.pad(x, [0, 1], value=-1.0)",
+        ),
+        (
+            FunctionCall(F.conv1d, (Ref("r"), Ref("w"), None, [1], [1], [1], 3)),
+            "F.conv1d(r, w, padding=1, groups=3)",
+        ),
+        (
+            FunctionCall(F.max_pool2d, (Ref("x"), [2, 2]), {"stride": [1, 2]}),
+            "F.max_pool2d(x, 2, stride=[1, 2])",
+        ),
+        (
+            FunctionCall(F.layer_norm, (Ref("x"), [4], Ref("v"), Ref("v"), 1e-3)),
+            "F.layer_norm(x, [4], v, v, eps=0.001)",
+        ),
+    ],
+)
+def test_numbers_by_keyword_mean_what_they_meant(
+    made: FunctionCall | MethodCall, expected: str
+) -> None:
+    own = {"x": IMAGE, "m": IMAGE > 9, "r": IMAGE[..., 0], "w": WEIGHT, "v": torch.ones(4)}
+    writer = ExpressionWriter(Imports(), {}, {}, variables={key: name(key) for key in own})
+    text = writer.call(made).flat
+
+    def of(item: Any) -> Any:
+        parts = [of(part) for part in item] if isinstance(item, list) else item
+        return own[item.name] if isinstance(item, Ref) else parts
+
+    args = [of(item) for item in made.args]
+    kwargs = dict(made.kwargs)
+    if isinstance(made, MethodCall):
+        values = getattr(args[0], made.method)(*args[1:], **kwargs)
+    else:
+        values = made.function(*args, **kwargs)
+    assert text == expected
+    torch.testing.assert_close(eval(text, {"torch": torch, "F": F, **own}), values, rtol=0, atol=0)
 
 
 def writer_sum() -> Expression:

@@ -34,8 +34,8 @@ class AttentionPart2(nn.Module):
         q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
         k = k.view(batch, length, 2, floor_div).transpose(1, 2)
         v = v.view(batch, length, 2, floor_div).transpose(1, 2)
-        transpose = k.transpose(-2, -1)  # (B, 2, 4, 6)
-        return q, v, transpose
+        k = k.transpose(-2, -1)  # (B, 2, 4, 6)
+        return q, v, k
 
 
 class Stage1(nn.Module):

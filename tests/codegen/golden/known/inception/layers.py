@@ -33,6 +33,6 @@ class Inception(nn.Module):
         point_out = self.point(x)
         conv3_out = self.conv3(self.narrow3(x))
         conv5_out = self.conv5(self.narrow5(x))
-        branches = F.max_pool2d(x, [3, 3], stride=[1, 1], padding=[1, 1])
+        branches = F.max_pool2d(x, 3, stride=1, padding=1)
         pooled_out = self.pooled(branches)
-        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], 1)
+        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)

@@ -19,7 +19,7 @@ class InceptionPart(nn.Module):
         point_out = self.point(x)  # (B, 8, 16, 16)
         narrow3_out = self.narrow3(x)  # (B, 4, 16, 16)
         narrow5_out = self.narrow5(x)
-        branches = F.max_pool2d(x, [3, 3], stride=[1, 1], padding=[1, 1])  # (B, 32, 16, 16)
+        branches = F.max_pool2d(x, 3, stride=1, padding=1)  # (B, 32, 16, 16)
         pooled_out = self.pooled(branches)  # (B, 8, 16, 16)
         return point_out, narrow3_out, narrow5_out, pooled_out
 
@@ -44,7 +44,7 @@ class Stage0(nn.Module):
         """
         # inception.py:74
         stem_out = self.stem(images)  # (B, 32, 32, 32)
-        x = F.max_pool2d(stem_out, [2, 2])  # (B, 32, 16, 16)
+        x = F.max_pool2d(stem_out, 2)  # (B, 32, 16, 16)
         point_out, narrow3_out, narrow5_out, pooled_out = self.early["0"](x)
         return point_out, narrow3_out, narrow5_out, pooled_out
 

@@ -18,7 +18,7 @@ class InceptionPart(nn.Module):
         # inception.py:57
         conv3_out = self.conv3(narrow3_out)  # (B, 8, 16, 16)
         conv5_out = self.conv5(narrow5_out)
-        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], 1)  # (B, 32, 16, 16)
+        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 16, 16)
 
 
 class InceptionPart2(nn.Module):

@@ -19,9 +19,9 @@ class InceptionPart(nn.Module):
         # inception.py:55-57
         point_out = self.point(x)  # (B, 8, 16, 16)
         conv3_out = self.conv3(self.narrow3(x))
-        branches = F.max_pool2d(x, [3, 3], stride=[1, 1], padding=[1, 1])  # (B, 32, 16, 16)
+        branches = F.max_pool2d(x, 3, stride=1, padding=1)  # (B, 32, 16, 16)
         pooled_out = self.pooled(branches)  # (B, 8, 16, 16)
-        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], 1)  # (B, 32, 16, 16)
+        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 16, 16)
 
 
 class Stage2(nn.Module):
@@ -45,7 +45,7 @@ class Stage2(nn.Module):
         # inception.py:76-77
         early_2 = self.early["2"](early_1, conv5_out)  # (B, 32, 16, 16)
         auxiliary = self.auxiliary(early_2.mean([2, 3]))  # (B, 10)
-        x = F.max_pool2d(early_2, [2, 2])  # (B, 32, 8, 8)
+        x = F.max_pool2d(early_2, 2)  # (B, 32, 8, 8)
         late_0 = self.late(x)
         return auxiliary, late_0
 

@@ -16,7 +16,7 @@ class LlamaRotaryEmbedding(nn.Module):
         # modeling_llama.py:111-116
         with torch.no_grad():
             freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
-            emb = torch.cat([freqs, freqs], -1)
+            emb = torch.cat([freqs, freqs], dim=-1)
             cos = torch.cos(emb)
             sin = torch.sin(emb)
             cos = cos.to(torch.float32)
@@ -32,12 +32,9 @@ class LlamaRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_llama.py:63-66
         hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
-        add = variance + 1e-06
-        del variance
-        rsqrt = torch.rsqrt(add)
-        del add
-        hidden_states = hidden_states * rsqrt  # (B, 16, 32)
+        hidden_states = hidden_states * torch.rsqrt(
+            (hidden_states**2).mean(-1, keepdim=True) + 1e-06
+        )
         return self.weight * hidden_states.to(torch.float32)
 
 
@@ -45,7 +42,7 @@ def rotate_half(x: Tensor) -> Tensor:
     # modeling_llama.py:121-123
     x1 = x[..., :4]
     x2 = x[..., 4:]
-    return torch.cat([-x2, x1], -1)
+    return torch.cat([-x2, x1], dim=-1)
 
 
 class LlamaMLP(nn.Module):

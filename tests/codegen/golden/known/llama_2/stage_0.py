@@ -46,8 +46,7 @@ class Stage0(nn.Module):
         """
         # model (modeling_llama.py:370-378)
         inputs_embeds = self.model.embed_tokens(input_ids)  # (B, 16, 32)
-        position_ids = torch.arange(16, device=input_ids.device)  # (16,)
-        position_ids = position_ids.unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(16, device=input_ids.device).unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
         attn_output = self.model.layers["0"](inputs_embeds, cos, sin)  # (B, 16, 32)

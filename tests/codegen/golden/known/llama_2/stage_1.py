@@ -11,9 +11,9 @@ class LlamaDecoderLayerPart(nn.Module):
         self.mlp = LlamaMLP()
         self.post_attention_layernorm = LlamaRMSNorm()
 
-    def forward(self, inputs_embeds: Tensor, attn_output: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_llama.py:306-312
-        hidden_states: Tensor = inputs_embeds + attn_output  # (B, 16, 32)
+        hidden_states = hidden_states + attn_output  # (B, 16, 32)
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 

@@ -13,7 +13,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm()
 
     def forward(
-        self, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor, hidden_states: Tensor
+        self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:306
         hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
@@ -45,11 +45,10 @@ class Stage2(nn.Module):
             post_attention_layernorm_out: (B, 16, 32) float32, for stage 3.
         """
         # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(16, device=input_layernorm_out.device)  # (16,)
-        position_ids = position_ids.unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(16, device=input_layernorm_out.device).unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
         hidden_states, post_attention_layernorm_out = self.model.layers["1"](
-            input_layernorm_out, cos, sin, hidden_states
+            hidden_states, input_layernorm_out, cos, sin
         )
         return hidden_states, post_attention_layernorm_out

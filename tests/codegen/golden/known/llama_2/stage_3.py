@@ -11,7 +11,7 @@ class LlamaDecoderLayerPart(nn.Module):
         super().__init__()
         self.mlp = LlamaMLP()
 
-    def forward(self, post_attention_layernorm_out: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, post_attention_layernorm_out: Tensor) -> Tensor:
         # modeling_llama.py:312
         hidden_states = hidden_states + self.mlp(post_attention_layernorm_out)  # (B, 16, 32)
         return hidden_states
@@ -43,7 +43,7 @@ class Stage3(nn.Module):
         """
         # model
         norm_out = self.model.norm(
-            self.model.layers["1"](post_attention_layernorm_out, hidden_states)
+            self.model.layers["1"](hidden_states, post_attention_layernorm_out)
         )
 
         # modeling_llama.py:468
@@ -59,9 +59,7 @@ class Stage3(nn.Module):
         """
         # loss_utils.py:42-70
         logits = logits.float()  # (B, 16, 64)
-        labels = F.pad(labels, [0, 1], "constant", -100.0)  # (B, 17)
-        shift_labels = labels[:, 1:].contiguous()  # (B, 16)
-        del labels
+        shift_labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:].contiguous()  # (B, 16)
         logits = logits.view(-1, 64)  # (16*B, 64)
         shift_labels = shift_labels.view(-1)  # (16*B,)
         loss = F.cross_entropy(logits, shift_labels)

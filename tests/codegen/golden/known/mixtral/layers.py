@@ -17,7 +17,7 @@ class MixtralRotaryEmbedding(nn.Module):
         # modeling_mixtral.py:192-197
         with torch.no_grad():
             freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
-            emb = torch.cat([freqs, freqs], -1)
+            emb = torch.cat([freqs, freqs], dim=-1)
             cos = torch.cos(emb)
             sin = torch.sin(emb)
             cos = cos.to(torch.float32)
@@ -33,7 +33,7 @@ class MixtralRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_mixtral.py:144-147
         hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, True)  # (B, 16, 1)
+        variance = (hidden_states**2).mean(-1, keepdim=True)  # (B, 16, 1)
         hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, 16, 32)
         return self.weight * hidden_states.to(torch.float32)
 
@@ -42,7 +42,7 @@ def rotate_half(x: Tensor) -> Tensor:
     # modeling_mixtral.py:202-204
     x1 = x[..., :4]
     x2 = x[..., 4:]
-    return torch.cat([-x2, x1], -1)
+    return torch.cat([-x2, x1], dim=-1)
 
 
 class MixtralTopKRouter(nn.Module):
@@ -55,7 +55,7 @@ class MixtralTopKRouter(nn.Module):
         router_logits = F.linear(hidden_states, self.weight)  # (16*B, 4)
         router_probs = F.softmax(router_logits.float(), dim=-1)
         router_top_value, router_indices = router_probs.topk(2)
-        router_top_value /= router_top_value.sum(-1, True)
+        router_top_value /= router_top_value.sum(-1, keepdim=True)
         return router_indices, router_top_value
 
 
@@ -74,25 +74,23 @@ class MixtralExperts(nn.Module):
         sample_weights_g = sample_weights[perm]  # (32*B,)
         histc_input = expert_ids_g.float()
         del expert_ids_g
-        tokens_per_expert = torch.histc(histc_input, 4, 0, 3)  # (4,)
+        tokens_per_expert = torch.histc(histc_input, 4, max=3)  # (4,)
         del histc_input
         offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
         del tokens_per_expert
         out = self.gate_up_proj.transpose(-2, -1)  # (4, 32, 128)
         selected_hidden_states_g = selected_hidden_states_g.to(torch.float32)  # (32*B, 32)
-        grouped_mm_out = torch.ops.transformers.grouped_mm_fallback.default(
+        proj_out = torch.ops.transformers.grouped_mm_fallback.default(
             selected_hidden_states_g, out, offsets
         )
-        gate, up = grouped_mm_out.chunk(2, -1)
+        gate, up = proj_out.chunk(2, dim=-1)
         act_fn_out = F.silu(gate)  # (32*B, 64)
-        default_apply_gate_out = act_fn_out * up
+        proj_out = act_fn_out * up
         out = self.down_proj.transpose(-2, -1)  # (4, 64, 32)
-        default_apply_gate_out = default_apply_gate_out.to(torch.float32)  # (32*B, 64)
-        grouped_mm_out = torch.ops.transformers.grouped_mm_fallback.default(
-            default_apply_gate_out, out, offsets
-        )
+        proj_out = proj_out.to(torch.float32)  # (32*B, 64)
+        proj_out = torch.ops.transformers.grouped_mm_fallback.default(proj_out, out, offsets)
         del offsets
-        weighted_out = grouped_mm_out * sample_weights_g.unsqueeze(-1)
+        weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
         inv_perm = torch.empty_like(perm)  # (32*B,)
         arange = torch.arange(top_k_weights.shape[0] * 2, device=top_k_weights.device)
         inv_perm.index_put_([perm], arange)
@@ -163,8 +161,8 @@ class MixtralDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_mixtral.py:360-364
-        attn_output = self.self_attn(self.input_layernorm(hidden_states), cos, sin)  # (B, 16, 32)
-        hidden_states = hidden_states + attn_output
-        del attn_output
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), cos, sin
+        )
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states

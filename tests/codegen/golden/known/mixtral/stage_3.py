@@ -20,7 +20,7 @@ class MixtralDecoderLayerPart(nn.Module):
         self.mlp = MixtralSparseMoeBlock()
 
     def forward(
-        self, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor, hidden_states: Tensor
+        self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         # modeling_mixtral.py:360-364
         hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
@@ -56,7 +56,7 @@ class Stage3(nn.Module):
         position_ids = torch.arange(16, device=input_layernorm_out.device)  # (16,)
         position_ids = position_ids.unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
-        hidden_states = self.model.layers["3"](input_layernorm_out, cos, sin, hidden_states)
+        hidden_states = self.model.layers["3"](hidden_states, input_layernorm_out, cos, sin)
         norm_out = self.model.norm(hidden_states)
 
         # modeling_mixtral.py:616
@@ -72,9 +72,7 @@ class Stage3(nn.Module):
         """
         # loss_utils.py:42-70
         logits = logits.float()  # (B, 16, 64)
-        labels = F.pad(labels, [0, 1], "constant", -100.0)  # (B, 17)
-        shift_labels = labels[:, 1:].contiguous()  # (B, 16)
-        del labels
+        shift_labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:].contiguous()  # (B, 16)
         logits = logits.view(-1, 64)  # (16*B, 64)
         shift_labels = shift_labels.view(-1)  # (16*B,)
         loss = F.cross_entropy(logits, shift_labels)

@@ -77,7 +77,7 @@ class SwinPatchMerging(nn.Module):
                 input_feature[:, ::2, 1::2],
                 input_feature[:, 1::2, 1::2],
             ],
-            -1,
+            dim=-1,
         )
         input_feature = input_feature.view(batch, -1, self.normalized_shape)
         input_feature = self.norm(input_feature)
@@ -165,19 +165,15 @@ class SwinLayer(nn.Module):
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states)  # (B, 64, 64)
-        hidden_states = hidden_states.view(batch, 8, 8, 64)  # (B, 8, 8, 64)
+        hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
         hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
-        attn_output = self.attention(hidden_states_windows)
-        attention_output = self.dropout(attn_output)
-        attention_windows = attention_output.view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
+        attention_windows = self.dropout(self.attention(hidden_states_windows)).view(-1, 4, 4, 64)
         attention_windows = window_reverse(
             attention_windows, num_channels=64, view_number=2, height=8
         )
-        del attn_output, attention_output
         attention_windows = attention_windows.view(*shape)  # (B, 64, 64)
 
         # drop_path (modeling_swin.py:58-60)

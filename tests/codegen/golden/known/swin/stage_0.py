@@ -88,19 +88,15 @@ class SwinLayer2(nn.Module):
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states)  # (B, 1024, 16)
-        hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
+        hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
         hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
-        attn_output = self.attention(hidden_states_windows)
-        attention_output = self.dropout(attn_output)
-        attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
+        attention_windows = self.dropout(self.attention(hidden_states_windows)).view(-1, 4, 4, 16)
         attention_windows = window_reverse(
             attention_windows, num_channels=16, view_number=8, height=32
         )
-        del attn_output, attention_output
         attention_windows = attention_windows.view(*shape)  # (B, 1024, 16)
         hidden_states = shortcut + attention_windows
         del attention_windows

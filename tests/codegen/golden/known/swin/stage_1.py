@@ -70,10 +70,9 @@ class SwinLayer2(nn.Module):
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states)  # (B, 1024, 16)
-        hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
+        hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
-        hidden_states = hidden_states.roll([-2, -2], [1, 2])
+        hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
@@ -86,7 +85,7 @@ class SwinLayer2(nn.Module):
         attention_windows = window_reverse(
             attention_windows, num_channels=16, view_number=8, height=32
         )
-        hidden_states = attention_windows.roll([2, 2], [1, 2])
+        hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 1024, 16)
 
         # drop_path (modeling_swin.py:58-60)
@@ -114,8 +113,7 @@ class SwinLayerPart(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:503-614
         batch = hidden_states.shape[0]
-        hidden_states = self.layernorm_before(hidden_states)  # (B, 256, 32)
-        hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
+        hidden_states = self.layernorm_before(hidden_states).view(batch, 16, 16, 32)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
         hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
         del hidden_states

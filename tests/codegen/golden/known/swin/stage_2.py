@@ -94,7 +94,7 @@ class SwinLayer2(nn.Module):
         hidden_states = self.layernorm_before(hidden_states)  # (B, 256, 32)
         hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
-        hidden_states = hidden_states.roll([-2, -2], [1, 2])
+        hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
         attn_mask = get_attn_mask(
@@ -106,7 +106,7 @@ class SwinLayer2(nn.Module):
         attention_windows = window_reverse(
             attention_windows, num_channels=32, view_number=4, height=16
         )
-        hidden_states = attention_windows.roll([2, 2], [1, 2])
+        hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 256, 32)
 
         # drop_path (modeling_swin.py:58-60)

@@ -60,10 +60,9 @@ class SwinLayer2(nn.Module):
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states)  # (B, 64, 64)
-        hidden_states = hidden_states.view(batch, 8, 8, 64)  # (B, 8, 8, 64)
+        hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
-        hidden_states = hidden_states.roll([-2, -2], [1, 2])
+        hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
@@ -72,13 +71,12 @@ class SwinLayer2(nn.Module):
         )
         attn_output = self.attention(hidden_states_windows, attn_mask)  # (4*B, 16, 64)
         del attn_mask
-        attention_output = self.dropout(attn_output)
-        attention_windows = attention_output.view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
+        attention_windows = self.dropout(attn_output).view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
         attention_windows = window_reverse(
             attention_windows, num_channels=64, view_number=2, height=8
         )
-        del attn_output, attention_output
-        hidden_states = attention_windows.roll([2, 2], [1, 2])
+        del attn_output
+        hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         del attention_windows
         attention_windows = hidden_states.view(*shape)  # (B, 64, 64)
 

@@ -9,8 +9,8 @@ def create_bidirectional_mask(device: torch.device) -> Tensor:
     # masking_utils.py:85-554
     q_arange = torch.arange(16, device=device)  # (16,)
     q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-    bidirectional_mask_function_out = q_indices >= 0
-    return bidirectional_mask_function_out.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
+    attention_mask = q_indices >= 0
+    return attention_mask.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
 
 
 class T5LayerNorm(nn.Module):
@@ -20,7 +20,7 @@ class T5LayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:65-72
-        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, True)  # (B, 16, 1)
+        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)  # (B, 16, 1)
         hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)  # (B, 16, 32)
         return self.weight * hidden_states
 
@@ -61,17 +61,16 @@ class T5Attention(nn.Module):
         position_bias_mask = torch.where(
             attention_mask, position_bias, torch.finfo(torch.float32).min
         )
-        create_position_bias_mask_out = position_bias_mask.contiguous()
-        del position_bias_mask
+        position_bias_mask = position_bias_mask.contiguous()
         attn_output: Tensor = F.scaled_dot_product_attention(
             query_states,
             key_states,
             value_states,
-            attn_mask=create_position_bias_mask_out,
+            attn_mask=position_bias_mask,
             dropout_p=0.1 if self.training else 0.0,
             scale=1.0,
         )
-        del create_position_bias_mask_out
+        del position_bias_mask
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
         attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
         attn_output = self.o(attn_output)
@@ -124,8 +123,9 @@ class T5LayerFF(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:140
-        dropout_out = self.dropout(self.DenseReluDense(self.layer_norm(hidden_states)))
-        hidden_states = hidden_states + dropout_out
+        hidden_states = hidden_states + self.dropout(
+            self.DenseReluDense(self.layer_norm(hidden_states))
+        )
         return hidden_states
 
 

@@ -66,12 +66,12 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
         values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
         position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
-        create_position_bias_mask_out = position_bias_mask.contiguous()
+        position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
             key_states,
             value_states,
-            attn_mask=create_position_bias_mask_out,
+            attn_mask=position_bias_mask,
             dropout_p=0.1 if self.training else 0.0,
             scale=1.0,
         )

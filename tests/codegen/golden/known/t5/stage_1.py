@@ -52,12 +52,12 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
         values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
         position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
-        create_position_bias_mask_out = position_bias_mask.contiguous()
+        position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
             key_states,
             value_states,
-            attn_mask=create_position_bias_mask_out,
+            attn_mask=position_bias_mask,
             dropout_p=0.1 if self.training else 0.0,
             scale=1.0,
         )
@@ -147,9 +147,7 @@ class Stage1(nn.Module):
         attention_mask = create_bidirectional_mask(attention_output.device)  # (1, 1, 16, 16)
         hidden_states = self.encoder.block["2"](attention_output)  # (B, 16, 32)
         hidden_states = self.encoder.block["3"](hidden_states, position_bias, attention_mask)
-        final_layer_norm_out = self.encoder.final_layer_norm(hidden_states)
-        hidden_states = self.encoder.dropout(final_layer_norm_out)
-        del final_layer_norm_out
+        hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
         # decoder (modeling_t5.py:678-725)
         inputs_embeds = self.decoder.embed_tokens(decoder_input_ids)

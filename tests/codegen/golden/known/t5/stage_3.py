@@ -57,9 +57,7 @@ class Stage3(nn.Module):
         hidden_states = self.decoder.block["3"](
             block_2, position_bias, hidden_states, attention_mask
         )
-        final_layer_norm_out = self.decoder.final_layer_norm(hidden_states)
-        hidden_states = self.decoder.dropout(final_layer_norm_out)
-        del final_layer_norm_out
+        hidden_states = self.decoder.dropout(self.decoder.final_layer_norm(hidden_states))
 
         # modeling_t5.py:1045-1047
         hidden_states *= 32**-0.5

@@ -29,7 +29,7 @@ class Stage1(nn.Module):
         pool_out = self.pool(x)  # (B, 32, 4, 4)
         down_3 = self.down["3"](pool_out)  # (B, 64, 4, 4)
         pool_out = self.pool(down_3)  # (B, 64, 2, 2)
-        x_2 = torch.cat([down_3, self.grow["0"](self.bottom(pool_out))], 1)  # (B, 128, 4, 4)
+        x_2 = torch.cat([down_3, self.grow["0"](self.bottom(pool_out))], dim=1)  # (B, 128, 4, 4)
         return x, x_2
 
 

@@ -29,7 +29,7 @@ class Stage2(nn.Module):
         """
         # unet.py:69
         x = self.up["0"](x)  # (B, 64, 4, 4)
-        x = torch.cat([down_2, self.grow["1"](x)], 1)  # (B, 64, 8, 8)
+        x = torch.cat([down_2, self.grow["1"](x)], dim=1)  # (B, 64, 8, 8)
         x = self.up["1"](x)  # (B, 32, 8, 8)
         x = self.grow["2"](x)  # (B, 16, 16, 16)
         return x

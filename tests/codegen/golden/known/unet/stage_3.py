@@ -26,9 +26,9 @@ class Stage3(nn.Module):
             score_out: (B, 1, 32, 32) float32, for the caller.
         """
         # unet.py:69-71
-        x = torch.cat([x, grow_2], 1)  # (B, 32, 16, 16)
+        x = torch.cat([x, grow_2], dim=1)  # (B, 32, 16, 16)
         x = self.up["2"](x)  # (B, 16, 16, 16)
-        x = torch.cat([down_0, self.grow["3"](x)], 1)  # (B, 16, 32, 32)
+        x = torch.cat([down_0, self.grow["3"](x)], dim=1)  # (B, 16, 32, 32)
         x = self.up["3"](x)  # (B, 8, 32, 32)
         score_out: Tensor = self.score(x)  # (B, 1, 32, 32)
         return score_out
