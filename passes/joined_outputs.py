@@ -34,7 +34,7 @@ from gpipe_compiler.passes.loss_terms import MOVES, verb
 from gpipe_compiler.runtime.spec import Joined
 
 
-class _Other(Enum):
+class Unjoined(Enum):
     """Values that are no output which is put together by adding or comparing."""
 
     ROWS = "rows"
@@ -45,7 +45,7 @@ class _Other(Enum):
     """A number that goes with the samples."""
 
 
-_Way = Joined | _Other
+Way = Joined | Unjoined
 
 _REDUCTIONS: Mapping[str, Joined] = {
     "sum": Joined.SUM,
@@ -93,14 +93,22 @@ def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
     """
     names = [
         name
-        for name in graph.output_values
+        for name in value_names(graph.outputs)
         if graph.values[name].kind is ValueKind.TENSOR and graph.values[name].batch_dim is None
     ]
     written = effects(graph).writes if names else {}
     if graph.batched.isdisjoint(names) and not any(written.values()):
         return dict.fromkeys(names, Joined.SAME)
-    found = _Walk(graph, written).ways()
-    return {name: way if isinstance(way := found[name], Joined) else Joined.APART for name in names}
+    found = ways_of(graph)
+    joined = {
+        name: way if isinstance(way := found[name], Joined) else Joined.APART for name in names
+    }
+    return {**joined, **dict.fromkeys(graph.output_terms, Joined.TERMS)}
+
+
+def ways_of(graph: Graph) -> Mapping[str, Way]:
+    """Of every value of an annotated graph, how it depends on the samples."""
+    return graph.once("joined_outputs.ways", lambda: _Walk(graph, effects(graph).writes).ways())
 
 
 @dataclass(frozen=True)
@@ -114,11 +122,11 @@ class _Walk:
     graph: Graph
     written: Mapping[str, frozenset[str]]
 
-    def ways(self) -> Mapping[str, _Way]:
+    def ways(self) -> Mapping[str, Way]:
         """Of every value."""
-        found: dict[str, _Way] = {}
+        found: dict[str, Way] = {}
         for source in self.graph.inputs:
-            found[source.name] = _Other.ROWS if source.batched else Joined.SAME
+            found[source.name] = Unjoined.ROWS if source.batched else Joined.SAME
         for op in self.graph.ops:
             way = self._op(op, found)
             first = op.result[:1] if isinstance(op.result, tuple) else op.outputs
@@ -134,33 +142,33 @@ class _Walk:
     def _numbers(self) -> Mapping[str, Argument]:
         return shape_values(self.graph)
 
-    def _value(self, name: str, way: _Way) -> _Way:
+    def _value(self, name: str, way: Way) -> Way:
         known = self.graph.values[name]
         if known.kind is ValueKind.TENSOR:
             if not known.splittable:
                 return Joined.APART
             if known.batch_dim is not None:
-                return _Other.MIXED if way is _Other.MIXED else _Other.ROWS
-            return Joined.APART if isinstance(way, _Other) else way
+                return Unjoined.MIXED if way is Unjoined.MIXED else Unjoined.ROWS
+            return Joined.APART if isinstance(way, Unjoined) else way
         if name in self._numbers:
             parts = tree_leaves(self._numbers[name])
             counts = any(isinstance(part, BatchMultiple) for part in parts)
-            return _Other.COUNT if counts else Joined.SAME
+            return Unjoined.COUNT if counts else Joined.SAME
         return way
 
-    def _op(self, op: Op, found: Mapping[str, _Way]) -> _Way:
+    def _op(self, op: Op, found: Mapping[str, Way]) -> Way:
         """What an op makes, if it has no batch dimension; of one that has, whether it mixes."""
         ways = {found[name] for name in op.inputs} - {Joined.SAME}
         if not ways or verb(op).startswith("new_"):
             return Joined.SAME
         if self._makes_rows(op):
-            counted = _Other.COUNT in ways and verb(op) in _ARITHMETIC
-            mixes = counted or ways - {_Other.ROWS, _Other.COUNT}
-            return _Other.MIXED if mixes else _Other.ROWS
+            counted = Unjoined.COUNT in ways and verb(op) in _ARITHMETIC
+            mixes = counted or ways - {Unjoined.ROWS, Unjoined.COUNT}
+            return Unjoined.MIXED if mixes else Unjoined.ROWS
         named = {found[name] for item in op.call.kwargs.values() for name in value_names(item)}
-        if isinstance(op.call, RegionCall) or named - {Joined.SAME} or _Other.MIXED in ways:
+        if isinstance(op.call, RegionCall) or named - {Joined.SAME} or Unjoined.MIXED in ways:
             return Joined.APART
-        if ways == {_Other.ROWS}:
+        if ways == {Unjoined.ROWS}:
             return self._reduced(op, found)
         args = [self._argument(item, found) for item in op.call.args]
         if len(ways) == 1:
@@ -170,11 +178,11 @@ class _Walk:
     def _makes_rows(self, op: Op) -> bool:
         return any(self.graph.values[name].batch_dim is not None for name in op.outputs)
 
-    def _argument(self, item: Argument, found: Mapping[str, _Way]) -> _Way:
+    def _argument(self, item: Argument, found: Mapping[str, Way]) -> Way:
         ways = {found[name] for name in value_names(item)} - {Joined.SAME}
         return ways.pop() if len(ways) == 1 else Joined.APART if ways else Joined.SAME
 
-    def _reduced(self, op: Op, found: Mapping[str, _Way]) -> _Way:
+    def _reduced(self, op: Op, found: Mapping[str, Way]) -> Way:
         """Rows that become something without a batch dimension."""
         call, name = op.call, verb(op)
         reduction = reduction_option(self.graph, op)
@@ -183,16 +191,16 @@ class _Walk:
             of_classes = loss_options(self.graph, op) is not None
             ways = {"mean": Joined.APART if of_classes else Joined.MEAN, "sum": Joined.SUM}
             return ways.get(reduction, Joined.APART)
-        rows = [item for item in call.args if _Other.ROWS is self._argument(item, found)]
+        rows = [item for item in call.args if Unjoined.ROWS is self._argument(item, found)]
         several = name in ("matmul", "mm", "dot")
         if name not in _REDUCTIONS or len(rows) != (2 if several else 1) or rows[0] != call.args[0]:
             return Joined.APART
         return _REDUCTIONS[name]
 
-    def _kept(self, op: Op, way: _Way, args: Sequence[_Way], found: Mapping[str, _Way]) -> _Way:
+    def _kept(self, op: Op, way: Way, args: Sequence[Way], found: Mapping[str, Way]) -> Way:
         """Something of one kind, and what is the same for all."""
         name = verb(op)
-        if isinstance(way, _Other) or way is Joined.APART:
+        if isinstance(way, Unjoined) or way is Joined.APART:
             return Joined.APART
         if isinstance(op.call, ModuleCall):
             linear = issubclass(self.graph.modules[op.call.module].cls, nn.Linear | nn.Identity)
@@ -205,7 +213,7 @@ class _Walk:
             return self._linear(op, name, way, args)
         return self._ordered(op, name, way, args)
 
-    def _moved(self, op: Op, name: str, way: Joined, found: Mapping[str, _Way]) -> _Way:
+    def _moved(self, op: Op, name: str, way: Joined, found: Mapping[str, Way]) -> Way:
         """Elements as they were."""
         source = op.call.args[0]
         if isinstance(source, tuple | list):  # what all micro-batches have would be summed, too
@@ -221,7 +229,7 @@ class _Walk:
         exact = to == was or to.is_floating_point or to.is_complex or was == torch.bool
         return way if exact else Joined.APART
 
-    def _linear(self, op: Op, name: str, way: Joined, args: Sequence[_Way]) -> _Way:
+    def _linear(self, op: Op, name: str, way: Joined, args: Sequence[Way]) -> Way:
         """Sums and means."""
         match name:
             case "neg":
@@ -242,7 +250,7 @@ class _Walk:
         maker = self.graph.producer.get(item.name) if isinstance(item, Ref) else None
         return item == 0 or (maker is not None and verb(maker) in _ZEROS)
 
-    def _ordered(self, op: Op, name: str, way: Joined, args: Sequence[_Way]) -> _Way:
+    def _ordered(self, op: Op, name: str, way: Joined, args: Sequence[Way]) -> Way:
         """Maxima and minima."""
         if op.call.kwargs and name not in ("clamp", "clip"):
             return Joined.APART
@@ -259,12 +267,12 @@ class _Walk:
         same = {Joined.MAX: ("maximum", "max"), Joined.MIN: ("minimum", "min")}[way]
         return way if name in same else Joined.APART
 
-    def _by_count(self, op: Op, args: Sequence[_Way]) -> _Way:
+    def _by_count(self, op: Op, args: Sequence[Way]) -> Way:
         """A sum divided by the samples, a mean times them."""
         match verb(op), *args:
-            case "div", Joined.SUM, _Other.COUNT if not op.call.kwargs:
+            case "div", Joined.SUM, Unjoined.COUNT if not op.call.kwargs:
                 return Joined.MEAN
-            case ("mul", Joined.MEAN, _Other.COUNT) | ("mul", _Other.COUNT, Joined.MEAN):
+            case ("mul", Joined.MEAN, Unjoined.COUNT) | ("mul", Unjoined.COUNT, Joined.MEAN):
                 return Joined.SUM
             case _:
                 return Joined.APART

@@ -60,7 +60,7 @@ def weigh_loss(graph: Graph) -> Graph:
     """
     if graph.loss is None:
         return graph
-    groups, adding = _groups(graph)
+    groups, adding = terms_of_loss(graph)
     if len(groups) > 1:
         return with_terms(graph, groups, adding) or graph
     loss = graph.loss
@@ -75,7 +75,7 @@ def different_means(graph: Graph) -> tuple[Op, ...]:
 
     Also () where the loss has a term for each.
     """
-    groups = [] if graph.loss is None or graph.loss.terms else _groups(graph)[0]
+    groups = [] if graph.loss is None or graph.loss.terms else terms_of_loss(graph)[0]
     ops = [
         summand.term.op
         for group in groups
@@ -85,7 +85,7 @@ def different_means(graph: Graph) -> tuple[Op, ...]:
     return tuple(ops) if len(ops) > 1 else ()
 
 
-def _groups(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
+def terms_of_loss(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
     """The terms of the loss, those together that are means over the same; and what adds them up.
 
     Recognised are torch's losses of class numbers with reduction "mean", and divisions by sums of

@@ -24,6 +24,7 @@ from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.liveness import liveness
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.narrow_masks import narrow_masks
+from gpipe_compiler.passes.output_terms import weigh_outputs
 from gpipe_compiler.passes.padding_masks import simplify_padding_masks
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.random_ops import random_ops
@@ -70,6 +71,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
     Pass("unread_stores", lambda graph, at: without_unread_stores(graph, at.kept)),
     Pass("stores", lambda graph, _: read_stores(graph)),
+    Pass("output_terms", lambda graph, _: weigh_outputs(graph)),
     Pass("loss_weight", lambda graph, _: weigh_loss(graph)),
     # Last: planning undoes those writes that a cut parts.
     Pass(INPLACE, lambda graph, at: write_in_place(graph) if at.in_place else graph),

@@ -60,10 +60,10 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     lasting = [op for op in graph.ops if op.name in adding - dropped]
     if any(op.mode is not Mode.ALWAYS for op in graph.ops if op.name in adding):
         return None
-    if any(map(_writes, lasting)) or _written_is_read(graph, adding, dropped):
+    if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
         return None
     values = (summand.value for group in groups for summand in group.summands)
-    tail = _Tail(graph, kept, next(value for value in values if isinstance(value, str)))
+    tail = Tail(graph, kept, next(value for value in values if isinstance(value, str)))
     terms = tuple(
         LossTerm(tail.sum(group.summands), group.reduction or Reduction.MEAN, group.weight)
         for group in groups
@@ -89,7 +89,8 @@ def _unread(graph: Graph, names: set[str]) -> set[str]:
         found -= more
 
 
-def _writes(op: Op) -> bool:
+def writes(op: Op) -> bool:
+    """Whether an op that adds or scales terms does so in place."""
     match op.call:
         case FunctionCall(function=function):
             return function in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -104,7 +105,7 @@ def _written_is_read(graph: Graph, adding: set[str], dropped: set[str]) -> bool:
     written = {
         graph.values[op.outputs[0]].storage
         for op in graph.ops
-        if op.name in dropped and _writes(op) and op.outputs
+        if op.name in dropped and writes(op) and op.outputs
     }
     if not written:
         return False
@@ -115,7 +116,7 @@ def _written_is_read(graph: Graph, adding: set[str], dropped: set[str]) -> bool:
 
 
 @dataclass
-class _Tail:
+class Tail:
     """The ops that make the terms, and the loss of these, at the end of a graph.
 
     Attributes:

@@ -37,6 +37,7 @@ from gpipe_compiler.runtime.spec import (
     LossSpec,
     LossTerm,
     OutputClass,
+    OutputTerm,
     PipelineSpec,
     Precision,
     Reduction,
@@ -74,7 +75,8 @@ def write_schedule(
 
 
 _SPEC_TYPES = (
-    *(PipelineSpec, StageSpec, Input, Crossing, Leaf, Samples, OutputClass, LossSpec, LossTerm),
+    *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
+    *(LossSpec, LossTerm),
     *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
 )
 
@@ -263,7 +265,8 @@ def _outputs(graph: Graph) -> Argument:
             case Ref(name=value):
                 known = graph.values.get(value)
                 batch_dim = 0 if known is None else known.batch_dim
-                return Leaf(value, batch_dim, joined.get(value, Joined.SAME))
+                terms = graph.output_terms.get(value, ())
+                return Leaf(value, batch_dim, joined.get(value, Joined.SAME), terms)
             case StateRef(name=value):
                 raise EmitError(
                     f"the model returns {value} itself, a tensor that no stage makes",

@@ -20,7 +20,7 @@ import torch
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.ops import ModuleSpec, Op
 from gpipe_compiler.ir.printing import format_argument, format_op
-from gpipe_compiler.runtime.spec import Input, OutputClass, Precision, Reduction, Steps
+from gpipe_compiler.runtime.spec import Input, OutputClass, OutputTerm, Precision, Reduction, Steps
 
 T = TypeVar("T")
 
@@ -198,6 +198,7 @@ class Graph:
         outputs: what the model returns: tuples, lists and dicts with a `Ref` at every tensor; the
             loss stands apart in `loss` (also where the model itself returns it).
         classes: of the model's own, in what it returns.
+        output_terms: for each output that is a loss, its terms; filled in by `passes.output_terms`.
         values: by name; empty until `passes.shapes` has run, complete afterwards.
         batch_size: the batch size of the shapes in `values`.
         tensors: the model's own tensors by canonical state name (on meta for a meta model).
@@ -230,6 +231,7 @@ class Graph:
     precision: Precision = Precision.FP32
     repeats: tuple[Stretch, ...] = ()
     classes: tuple[OutputClass, ...] = ()
+    output_terms: Mapping[str, tuple[OutputTerm, ...]] = field(default_factory=dict)
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -290,8 +292,13 @@ class Graph:
 
     @cached_property
     def output_values(self) -> tuple[str, ...]:
-        """The values the model returns, each once; the loss is not among them."""
-        return tuple(dict.fromkeys(value_names(self.outputs)))
+        """The values the model returns, each once, and the terms of those that are losses.
+
+        The loss that is minimised is not among them.
+        """
+        terms = (term for terms in self.output_terms.values() for term in terms)
+        handed = (name for term in terms for name in (term.value, term.weight) if name)
+        return tuple(dict.fromkeys((*value_names(self.outputs), *handed)))
 
     @cached_property
     def ends(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpipe_compiler.errors import IllegalGraphError
-from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, parts, value_names
+from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, parts
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, RegionCall
 
@@ -49,7 +49,7 @@ def _violations(graph: Graph) -> Iterator[str]:
             if name in modes:
                 yield f"{op.name} makes the value {name} a second time"
             modes[name] = op.mode
-    for name in value_names(graph.outputs):
+    for name in graph.output_values:
         if name not in modes:
             yield f"the output {name} is no value of the graph"
     if graph.loss is not None and graph.loss.value not in modes:

@@ -153,7 +153,8 @@ class Joined(Enum):
     """How an output without a batch dimension follows from those of the micro-batches.
 
     SAME: all have the same. SUM, MAX, MIN: over them, element by element; for booleans, MAX is
-    whether any is true, MIN whether all are. MEAN: weighed by their samples. APART: not at all.
+    whether any is true, MIN whether all are. MEAN: weighed by their samples. TERMS: each term of it
+    by what that is a mean over. STACKED: one after another. APART: not at all.
     """
 
     SAME = "same"
@@ -161,6 +162,8 @@ class Joined(Enum):
     MEAN = "mean"
     MAX = "max"
     MIN = "min"
+    TERMS = "terms"
+    STACKED = "stacked"
     APART = "apart"
 
 
@@ -184,12 +187,48 @@ class OutputClass:
 
 
 @dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A summand of a loss: a sum over samples, or a mean over things of its own.
+
+    Attributes:
+        counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
+            samples, or a sum.
+        floor, offset: where it is counted, as in `LossSpec`.
+        per_sample: as in `LossSpec`.
+    """
+
+    reduction: Reduction
+    counted: bool = False
+    floor: float = -math.inf
+    offset: float = 0.0
+    per_sample: Dim | None = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTerm:
+    """A summand of an output that is a loss.
+
+    Attributes:
+        weight: the value that says how much it is a mean over; "" for samples, and for a sum.
+    """
+
+    value: str
+    term: LossTerm
+    weight: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
-    """The place of a tensor in the structure that the pipeline returns."""
+    """The place of a tensor in the structure that the pipeline returns.
+
+    Attributes:
+        terms: of an output that is put together by them.
+    """
 
     value: str
     batch_dim: int | None = 0
     joined: Joined = Joined.SAME
+    terms: tuple[OutputTerm, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,24 +330,6 @@ class StageSpec:
         if training:
             return self.random_ops, self.shared_random
         return self.random_in_eval, self.shared_in_eval
-
-
-@dataclass(frozen=True, slots=True)
-class LossTerm:
-    """A summand of a loss: a sum over samples, or a mean over things of its own.
-
-    Attributes:
-        counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
-            samples, or a sum.
-        floor, offset: where it is counted, as in `LossSpec`.
-        per_sample: as in `LossSpec`.
-    """
-
-    reduction: Reduction
-    counted: bool = False
-    floor: float = -math.inf
-    offset: float = 0.0
-    per_sample: Dim | None = 1
 
 
 @dataclass(frozen=True, slots=True)

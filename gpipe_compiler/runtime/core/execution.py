@@ -141,7 +141,7 @@ class Execution:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (args.outputs and self._topology.feeds):
             return loss, None
-        outputs = rebuild(self._spec.outputs, {**bound, **made}, sum(call.sizes))
+        outputs = rebuild(self._spec.outputs, {**bound, **made}, call.sizes)
         return loss, as_returned(outputs, self._spec.classes)
 
     def loss_weights(self, inputs: object, target: object) -> Counts:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..spec import Joined, Leaf, OutputClass, Samples, Structure
+from ..spec import Joined, Leaf, OutputClass, OutputTerm, Samples, Structure
+from .loss_weights import divisor
 from .nest import Path
 
 
@@ -26,6 +29,8 @@ def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> 
         UsageError: for several micro-batches whose outputs say nothing of the mini-batch's.
     """
     first = pieces[0]
+    if leaf.joined is Joined.STACKED:
+        return torch.stack(list(pieces))
     if len(pieces) == 1 or (leaf.joined is Joined.SAME and leaf.batch_dim is None):
         return first
     if leaf.batch_dim is not None:
@@ -49,13 +54,21 @@ def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> 
     )
 
 
-def rebuild(structure: Structure, values: Mapping[str, torch.Tensor], samples: int) -> object:
-    """The structure that the pipeline returns for so many samples, with a tensor at every leaf."""
+def rebuild(
+    structure: Structure, values: Mapping[str, torch.Tensor], samples: Sequence[int]
+) -> object:
+    """The structure that the pipeline returns, with a tensor at every leaf.
+
+    Args:
+        samples: in each micro-batch.
+    """
     match structure:
+        case Leaf(terms=terms) if terms:
+            return _sum_of_terms(terms, values, samples)
         case Leaf(value=value):
             return values[value]
         case Samples(factor=factor):
-            return factor * samples
+            return factor * sum(samples)
         case dict():
             return {key: rebuild(item, values, samples) for key, item in structure.items()}
         case list():
@@ -64,6 +77,25 @@ def rebuild(structure: Structure, values: Mapping[str, torch.Tensor], samples: i
             return tuple(rebuild(item, values, samples) for item in structure)
         case _:
             return structure
+
+
+def _sum_of_terms(
+    terms: Sequence[OutputTerm], values: Mapping[str, torch.Tensor], samples: Sequence[int]
+) -> torch.Tensor:
+    """An output of the mini-batch from its terms in every micro-batch, each with its own weight."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part in terms:
+        pieces = values[part.value].cpu()
+        counts = values[part.weight].tolist() if part.weight else [*map(float, samples)]
+        whole = divisor(part.term, sum(counts))
+        # Where nothing counts the plain model divides by nothing, too; elsewhere that is no term.
+        shares = [divisor(part.term, count) / whole if whole else math.nan for count in counts]
+        total += sum(
+            piece.double() * share for piece, share in zip(pieces, shares, strict=True) if share
+        )
+    made = [values[part.value] for part in terms]
+    kind = functools.reduce(torch.promote_types, (pieces.dtype for pieces in made))
+    return total.to(made[0].device, kind)
 
 
 class Fields(dict[Any, Any]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..schedule.actions import Action, Compute, Phase, Send
 from ..schedule.joint import Joint, waiting
 from ..schedule.lowering import first_targets
-from ..spec import Crossing, Leaf, PipelineSpec, StageSpec, Structure
+from ..spec import Crossing, Joined, Leaf, PipelineSpec, StageSpec, Structure
 from .full_batch import BatchDims, batch_dims
 from .nest import items_of
 from .request import RunRequest
@@ -171,10 +171,15 @@ def inputs_for(spec: PipelineSpec, work: RunRequest) -> frozenset[str]:
 
 
 def output_leaves(structure: Structure) -> tuple[Leaf, ...]:
-    """Every leaf of the structure that the pipeline returns, each value once."""
+    """Every leaf of the structure that the pipeline returns, each value once.
+
+    In place of one that has terms, there are these.
+    """
     found: dict[str, Leaf] = {}
     for _, leaf in items_of(structure, Leaf):
-        found.setdefault(leaf.value, leaf)
+        names = [name for term in leaf.terms for name in (term.value, term.weight) if name]
+        for part in [Leaf(name, None, Joined.STACKED) for name in names] or [leaf]:
+            found.setdefault(part.value, part)
     return tuple(found.values())
 
 

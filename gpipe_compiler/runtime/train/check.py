@@ -297,9 +297,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         leaf.value: join(leaf, [values[leaf.value] for values in evaluated], sizes)
         for leaf in output_leaves(spec.outputs)
     }
-    results: Tensors = {
-        ComparedKind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sum(sizes)))
-    }
+    results: Tensors = {ComparedKind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sizes))}
     if spec.loss is None:
         return results
     if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):

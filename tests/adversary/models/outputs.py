@@ -88,6 +88,17 @@ class OwnLossDict(Two):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+class LossesBeside(Two):
+    """Two losses over other things than samples, their sum, and a scaled one with a number."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> object:
+        logits = self.last(self.hidden(x))
+        entropy = F.cross_entropy(logits, labels)
+        kept = (labels >= 0).float()
+        z = (logits.logsumexp(1).square() * kept).sum() / kept.sum().clamp(min=1)
+        return logits, entropy + 0.1 * z, {"entropy": entropy.detach(), "z": 2 * z - 1}
+
+
 class Same(Two):
     """The same tensor twice, and an input as it is."""
 
@@ -212,6 +223,12 @@ def labelled(samples: int) -> tuple[Tensor, Tensor]:
     return rows(samples), classes(samples)
 
 
+def padded(samples: int) -> tuple[Tensor, Tensor]:
+    """Labels of which the first half is ignored, and those of some micro-batches are all."""
+    x, labels = labelled(samples)
+    return x, labels.masked_fill(torch.arange(samples) < samples // 2, -100)
+
+
 def first(output: object, target: Tensor) -> Tensor:
     item = output[0] if isinstance(output, tuple | list) else output["logits"]
     return F.cross_entropy(item, target)
@@ -232,12 +249,28 @@ CASES = (
     Case("list", AsList, rows, first, classes),
     Case("dict", AsDict, rows, first, classes, quick=True),
     Case("ordered_dict", AsOrderedDict, rows, lambda y, t: F.cross_entropy(y["out"], t), classes),
-    Case("named_tuple", AsNamedTuple, rows, first, classes, quick=True),
+    Case("named_tuple", AsNamedTuple, rows, first, classes),
     Case("named_tuple_inference", AsNamedTuple, rows, options="--mode infer"),
     Case("dataclass", AsDataclass, rows, lambda y, t: F.cross_entropy(y.logits, t), classes),
     Case("dataclass_inference", AsDataclass, rows, options="--mode infer"),
     Case("own_loss_in_a_dataclass", OwnLoss, labelled),
     Case("own_loss_in_a_dict", OwnLossDict, labelled),
+    Case(
+        "losses_beside_logits",
+        LossesBeside,
+        labelled,
+        lambda y, t: y[1],
+        classes,
+        later_inputs=padded,
+        quick=True,
+    ),
+    Case(
+        "losses_beside_logits_inference",
+        LossesBeside,
+        labelled,
+        options="--mode infer",
+        later_inputs=padded,
+    ),
     Case("same_twice", Same, rows, first, classes),
     Case("decisions", Decided, rows, first, classes),
     Case(

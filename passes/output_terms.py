@@ -1,0 +1,93 @@
+"""Has outputs that are losses put together from micro-batches: as sums of means over their own.
+
+A model may return its loss beside its logits. Over a mini-batch it is the sum of those of the
+micro-batches, each weighed by what it is a mean over, such as the targets that are not ignored; and
+where it adds up several means, each of them is weighed by its own. So the stages hand out these
+terms, and what they are means over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from gpipe_compiler.ir import Graph, Loss, Op, Reduction
+from gpipe_compiler.passes.joined_outputs import Unjoined, Way, joined_outputs, ways_of
+from gpipe_compiler.passes.loss_functions import Targets
+from gpipe_compiler.passes.loss_terms import ConstantTerm, Division, Other, Summand
+from gpipe_compiler.passes.loss_weight import terms_of_loss
+from gpipe_compiler.passes.split_loss import Tail, TermGroup, writes
+from gpipe_compiler.runtime.spec import Joined, LossTerm, OutputTerm
+
+_KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
+
+
+def weigh_outputs(graph: Graph) -> Graph:
+    """The graph, with the terms of those of its outputs that are losses.
+
+    Args:
+        graph: annotated by `passes.shapes`.
+    """
+    made, found = graph, dict[str, tuple[OutputTerm, ...]]()
+    for name, way in joined_outputs(graph).items():
+        known = graph.values[name]
+        fraction = known.dtype is not None and known.dtype.is_floating_point
+        if way is not Joined.APART or known.shape or not fraction:
+            continue
+        groups, adding = terms_of_loss(made.replace(loss=Loss(name)))
+        summands = [(group, summand) for group in groups for summand in group.summands]
+        if not any(map(writes, adding)) and all(_is_proven(graph, *pair) for pair in summands):
+            made, found[name] = _with_terms(made, name, groups)
+    if not found:
+        return graph
+    values = {} if len(made.ops) > len(graph.ops) else graph.values
+    return dataclasses.replace(made, values=values, repeats=graph.repeats, output_terms=found)
+
+
+def _is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:
+    """Whether a term is known to be a sum or a mean of rows, none of which takes other samples."""
+    ways = ways_of(graph)
+
+    def are_rows(*names: str) -> bool:
+        return all(ways[name] in (Unjoined.ROWS, Joined.SAME) for name in names)
+
+    match summand.term:
+        case ConstantTerm():
+            return group.adds_up
+        case Targets(op=op):
+            return group.weight is not None and are_rows(*op.inputs)
+        case Division(total=None):
+            return False
+        case Division(op=op):
+            return group.weight is not None and _divides(graph, op, ways)
+        case Other() if isinstance(summand.value, str) and group.reduction is not None:
+            return ways[summand.value] is _KINDS[group.reduction]
+        case _:
+            return False
+
+
+def _divides(graph: Graph, op: Op, ways: Mapping[str, Way]) -> bool:
+    """Whether what is divided is a sum of rows, or their mean: before or after it is divided."""
+    dividend = op.call.args[0]
+    if ways[dividend.name] in (Joined.SUM, Joined.MEAN):
+        return True
+    maker = graph.producer.get(dividend.name)
+    return maker is not None and ways[maker.call.args[0].name] is Unjoined.ROWS
+
+
+def _with_terms(
+    graph: Graph, output: str, groups: Sequence[TermGroup]
+) -> tuple[Graph, tuple[OutputTerm, ...]]:
+    """The graph with ops for the terms of an output and what they are means over, and the terms."""
+    tail = Tail(graph.replace(loss=Loss(output)), graph.ops, output)
+    sums = [tail.sum(group.summands) for group in groups]
+    ops, terms = [*graph.ops, *tail.made], []
+    for group, value in zip(groups, sums, strict=True):
+        if group.weight is None:
+            terms.append(OutputTerm(value, LossTerm(group.reduction or Reduction.MEAN)))
+            continue
+        own = {op.name for op in ops}
+        ops.extend(op for op in group.weight.ops if op.name not in own)
+        kind = LossTerm(Reduction.MEAN, True, group.weight.floor, group.weight.offset)
+        terms.append(OutputTerm(value, kind, group.weight.value))
+    return graph.replace(ops=tuple(ops)), tuple(terms)
